@@ -1,0 +1,1 @@
+"""The Kubernetes operator: reconciles InferenceService objects. It knows Kubernetes, never torch."""

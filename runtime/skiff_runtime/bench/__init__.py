@@ -1,0 +1,1 @@
+"""Load generator for a running server, and the offline throughput benchmark."""

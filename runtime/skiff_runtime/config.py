@@ -1,0 +1,135 @@
+"""The one configuration of a served model, validated once at the edge.
+
+Every field of ``Config`` is a command-line flag (``--max-model-len``) and an
+environment variable (``SKIFF_MAX_MODEL_LEN``); ``options.py`` derives both from
+the metadata here. Child processes receive the resolved value and trust it.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from skiff_runtime.contract import API_PORT
+from skiff_runtime.errors import ConfigError
+
+MAX_TENSOR_PARALLEL: Final = 64
+MAX_PAGE_SIZE: Final = 1024
+AUTO: Final = "auto"
+
+
+def option(default: Any, group: str, text: str) -> Any:
+    """Declare one configuration field with its help group and help text."""
+    return field(default=default, metadata={"group": group, "help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything ``skiff serve`` can be told. ``None`` means: derived in ``resolve.py``."""
+
+    model: str = option("demo://", "Model", "what to serve: a directory, file:///path, hf://org/name or demo://")
+    revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
+    cache_dir: str | None = option(
+        None, "Model", "where hf:// models are kept (default: ~/.cache/skiff, or $XDG_CACHE_HOME/skiff)"
+    )
+    served_model_name: str | None = option(
+        None, "Model", "the model's name in the API (default: the last part of --model)"
+    )
+    load_format: Literal["safetensors", "dummy"] = option(
+        "safetensors", "Model", "dummy gives seeded random weights: for benchmarks, no weight is read"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        AUTO, "Model", "type of weights and KV cache (auto: the model's own; float32 for float16 on a CPU)"
+    )
+    max_model_len: int | None = option(
+        None, "Model", "longest prompt plus output, in tokens (default: what the model was made for)"
+    )
+
+    host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all")
+    port: int = option(API_PORT, "Server", "port to listen on; 0 takes a free one and logs it")
+    tokenizers: int = option(1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes")
+    max_request_bytes: int = option(8 << 20, "Server", "largest request body, in bytes")
+    drain_timeout_seconds: float = option(
+        30.0, "Server", "after SIGTERM, how long running requests may take to finish"
+    )
+    startup_timeout_seconds: float = option(
+        1800.0, "Server", "how long processes may take until the model is ready"
+    )
+    heartbeat_timeout_seconds: float = option(
+        60.0, "Server", "a process that is silent for longer counts as dead"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Server", "least level that is logged")
+
+    device: Literal["auto", "cpu", "cuda"] = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
+    tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
+    attention: Literal["auto", "torch"] = option(AUTO, "Engine", "attention backend")
+    cpu_threads: int | None = option(
+        None, "Engine", "computing threads of each rank on a CPU (default: the cores it may use, over --tp)"
+    )
+
+    max_running_requests: int = option(64, "Scheduling", "most requests that are computed at a time")
+    max_queued_requests: int = option(1024, "Scheduling", "most requests that wait; beyond, 429")
+    max_batch_tokens: int = option(
+        2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
+    )
+    disable_overlap: bool = option(
+        False, "Scheduling", "plan a step only after the one before it has ended (slower; the tokens are the same)"
+    )
+
+    page_size: int = option(16, "KV cache", "tokens in one page of the KV cache")
+    kv_cache_tokens: int | None = option(
+        None, "KV cache", "size of the KV cache in tokens (default: by --memory-fraction)"
+    )
+    memory_fraction: float = option(
+        0.85, "KV cache", "share of the free memory that the KV cache may take, where --kv-cache-tokens is not given"
+    )
+    cache: Literal["radix", "naive"] = option(
+        "radix", "KV cache", "radix keeps finished prefixes for later requests; naive keeps none"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that no model could be served with."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{flag(name)} must be from {low} to {high}, not {value}")
+        if not self.model:
+            raise ConfigError("--model must not be empty; give a directory, file:///path, hf://org/name or demo://")
+        if self.max_batch_tokens < self.max_running_requests:
+            raise ConfigError(
+                f"--max-batch-tokens ({self.max_batch_tokens}) must be at least --max-running-requests "
+                f"({self.max_running_requests}): each running request computes one token a step"
+            )
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
+            raise ConfigError(
+                f"--kv-cache-tokens ({self.kv_cache_tokens}) must hold at least one page of "
+                f"--page-size {self.page_size}"
+            )
+
+
+_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
+    ("port", 0, 65535),
+    ("tokenizers", 0, 64),
+    ("max_request_bytes", 1024, 1 << 30),
+    ("drain_timeout_seconds", 0, 86400),
+    ("startup_timeout_seconds", 1, 86400),
+    ("heartbeat_timeout_seconds", 1, 3600),
+    ("tp", 1, MAX_TENSOR_PARALLEL),
+    ("cpu_threads", 1, 1024),
+    ("max_model_len", 2, 1 << 24),
+    ("max_running_requests", 1, 4096),
+    ("max_queued_requests", 0, 1 << 20),
+    ("max_batch_tokens", 1, 1 << 20),
+    ("page_size", 1, MAX_PAGE_SIZE),
+    ("kv_cache_tokens", 1, 1 << 40),
+    ("memory_fraction", 0.01, 0.99),
+)
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field: ``max_model_len`` -> ``--max-model-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def field_names() -> tuple[str, ...]:
+    """Names of all fields, in the order of declaration."""
+    return tuple(each.name for each in dataclasses.fields(Config))

@@ -1,0 +1,113 @@
+"""What the runtime promises to the world outside its pod.
+
+Ports, paths, flags, environment variables, labels, exit codes, start phases and
+metric names. The operator, the chart and the dashboards may know these and
+nothing else of the runtime, so this module imports nothing.
+"""
+
+from typing import Final
+
+API_GROUP: Final = "serving.skiff.dev"
+API_VERSION: Final = "v1alpha1"
+
+# --- Network -----------------------------------------------------------------
+
+API_PORT: Final = 8000
+API_PORT_NAME: Final = "http"
+OPERATOR_METRICS_PORT: Final = 9090
+OPERATOR_HEALTH_PORT: Final = 8081
+
+PATH_LIVEZ: Final = "/livez"
+PATH_READYZ: Final = "/readyz"
+PATH_STARTUPZ: Final = "/startupz"
+PATH_HEALTH_GENERATE: Final = "/health_generate"
+PATH_METRICS: Final = "/metrics"
+PATH_SERVER_INFO: Final = "/server_info"
+PATH_MODELS: Final = "/v1/models"
+PATH_CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+PATH_COMPLETIONS: Final = "/v1/completions"
+PATH_GENERATE: Final = "/generate"
+
+# --- Command line --------------------------------------------------------------
+
+ENV_PREFIX: Final = "SKIFF_"
+"""`--max-model-len` is also read from `SKIFF_MAX_MODEL_LEN`; the flag wins."""
+
+COMMAND_SERVE: Final = "serve"
+COMMAND_FETCH: Final = "fetch"
+
+FLAG_MODEL: Final = "--model"
+FLAG_REVISION: Final = "--revision"
+FLAG_SERVED_MODEL_NAME: Final = "--served-model-name"
+FLAG_CACHE_DIR: Final = "--cache-dir"
+FLAG_HOST: Final = "--host"
+FLAG_PORT: Final = "--port"
+FLAG_DEVICE: Final = "--device"
+FLAG_DTYPE: Final = "--dtype"
+FLAG_TENSOR_PARALLEL: Final = "--tp"
+FLAG_MAX_MODEL_LEN: Final = "--max-model-len"
+FLAG_DRAIN_TIMEOUT: Final = "--drain-timeout-seconds"
+FLAG_STARTUP_TIMEOUT: Final = "--startup-timeout-seconds"
+
+ENV_HUB_TOKEN: Final = "HF_TOKEN"
+ENV_HUB_ENDPOINT: Final = "HF_ENDPOINT"
+
+MODEL_SCHEMES: Final = ("demo", "file", "hf", "pvc")
+"""`pvc://` is understood by the operator only, which turns it into a local path."""
+
+# --- Exit codes ------------------------------------------------------------------
+
+EXIT_OK: Final = 0
+EXIT_FAILURE: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_CHILD_DIED: Final = 3
+EXIT_STARTUP_FAILED: Final = 4
+EXIT_FETCH_FAILED: Final = 5
+
+# --- Start phases, in the order in which a rank passes them ------------------------
+
+PHASES: Final = ("spawn", "config", "weights", "kv_cache", "warmup", "ready")
+
+# --- Labels and annotations on Kubernetes objects -----------------------------------
+
+LABEL_NAME: Final = "app.kubernetes.io/name"
+LABEL_INSTANCE: Final = "app.kubernetes.io/instance"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_SERVICE: Final = f"{API_GROUP}/inferenceservice"
+LABEL_ENGINE_TYPE: Final = "llm-d.ai/engine-type"
+ENGINE_TYPE: Final = "sglang"
+"""Skiff exposes SGLang's names of the routing gauges; routers learn it by this label."""
+
+# --- Metric names ----------------------------------------------------------------------
+
+METRIC_REQUESTS: Final = "skiff_requests_total"
+METRIC_TTFT: Final = "skiff_time_to_first_token_seconds"
+METRIC_ITL: Final = "skiff_inter_token_latency_seconds"
+METRIC_REQUEST_DURATION: Final = "skiff_request_duration_seconds"
+METRIC_QUEUED: Final = "skiff_requests_queued"
+METRIC_RUNNING: Final = "skiff_requests_running"
+METRIC_IN_FLIGHT: Final = "skiff_requests_in_flight"
+METRIC_PROMPT_TOKENS: Final = "skiff_prompt_tokens_total"
+METRIC_CACHED_TOKENS: Final = "skiff_cached_prompt_tokens_total"
+METRIC_GENERATED_TOKENS: Final = "skiff_generated_tokens_total"
+METRIC_KV_PAGES: Final = "skiff_kv_pages"
+METRIC_KV_USAGE: Final = "skiff_kv_usage_ratio"
+METRIC_STEP_DURATION: Final = "skiff_step_duration_seconds"
+METRIC_BATCH_TOKENS: Final = "skiff_step_tokens"
+METRIC_RETRACTIONS: Final = "skiff_retractions_total"
+METRIC_EVICTED_PAGES: Final = "skiff_evicted_pages_total"
+METRIC_START_PHASE: Final = "skiff_start_phase_seconds"
+METRIC_READY: Final = "skiff_ready"
+
+ROUTING_QUEUED: Final = "sglang:num_queue_reqs"
+ROUTING_RUNNING: Final = "sglang:num_running_reqs"
+ROUTING_USAGE: Final = "sglang:token_usage"
+ROUTING_CACHE_INFO: Final = "sglang:cache_config_info"
+
+OPERATOR_RECONCILES: Final = "skiff_operator_reconciles_total"
+OPERATOR_RECONCILE_DURATION: Final = "skiff_operator_reconcile_duration_seconds"
+OPERATOR_QUEUE_DEPTH: Final = "skiff_operator_queue_depth"
+OPERATOR_OBJECTS: Final = "skiff_operator_objects"
+OPERATOR_LEADER: Final = "skiff_operator_leader"
+OPERATOR_LAST_RESYNC: Final = "skiff_operator_last_resync_timestamp_seconds"
+OPERATOR_API_REQUESTS: Final = "skiff_operator_api_requests_total"

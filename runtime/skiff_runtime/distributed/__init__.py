@@ -1,0 +1,1 @@
+"""The tensor-parallel process group and its collectives."""

@@ -1,0 +1,1 @@
+"""Runs planned steps on a device: model runner, input batch, sampler."""

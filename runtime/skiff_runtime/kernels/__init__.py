@@ -1,0 +1,1 @@
+"""The small device operations that backends and layers share."""

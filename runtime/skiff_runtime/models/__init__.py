@@ -1,0 +1,1 @@
+"""One file per model family, the registry, configuration and weight loading."""
