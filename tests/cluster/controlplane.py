@@ -1,0 +1,239 @@
+"""etcd, API server and controller manager: the part of a Kubernetes that needs neither root nor a node.
+
+The operator's integration tests use it directly:
+
+    with ControlPlane() as plane:
+        client = connect(plane.kubeconfig)
+
+Many may run side by side; each takes free ports of the loopback interface and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from apiclient import ApiClient
+from commands import ClusterError, wait_for
+from daemons import Daemon
+from paths import layout
+from pki import Authority
+from toolchain import CONTROL_PLANE, ensure
+
+SERVICE_NETWORK = "10.96.0.0/16"
+SERVICE_NAMES = "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
+READY_SECONDS = 60
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the control plane listens."""
+
+    address: str = "127.0.0.1"
+    api_port: int = 6443
+    etcd_port: int = 2379
+    etcd_peer_port: int = 2380
+    manager_port: int = 10257
+
+    @classmethod
+    def on_free_ports(cls) -> Endpoint:
+        """Choose ports of the loopback interface that nobody listens on now."""
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+        ports = [each.getsockname()[1] for each in sockets]
+        for each in sockets:
+            each.close()
+        return cls("127.0.0.1", *ports)
+
+
+def create_pki(directory: Path, *, addresses: str = "") -> Authority:
+    """Make the authority and the control plane's certificates; `addresses` adds subjectAltNames to the API server's."""
+    authority = Authority(directory)
+    authority.create()
+    names = f"{SERVICE_NAMES},{addresses}" if addresses else SERVICE_NAMES
+    authority.issue("apiserver", "/CN=kube-apiserver", names)
+    authority.issue("admin", "/O=system:masters/CN=admin")
+    authority.issue("controller-manager", "/CN=system:kube-controller-manager", "DNS:localhost,IP:127.0.0.1")
+    authority.issue("front-proxy", "/CN=front-proxy")
+    return authority
+
+
+def etcd_arguments(endpoint: Endpoint, data: Path) -> list[str]:
+    """Return etcd's flags: no fsync, for nothing in it must outlive the machine."""
+    client = f"http://127.0.0.1:{endpoint.etcd_port}"
+    peer = f"http://127.0.0.1:{endpoint.etcd_peer_port}"
+    return [
+        "--name=skiff",
+        f"--data-dir={data}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=skiff={peer}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def apiserver_arguments(endpoint: Endpoint, authority: Authority, scratch: Path) -> list[str]:
+    """Return the API server's flags that both kinds of cluster share."""
+    return [
+        f"--etcd-servers=http://127.0.0.1:{endpoint.etcd_port}",
+        f"--secure-port={endpoint.api_port}",
+        f"--service-cluster-ip-range={SERVICE_NETWORK}",
+        f"--tls-cert-file={authority.path('apiserver', 'crt')}",
+        f"--tls-private-key-file={authority.path('apiserver', 'key')}",
+        f"--client-ca-file={authority.certificate}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+        f"--service-account-key-file={authority.path('sa', 'pub')}",
+        f"--service-account-signing-key-file={authority.path('sa', 'key')}",
+        f"--requestheader-client-ca-file={authority.certificate}",
+        "--requestheader-allowed-names=front-proxy",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={authority.path('front-proxy', 'crt')}",
+        f"--proxy-client-key-file={authority.path('front-proxy', 'key')}",
+        f"--cert-dir={scratch}",
+    ]
+
+
+def manager_arguments(endpoint: Endpoint, authority: Authority, kubeconfig: Path, scratch: Path) -> list[str]:
+    """Return the controller manager's flags."""
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={endpoint.manager_port}",
+        f"--root-ca-file={authority.certificate}",
+        f"--service-account-private-key-file={authority.path('sa', 'key')}",
+        "--use-service-account-credentials=true",
+        "--leader-elect=false",
+        f"--cluster-signing-cert-file={authority.certificate}",
+        f"--cluster-signing-key-file={authority.key}",
+        f"--cert-dir={scratch}",
+    ]
+
+
+def binary(name: str) -> Path:
+    """Return a control-plane program: from KUBEBUILDER_ASSETS where that folder has it, else built here."""
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    if assets and (Path(assets) / name).exists():
+        return Path(assets) / name
+    places = layout()
+    ensure([tool for tool in CONTROL_PLANE if tool.name == name], places)
+    return places.bin / name
+
+
+@dataclass
+class ControlPlane:
+    """A control plane in `directory`; without one, in a temporary folder that `stop` removes."""
+
+    directory: Path | None = None
+    with_parent: bool = True
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    _daemons: list[Daemon] = field(default_factory=list)
+    _temporary: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds keys, data and logs."""
+        if self.directory is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
+            self.directory = self._temporary
+        return self.directory
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.folder / "kubeconfig"
+
+    def start(self) -> None:
+        """Start everything and wait until the API server is ready; another process may take a port, so try again."""
+        programs = {name: binary(name) for name in ("etcd", "kube-apiserver", "kube-controller-manager")}
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._start(programs)
+            except ClusterError:
+                self._stop_daemons()
+                if attempt == ATTEMPTS:
+                    raise
+
+    def _start(self, programs: dict[str, Path]) -> None:
+        self.endpoint = endpoint = Endpoint.on_free_ports()
+        folder = self.folder
+        for stale in ("etcd", "pki"):
+            shutil.rmtree(folder / stale, ignore_errors=True)
+        authority = create_pki(folder / "pki")
+        server = f"https://{endpoint.address}:{endpoint.api_port}"
+        self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
+        manager = folder / "controller-manager.kubeconfig"
+        manager.write_text(authority.kubeconfig("controller-manager", server=server))
+
+        etcd = self._daemon("etcd", programs["etcd"], etcd_arguments(endpoint, folder / "etcd"))
+        # Nothing in such a cluster reaches the API server by its Service, so none needs an address that is not loopback.
+        local = ["--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none"]
+        arguments = [*apiserver_arguments(endpoint, authority, folder / "run"), *local]
+        server_daemon = self._daemon("kube-apiserver", programs["kube-apiserver"], arguments)
+        client = ApiClient(authority, endpoint.address, endpoint.api_port)
+        await_ready(client, [etcd, server_daemon])
+        self._daemon(
+            "kube-controller-manager",
+            programs["kube-controller-manager"],
+            manager_arguments(endpoint, authority, manager, folder / "run"),
+        )
+        await_default_account(client)
+
+    def _daemon(self, name: str, program: Path, arguments: list[str]) -> Daemon:
+        daemon = Daemon(name, self.folder / "run")
+        daemon.start([program, *arguments], with_parent=self.with_parent)
+        self._daemons.append(daemon)
+        return daemon
+
+    def _stop_daemons(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.stop()
+        self._daemons.clear()
+
+    def stop(self) -> None:
+        """End every process, and remove the folder when it is a temporary one."""
+        self._stop_daemons()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def __enter__(self) -> ControlPlane:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def await_ready(client: ApiClient, daemons: list[Daemon]) -> None:
+    """Wait until the API server is ready; raises ClusterError with the log's end when one of `daemons` ends before."""
+
+    def ready() -> bool:
+        for daemon in daemons:
+            daemon.require()
+        return client.answers("/readyz")
+
+    wait_for("a ready API server", ready, timeout_seconds=READY_SECONDS)
+
+
+def await_default_account(client: ApiClient) -> None:
+    """Wait for the default namespace's service account, without which no pod can be made."""
+    path = "/api/v1/namespaces/default/serviceaccounts/default"
+    wait_for("the default service account", lambda: client.answers(path), timeout_seconds=READY_SECONDS)

@@ -1,0 +1,142 @@
+"""The binaries of the cluster, built once from Go modules: each is rebuilt only when what it is built from changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import ClusterError, output, run, step
+from paths import GO_MODULE, Layout
+
+GO_VERSION = (1, 26)
+MODULE_INPUTS = ("go.mod", "go.sum", "tools.go")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One Go program: a package of this folder's module, or of a published `version` of its own module."""
+
+    name: str
+    package: str
+    version: str = ""
+    expected_seconds: int = 10
+
+
+def kubernetes_version() -> str:
+    """Return the version, such as `v1.36.2`, that this folder's go.mod requires."""
+    match = re.search(r"^\s*k8s\.io/kubernetes (v\S+)", (GO_MODULE / "go.mod").read_text(), re.MULTILINE)
+    if match is None:
+        raise ClusterError(f"{GO_MODULE / 'go.mod'} requires no k8s.io/kubernetes")
+    return match[1]
+
+
+CONTROL_PLANE = (
+    Tool("kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", expected_seconds=250),
+    Tool("kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager", expected_seconds=60),
+    Tool("etcd", "go.etcd.io/etcd/server/v3"),
+    Tool("kubectl", "k8s.io/kubernetes/cmd/kubectl", expected_seconds=25),
+)
+NODE = (
+    Tool("kube-scheduler", "k8s.io/kubernetes/cmd/kube-scheduler"),
+    Tool("kubelet", "k8s.io/kubernetes/cmd/kubelet", expected_seconds=25),
+    Tool("kube-proxy", "k8s.io/kubernetes/cmd/kube-proxy"),
+    Tool("coredns", "github.com/coredns/coredns", "v1.15.0", expected_seconds=80),
+    Tool("pause", "./pause"),
+)
+HELM = Tool("helm", "helm.sh/helm/v4/cmd/helm", "v4.3.1", expected_seconds=80)
+KUBECTL = CONTROL_PLANE[-1]
+
+
+def key(tool: Tool) -> str:
+    """Return the content key of a tool: equal keys mean that building again would give the same program."""
+    digest = hashlib.sha256(f"{tool.package}@{tool.version} {ldflags(tool)}".encode())
+    if not tool.version:
+        sources = [GO_MODULE / name for name in MODULE_INPUTS]
+        if tool.package.startswith("."):
+            sources = sorted((GO_MODULE / tool.package).glob("*.go"))
+        for source in sources:
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def ldflags(tool: Tool) -> str:
+    """Return the linker's flags: no symbols, and for Kubernetes' programs the version that they report."""
+    if not tool.package.startswith("k8s.io/"):
+        return "-s -w"
+    return f"-s -w -X k8s.io/component-base/version.gitVersion={kubernetes_version()}"
+
+
+def require_go() -> None:
+    """Raise ClusterError when there is no Go of the needed version, naming what else would do."""
+    wanted = ".".join(map(str, GO_VERSION))
+    found = "none"
+    if shutil.which("go"):
+        found = output(["go", "env", "GOVERSION"], cwd=GO_MODULE)
+        match = re.match(r"go(\d+)\.(\d+)", found)
+        if match and (int(match[1]), int(match[2])) >= GO_VERSION:
+            return
+    raise ClusterError(
+        f"Go {wanted} or later is needed to build a Kubernetes to test on (found: {found}).\n"
+        "Install it from https://go.dev/dl/, or set KUBECONFIG to a cluster of yours, or start Docker and install kind."
+    )
+
+
+def ensure(tools: Iterable[Tool], layout: Layout) -> None:
+    """Build those of `tools` that are absent or out of date into the layout's bin folder."""
+    missing = [tool for tool in tools if not current(tool, layout)]
+    if missing:
+        require_go()
+    for tool in missing:
+        with step(f"building {tool.name} (once; about {tool.expected_seconds} s on two cores)"):
+            build(tool, layout)
+
+
+def current(tool: Tool, layout: Layout) -> bool:
+    """Say whether the tool's binary is there and was built from today's inputs."""
+    mark = layout.bin / f"{tool.name}.key"
+    return (layout.bin / tool.name).exists() and mark.exists() and mark.read_text() == key(tool)
+
+
+def build(tool: Tool, layout: Layout) -> None:
+    """Build one tool; the binary replaces the old one only when it is whole."""
+    layout.bin.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=layout.bin, prefix=".build-") as scratch:
+        built = Path(scratch) / tool.name
+        flags = ["-trimpath", "-ldflags", ldflags(tool)]
+        env = {"CGO_ENABLED": "0"}
+        log = layout.logs / f"build-{tool.name}.log"
+        if tool.version:
+            run(
+                ["go", "install", *flags, f"{tool.package}@{tool.version}"],
+                log=log,
+                cwd=layout.bin,
+                env={**env, "GOBIN": scratch},
+            )
+        else:
+            run(["go", "build", *flags, "-o", built, tool.package], log=log, cwd=GO_MODULE, env=env)
+        built.replace(layout.bin / tool.name)
+    (layout.bin / f"{tool.name}.key").write_text(key(tool))
+
+
+def helm(layout: Layout) -> Path:
+    """Return the path of a helm that runs: the one on PATH, else the one built here."""
+    found = shutil.which("helm")
+    if found:
+        return Path(found)
+    ensure([HELM], layout)
+    return layout.bin / HELM.name
+
+
+def kubectl(layout: Layout) -> Path:
+    """Return the path of the kubectl built here, for the one on PATH may be of another version."""
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    if assets and (Path(assets) / KUBECTL.name).exists():
+        return Path(assets) / KUBECTL.name
+    ensure([KUBECTL], layout)
+    return layout.bin / KUBECTL.name
