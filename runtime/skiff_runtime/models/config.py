@@ -1,0 +1,234 @@
+"""What a model is, read from its Hugging Face directory and checked once.
+
+Imports no torch, so that the front processes can read end tokens and defaults too.
+Everything that Skiff would have to ignore in a ``config.json`` is refused by name here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.models.json_file import Fields, read_json
+from skiff_runtime.models.rope import RopeScaling, read_rope
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one architecture implies beyond its ``config.json``.
+
+    ``qkv_bias`` and ``output_bias``: True, False, or None where ``attention_bias`` tells.
+    ``head_dim`` and ``sliding_window`` are what the family means by an absent key.
+    """
+
+    qkv_bias: bool | None
+    output_bias: bool | None
+    mlp_bias: bool
+    qk_norm: bool = False
+    head_dim: int | None = None
+    window_needs_flag: bool = False
+    sliding_window: int | None = None
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None, mlp_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False, sliding_window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, window_needs_flag=True),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, head_dim=128, window_needs_flag=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What ``generation_config.json`` recommends; ``None`` where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder model. Sizes are of the whole model, not of a rank's share."""
+
+    path: Path
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
+
+
+def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelConfig:
+    """Read and check ``config.json`` and, where present, ``generation_config.json``.
+
+    ``max_model_len`` is the longest sequence that will be served, where the user set one: a
+    sliding window that such a sequence cannot outgrow does not matter.
+    Raises ``ModelError`` with one message that names the file and the key.
+    """
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise ModelError(
+            f"model directory {path} {what}; --model takes a directory with config.json and weights"
+        )
+    config = Fields(str(path / "config.json"), read_json(path / "config.json"))
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    _refuse_unserved(config)
+    generation = _generation_config(path)
+    theta, scaling = read_rope(config)
+    heads, kv_heads, head_dim = _heads(config, family)
+    attention_bias = config.flag("attention_bias")
+    positions = config.positive("max_position_embeddings")
+    _refuse_sliding_window(config, family, min(positions, max_model_len or positions))
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        vocab_size=config.positive("vocab_size"),
+        hidden_size=config.positive("hidden_size"),
+        intermediate_size=config.positive("intermediate_size"),
+        num_layers=config.positive("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=positions,
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        dtype=_dtype(config),
+        bos_token_id=next(
+            iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
+        ),
+        eos_token_ids=tuple(
+            sorted({*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")})
+        ),
+        sampling=_sampling_defaults(generation),
+    )
+
+
+def check_parallel(config: ModelConfig, tp: int) -> None:
+    """Raise ``ConfigError`` where the model cannot be cut over ``tp`` ranks."""
+    for count, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
+        if count % tp:
+            raise ConfigError(f"--tp {tp} does not divide the model's {count} {what}")
+    kv_heads = config.num_kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(f"--tp {tp} must divide the model's {kv_heads} KV heads, or be a multiple of them")
+
+
+def _architecture(config: Fields) -> str:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named) or not named:
+        raise ModelError(f"{config.source} must name the model's class in 'architectures'")
+    for name in named:
+        if name in FAMILIES:
+            return str(name)
+    raise ModelError(
+        f"{config.source}: architecture {', '.join(named)} is not supported; supported are {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unserved(config: Fields) -> None:
+    quantization = config.object("quantization_config")
+    if quantization is not None:
+        method = quantization.text("quant_method", "unknown")
+        raise ModelError(
+            f"{config.source}: the weights are quantized ({method}), which is not supported; use the model's "
+            "unquantized weights"
+        )
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{config.source}: activation {activation!r} is not supported; supported is 'silu'")
+
+
+def _heads(config: Fields, family: Family) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size."""
+    heads = config.positive("num_attention_heads")
+    kv_heads = config.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"{config.source}: {kv_heads} KV heads do not divide {heads} attention heads")
+    hidden = config.positive("hidden_size")
+    if config.get("head_dim") is None and family.head_dim is None and hidden % heads:
+        raise ModelError(f"{config.source}: {heads} attention heads do not divide hidden size {hidden}")
+    head_dim = config.positive("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"{config.source}: 'head_dim' must be even, not {head_dim}")
+    return heads, kv_heads, head_dim
+
+
+def _refuse_sliding_window(config: Fields, family: Family, longest: int) -> None:
+    """Refuse a window that a served sequence could outgrow in any layer."""
+    window = config.get("sliding_window") if config.has("sliding_window") else family.sliding_window
+    enabled = family.sliding_window is not None
+    if family.window_needs_flag:
+        enabled = config.flag("use_sliding_window")
+    if window is None or not enabled or not _slides(config):
+        return
+    window = config.positive("sliding_window", family.sliding_window)
+    if window < longest:
+        raise ModelError(
+            f"{config.source}: sliding-window attention ('sliding_window': {window}) is not supported; "
+            f"--max-model-len {window} or less serves the model without it"
+        )
+
+
+def _slides(config: Fields) -> bool:
+    """Whether any layer uses the window."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    first = config.get("max_window_layers")
+    return not isinstance(first, int) or first < config.positive("num_hidden_layers")
+
+
+def _dtype(config: Fields) -> str:
+    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(
+            f"{config.source}: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}"
+        )
+    return name
+
+
+def _generation_config(path: Path) -> Fields:
+    file = path / "generation_config.json"
+    return Fields(str(file), read_json(file) if file.exists() else {})
+
+
+def _sampling_defaults(generation: Fields) -> SamplingDefaults:
+    def optional(key: str) -> float | None:
+        return None if generation.get(key) is None else generation.number(key)
+
+    top_k = optional("top_k")
+    return SamplingDefaults(
+        temperature=optional("temperature"),
+        top_k=None if top_k is None else int(top_k),
+        top_p=optional("top_p"),
+        min_p=optional("min_p"),
+    )

@@ -1,0 +1,103 @@
+"""JSON files of a model directory: bounded reading, and typed fields with errors that name file and key."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from skiff_runtime.errors import ModelError
+
+MAX_JSON_BYTES: Final = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ``ModelError`` if it is missing, too large or malformed."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(
+                f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; this is no model's {path.name}"
+            )
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class Fields:
+    """Typed look-ups in one JSON object; ``None`` counts as absent, a wrong type is a ``ModelError``."""
+
+    def __init__(self, source: str, values: dict[str, Any]) -> None:
+        self.source = source
+        self._values = values
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
+    def get(self, key: str) -> Any:
+        """The raw value, or None."""
+        return self._values.get(key)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; without a default it must be there."""
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.source} lacks {key!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{self.source}: {key!r} must be a positive whole number, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; without a default it must be there."""
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.source} lacks {key!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise ModelError(f"{self.source}: {key!r} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.source}: {key!r} must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ModelError(f"{self.source}: {key!r} must be a string, not {value!r}")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them, as a tuple; absent is empty."""
+        value = self._values.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ModelError(f"{self.source}: {key!r} must be a token id or a list of them, not {value!r}")
+        return tuple(ids)
+
+    def object(self, key: str) -> "Fields | None":
+        """A nested object."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.source}: {key!r} must be an object, not {value!r}")
+        return Fields(f"{self.source}: {key}", value)
