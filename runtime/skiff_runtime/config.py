@@ -26,7 +26,9 @@ def option(default: Any, group: str, text: str) -> Any:
 class Config:
     """Everything ``skiff serve`` can be told. ``None`` means: derived in ``resolve.py``."""
 
-    model: str = option("demo://", "Model", "what to serve: a directory, file:///path, hf://org/name or demo://")
+    model: str = option(
+        "demo://", "Model", "what to serve: a directory, file:///path, hf://org/name or demo://"
+    )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     cache_dir: str | None = option(
         None, "Model", "where hf:// models are kept (default: ~/.cache/skiff, or $XDG_CACHE_HOME/skiff)"
@@ -57,9 +59,13 @@ class Config:
     heartbeat_timeout_seconds: float = option(
         60.0, "Server", "a process that is silent for longer counts as dead"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Server", "least level that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Server", "least level that is logged"
+    )
 
-    device: Literal["auto", "cpu", "cuda"] = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        AUTO, "Engine", "where the model runs (auto: cuda if present)"
+    )
     tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
     attention: Literal["auto", "torch"] = option(AUTO, "Engine", "attention backend")
     cpu_threads: int | None = option(
@@ -72,7 +78,9 @@ class Config:
         2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
     )
     disable_overlap: bool = option(
-        False, "Scheduling", "plan a step only after the one before it has ended (slower; the tokens are the same)"
+        False,
+        "Scheduling",
+        "plan a step only after the one before it has ended (slower; the tokens are the same)",
     )
 
     page_size: int = option(16, "KV cache", "tokens in one page of the KV cache")
@@ -80,7 +88,9 @@ class Config:
         None, "KV cache", "size of the KV cache in tokens (default: by --memory-fraction)"
     )
     memory_fraction: float = option(
-        0.85, "KV cache", "share of the free memory that the KV cache may take, where --kv-cache-tokens is not given"
+        0.85,
+        "KV cache",
+        "share of the free memory that the KV cache may take, where --kv-cache-tokens is not given",
     )
     cache: Literal["radix", "naive"] = option(
         "radix", "KV cache", "radix keeps finished prefixes for later requests; naive keeps none"
@@ -93,7 +103,9 @@ class Config:
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag(name)} must be from {low} to {high}, not {value}")
         if not self.model:
-            raise ConfigError("--model must not be empty; give a directory, file:///path, hf://org/name or demo://")
+            raise ConfigError(
+                "--model must not be empty; give a directory, file:///path, hf://org/name or demo://"
+            )
         if self.max_batch_tokens < self.max_running_requests:
             raise ConfigError(
                 f"--max-batch-tokens ({self.max_batch_tokens}) must be at least --max-running-requests "

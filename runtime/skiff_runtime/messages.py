@@ -228,4 +228,4 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decoder(kind: type[T] | object) -> "msgspec.msgpack.Decoder[T]":
     """A strict decoder for one socket's union of messages."""
-    return msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+    return msgspec.msgpack.Decoder(kind)

@@ -1,0 +1,79 @@
+# Everything a contributor runs. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CLUSTER := $(PYTHON) tests/cluster/cluster.py
+PYTEST := $(BIN)/pytest
+PYTEST_ARGS ?=
+
+.PHONY: help setup check format test matrix e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make the virtual environment .venv from the pinned constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"make: $(PYTHON) is Python {v[0]}.{v[1]}; Skiff needs 3.11 or later: make PYTHON=python3.12 setup" if v < (3, 11) else 0)'
+	@echo "setup: installing Python packages into $(VENV) (torch alone is 2.5 GB to download)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,runtime,dev]'
+	@touch $@
+	@echo "setup: done"
+
+check: setup ## Format, lint, types, layers, tidiness
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST) -q tests/tidy
+
+format: setup ## Let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
+	$(CLUSTER) tools
+	$(PYTEST) -m "not e2e and not gpu and not matrix" $(PYTEST_ARGS)
+
+matrix: setup ## Token parity with transformers over the full product of engine settings
+	$(PYTEST) -m matrix $(PYTEST_ARGS)
+
+e2e: setup ## Everything on a real Kubernetes cluster, which is left up
+	$(CLUSTER) up
+	$(CLUSTER) images
+	$(PYTEST) -m e2e --timeout 1200 tests/e2e $(PYTEST_ARGS)
+
+cluster: ## Bring up a Kubernetes to test on: $$KUBECONFIG, kind, or one node built from Go modules
+	$(CLUSTER) up
+
+cluster-down: ## Take it down; the machine is as it was
+	$(CLUSTER) down
+
+kubeconfig: ## Print the path of its kubeconfig
+	@$(CLUSTER) kubeconfig
+
+images: setup ## Build both container images and load them into the cluster, if one is up
+	$(CLUSTER) images
+
+demo: setup ## From nothing to an answer streamed by a pod
+	@$(BIN)/python tests/cluster/demo.py up
+
+demo-down: ## Remove every trace of the demo and its cluster
+	@$(PYTHON) tests/cluster/demo.py down
+
+bench: setup ## Front-process overhead and radix tree, on CPU
+	$(BIN)/python -m skiff_runtime.bench.radix
+	$(BIN)/skiff bench overhead
+
+bench-operator: setup ## The operator at 1, 100 and 1,000 InferenceServices
+	$(BIN)/python tests/operator/bench/bench_operator.py
+
+clean: ## Remove the virtual environment and caches of the clone
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	find operator runtime tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,100 @@
+"""The ``skiff`` command: argv to a configuration, and on to the supervisor, shell, bench or fetch."""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from skiff_runtime import __version__, log
+from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
+from skiff_runtime.errors import FetchError, SkiffError
+from skiff_runtime.options import Parser, add_config_arguments, config_from
+
+Command = Callable[[argparse.Namespace], int]
+
+_BENCHMARKS: Final = {
+    "serve": "open-loop load against a running server",
+    "offline": "throughput of the engine, without HTTP",
+    "overhead": "CPU time that each process of a server spends on a request and a token",
+}
+
+_SERVE_HELP = """\
+Serve a model over HTTP with an OpenAI-compatible API.
+
+Each option can also be given in the environment, under the name in brackets; the
+command line wins.
+
+examples:
+  skiff serve                                     the small demo model that comes with Skiff
+  skiff serve --model hf://Qwen/Qwen3-0.6B        download once, then serve
+  skiff serve --model /models/llama --tp 2        a local directory, over two ranks
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the boundary where an error becomes one line and an exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = _parser(words).parse_args(words)
+        command: Command = arguments.command
+        return command(arguments)
+    except FetchError as error:
+        return _complain(error, EXIT_FETCH_FAILED)
+    except SkiffError as error:
+        return _complain(error, EXIT_USAGE)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _complain(error: SkiffError, code: int) -> int:
+    print(f"skiff: {error}", file=sys.stderr)
+    return code
+
+
+def _parser(words: list[str]) -> Parser:
+    parser = Parser(prog="skiff", description="Serve large language models, and talk to them.")
+    parser.add_argument("--version", action="version", version=f"skiff {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        COMMAND_SERVE,
+        help="serve a model over HTTP",
+        description=_SERVE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(serve)
+    serve.set_defaults(command=_serve)
+    _add(commands, words[:1], "chat", "talk to a served model in the terminal", "skiff_runtime.shell")
+    _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command")
+    bench = commands.add_parser("bench", help="measure a server, or the engine alone")
+    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    for name, text in _BENCHMARKS.items():
+        _add(kinds, words[1:2], name, text, f"skiff_runtime.bench.{name}")
+    return parser
+
+
+def _add(
+    commands: "argparse._SubParsersAction[Parser]", words: list[str], name: str, text: str, module: str
+) -> None:
+    """Add a command that lives in a module of its own, imported only when it is the one asked for."""
+    parser = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if words == [name]:
+        loaded = importlib.import_module(module)
+        parser.description = loaded.__doc__
+        loaded.add_arguments(parser)
+        parser.set_defaults(command=loaded.run)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from skiff_runtime.resolve import resolve
+    from skiff_runtime.supervisor import serve
+
+    config = config_from(arguments)
+    log.configure("supervisor", config.log_level)
+    resolved, model = resolve(config)
+    return serve(resolved, model)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

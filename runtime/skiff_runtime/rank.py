@@ -1,0 +1,114 @@
+"""One tensor-parallel rank: a scheduler and its engine in one process.
+
+Rank 0 receives requests and tells every other rank what arrived in each turn of the
+loop, so that all ranks see the same messages in the same order and plan the same steps.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.engine import Engine
+from skiff_runtime.errors import SkiffError
+from skiff_runtime.messages import (
+    AbortRequest,
+    GenerateRequest,
+    Inbox,
+    Shutdown,
+    TokenBatch,
+    ToScheduler,
+)
+from skiff_runtime.process import Child
+from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.transport import Endpoints, Receiver, Sender
+
+IDLE_SECONDS: Final = 1.0
+"""How long an idle rank 0 waits for work before it turns its loop (and beats) anyway."""
+TURN_MESSAGES: Final = 256
+"""Most messages taken in one turn, so that a flood never stalls the running batch."""
+
+
+class LockstepError(SkiffError):
+    """Two ranks planned different steps; their KV caches no longer agree."""
+
+
+class LeaderChannel(Channel):
+    """Rank 0's: requests come from tokenizers, token batches go to the detokenizer."""
+
+    def __init__(self, endpoints: Endpoints, size: int, should_stop: Callable[[], bool]) -> None:
+        self._inbox: Receiver[GenerateRequest | AbortRequest] = Receiver(endpoints.rank(0), ToScheduler)
+        self._detokenizer = Sender(endpoints.detokenizer)
+        self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
+        self._should_stop = should_stop
+
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        """What arrived for this turn, told to every other rank."""
+        if wait:
+            self._inbox.socket.poll(int(IDLE_SECONDS * 1000))
+        items: list[Item] = list(self._inbox.drain(TURN_MESSAGES))
+        if self._should_stop():
+            items.append(Shutdown())
+        if self._followers:
+            inbox = Inbox(items=items, digest=digest)
+            for follower in self._followers:
+                follower.send(inbox)
+        return items
+
+    def send(self, batch: TokenBatch) -> None:
+        self._detokenizer.send(batch)
+
+
+class FollowerChannel(Channel):
+    """Any other rank's: it takes what rank 0 took, and says nothing."""
+
+    def __init__(self, endpoints: Endpoints, rank: int, beat: Callable[[], None]) -> None:
+        self._inbox: Receiver[Inbox] = Receiver(endpoints.rank(rank), Inbox)
+        self._beat = beat
+
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        """Rank 0's items for this turn; LockstepError when it planned another step than we did."""
+        while (inbox := self._inbox.receive(IDLE_SECONDS)) is None:
+            self._beat()
+        if inbox.digest != digest:
+            raise LockstepError(f"rank 0 planned step {inbox.digest:016x}, this rank {digest:016x}")
+        return list(inbox.items)
+
+    def send(self, batch: TokenBatch) -> None:
+        """Only rank 0 reports."""
+
+
+def run(child: Child) -> None:
+    """Main function of a rank's process."""
+    config, model = child.launch.config, child.launch.model
+    channel = _channel(child)
+    child.phase("config")
+    with TensorParallel.start(
+        rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
+    ) as group:
+        engine = Engine(config, model, group, on_phase=child.phase)
+        try:
+            engine.warmup()
+            _serve(child, engine, channel)
+        finally:
+            engine.close()
+
+
+def _channel(child: Child) -> Channel:
+    if child.index == 0:
+        return LeaderChannel(child.endpoints, child.launch.config.tp, lambda: child.stopping)
+    return FollowerChannel(child.endpoints, child.index, child.beat)
+
+
+def _serve(child: Child, engine: Engine, channel: Channel) -> None:
+    config = child.launch.config
+    scheduler = Scheduler(
+        config,
+        eos_token_ids=child.launch.model.eos_token_ids,
+        num_pages=engine.num_pages,
+        engine=engine,
+        channel=channel,
+    )
+    child.ready(kv_tokens=engine.num_pages * config.page_size)
+    while scheduler.turn():
+        child.beat()

@@ -1,0 +1,114 @@
+"""From what the user asked for to what is served: every derived value, before any weight is read."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime import demo
+from skiff_runtime.config import AUTO, Config
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.hub.fetch import resolve as resolve_hub
+from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
+
+DEMO_NAME: Final = "skiff-demo"
+_DEMO: Final = "demo://"
+_FILE: Final = "file://"
+_HUB: Final = "hf://"
+_SCHEME: Final = "://"
+
+
+def resolve(config: Config) -> tuple[Config, ModelConfig]:
+    """Find the model and fill in everything that was left to be derived.
+
+    Raises ConfigError, ModelError or FetchError; each names what to change.
+    """
+    model = read_model_config(_directory(config))
+    device = _device(config)
+    check_parallel(model, config.tp)
+    resolved = replace(
+        config,
+        device=device,
+        dtype=_dtype(config, model, device),
+        max_model_len=_max_model_len(config, model),
+        served_model_name=config.served_model_name or _name(config.model),
+        attention="torch",
+        cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
+    )
+    return resolved, model
+
+
+def default_cache_dir() -> Path:
+    """Where downloaded models are kept unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "skiff"
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the cgroup's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_cores()
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _directory(config: Config) -> Path:
+    uri = config.model
+    if uri == _DEMO:
+        return demo.DIRECTORY
+    if uri.startswith(_HUB):
+        cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
+        return resolve_hub(uri, config.revision, cache)
+    if config.revision is not None:
+        raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
+    if uri.startswith(_FILE):
+        return Path(uri.removeprefix(_FILE))
+    if _SCHEME in uri:
+        raise ConfigError(f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name or demo://")
+    return Path(uri)
+
+
+def _name(uri: str) -> str:
+    if uri == _DEMO:
+        return DEMO_NAME
+    path = uri.partition(_SCHEME)[2] or uri
+    return path.rstrip("/").rpartition("/")[2] or "model"
+
+
+def _device(config: Config) -> str:
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    device = ("cuda" if gpus else "cpu") if config.device == AUTO else config.device
+    if device == "cuda" and gpus < config.tp:
+        raise ConfigError(f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}")
+    return device
+
+
+def _dtype(config: Config, model: ModelConfig, device: str) -> str:
+    if config.dtype != AUTO:
+        return config.dtype
+    return "float32" if device == "cpu" and model.dtype == "float16" else model.dtype
+
+
+def _max_model_len(config: Config, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} exceeds the {longest} positions that the model was made for"
+        )
+    return config.max_model_len
+
+
+def _cgroup_cores() -> float | None:
+    """The cgroup's CPU quota in cores (v2, then v1), or None for no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except OSError:
+        pass
+    try:
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
+    except OSError:
+        return None
+    return quota_us / period_us if quota_us > 0 else None
