@@ -41,7 +41,15 @@ class Children:
     def spawn(self, role: Role, index: int = 0) -> str:
         """Start one child; its name."""
         name = process_name(role, index)
-        command = [sys.executable, "-m", _MODULE, role, str(index), str(self._launch.run_dir), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            _MODULE,
+            role,
+            str(index),
+            str(self._launch.run_dir),
+            str(os.getpid()),
+        ]
         child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
         self._running[name] = child
         self._pidfds[name] = os.pidfd_open(child.pid)

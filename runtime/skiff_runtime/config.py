@@ -96,6 +96,11 @@ class Config:
         "radix", "KV cache", "radix keeps finished prefixes for later requests; naive keeps none"
     )
 
+    @property
+    def running_limit(self) -> int:
+        """Most requests that run at a time: each of them computes one token a step."""
+        return min(self.max_running_requests, self.max_batch_tokens)
+
     def __post_init__(self) -> None:
         """Refuse values that no model could be served with."""
         for name, low, high in _RANGES:
@@ -105,11 +110,6 @@ class Config:
         if not self.model:
             raise ConfigError(
                 "--model must not be empty; give a directory, file:///path, hf://org/name or demo://"
-            )
-        if self.max_batch_tokens < self.max_running_requests:
-            raise ConfigError(
-                f"--max-batch-tokens ({self.max_batch_tokens}) must be at least --max-running-requests "
-                f"({self.max_running_requests}): each running request computes one token a step"
             )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise ConfigError(

@@ -26,7 +26,10 @@ _HINTS: Final = typing.get_type_hints(Config)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors, so that each ends the same way."""
+    """An argument parser whose errors are ConfigErrors, and which takes no abbreviated flags."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **options)
 
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

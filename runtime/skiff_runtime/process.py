@@ -57,9 +57,7 @@ class Child:
         assert name in PHASES, name
         now = time.monotonic()
         self._supervisor.send(
-            PhaseReport(
-                process=self.name, phase=name, seconds=now - self._phase_started, progress=progress
-            )
+            PhaseReport(process=self.name, phase=name, seconds=now - self._phase_started, progress=progress)
         )
         if progress == 0.0:
             self._phase_started = now
@@ -100,7 +98,7 @@ def main(arguments: list[str]) -> int:
     except SkiffError as error:
         log.error("process_failed", error=type(error).__name__, message=str(error))
         return EXIT_FAILURE
-    except Exception as error:  # the boundary of the process: the exit code tells the supervisor
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))
         return EXIT_FAILURE
     return EXIT_OK

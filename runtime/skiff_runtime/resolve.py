@@ -63,7 +63,9 @@ def _directory(config: Config) -> Path:
     if uri.startswith(_FILE):
         return Path(uri.removeprefix(_FILE))
     if _SCHEME in uri:
-        raise ConfigError(f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name or demo://")
+        raise ConfigError(
+            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name or demo://"
+        )
     return Path(uri)
 
 
@@ -78,7 +80,9 @@ def _device(config: Config) -> str:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     device = ("cuda" if gpus else "cpu") if config.device == AUTO else config.device
     if device == "cuda" and gpus < config.tp:
-        raise ConfigError(f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}")
+        raise ConfigError(
+            f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}"
+        )
     return device
 
 

@@ -4,6 +4,7 @@ If any child dies or falls silent, the api process ends every request with an er
 the whole service exits non-zero: never one rank alone. SIGTERM drains and exits 0.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -125,10 +126,8 @@ class Supervisor:
 
     @staticmethod
     def _swallow(wakeup: socket.socket) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             wakeup.recv(4096)
-        except BlockingIOError:
-            pass
 
     def _take(self, message: Heartbeat | PhaseReport | Ready) -> None:
         self._last_beat[message.process] = time.monotonic()
@@ -146,7 +145,9 @@ class Supervisor:
         self._api.send(ServiceReady(kv_tokens=tokens))
         port = self._ready[_API].port
         seconds = time.monotonic() - self._started
-        log.event("service_ready", url=f"http://{self._config.host}:{port}", kv_tokens=tokens, seconds=seconds)
+        log.event(
+            "service_ready", url=f"http://{self._config.host}:{port}", kv_tokens=tokens, seconds=seconds
+        )
 
     def _check(self) -> int | None:
         """Fail when a child has ended, is silent or late."""
@@ -160,7 +161,9 @@ class Supervisor:
                 return self._fail(f"{name} has been silent for {limit:g} s")
         if not self._serving and now - self._started > self._config.startup_timeout_seconds:
             late = [name for name in self._children.running if name not in self._ready]
-            return self._fail(f"not ready within {self._config.startup_timeout_seconds:g} s: {', '.join(late)}")
+            return self._fail(
+                f"not ready within {self._config.startup_timeout_seconds:g} s: {', '.join(late)}"
+            )
         return None
 
     def _fail(self, reason: str) -> int:
@@ -170,7 +173,9 @@ class Supervisor:
             if name != _API:
                 self._children.kill(name)
         if _API in self._children.running:
-            self._api.send(ServiceFailed(message=f"the service failed ({reason}) and restarts; retry shortly"))
+            self._api.send(
+                ServiceFailed(message=f"the service failed ({reason}) and restarts; retry shortly")
+            )
         self._children.wait(FAILURE_GRACE_SECONDS)
         return EXIT_CHILD_DIED if self._serving else EXIT_STARTUP_FAILED
 
