@@ -1,0 +1,49 @@
+"""KV memory as the scheduler sees it: free pages and cached pages are one supply."""
+
+import numpy as np
+
+from skiff_runtime.kvcache.base import Int32, PrefixCache
+from skiff_runtime.kvcache.naive import NaiveCache
+from skiff_runtime.kvcache.pages import PageAllocator
+from skiff_runtime.kvcache.radix import RadixCache
+
+CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "naive": NaiveCache}
+
+
+class KVMemory:
+    """An allocator and the prefix cache that gives pages back to it when they are needed."""
+
+    def __init__(self, *, num_pages: int, page_size: int, cache: str) -> None:
+        self.cache = CACHES[cache](page_size)
+        self._allocator = PageAllocator(num_pages)
+
+    @property
+    def total_pages(self) -> int:
+        return self._allocator.total
+
+    @property
+    def free_pages(self) -> int:
+        return self._allocator.free_count
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had at once: free, or cached and used by nobody."""
+        return self._allocator.free_count + self.cache.evictable_pages
+
+    def allocate(self, count: int) -> Int32:
+        """Take ``count`` of the available pages, evicting cached ones where too few are free."""
+        missing = count - self._allocator.free_count
+        if missing > 0:
+            self._allocator.free(self.cache.evict(missing))
+        return self._allocator.allocate(count)
+
+    def free(self, pages: Int32) -> None:
+        """Give back pages that the caller owns."""
+        self._allocator.free(pages)
+
+    def check(self, owned: Int32) -> None:
+        """Assert that each page is exactly one of free, cached and ``owned`` (by requests)."""
+        held = np.concatenate([self._allocator.free_pages(), self.cache.check(), owned])
+        counts = np.bincount(held, minlength=self.total_pages)
+        wrong = np.flatnonzero(counts != 1)
+        assert not len(wrong), f"page {wrong[0]} is held {counts[wrong[0]]} times, of {len(wrong)} wrong"

@@ -1,0 +1,31 @@
+"""The cache that keeps nothing: every sequence computes all of its tokens."""
+
+from typing import Final
+
+from skiff_runtime.kvcache.base import NO_PAGES, Handle, Inserted, Int32, Match, PrefixCache
+
+
+class NaiveCache(PrefixCache):
+    """Matches nothing and takes no page."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size)
+        self._nothing: Final = Handle(0)
+
+    def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:
+        return Match(self._nothing, NO_PAGES)
+
+    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
+        return Inserted(self._nothing, NO_PAGES, NO_PAGES)
+
+    def lock(self, handle: Handle) -> None:
+        """There is nothing to keep."""
+
+    def unlock(self, handle: Handle) -> None:
+        """There is nothing to keep."""
+
+    def evict(self, count: int) -> Int32:
+        return NO_PAGES
+
+    def check(self) -> Int32:
+        return NO_PAGES
