@@ -23,7 +23,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
     Raises ConfigError, ModelError or FetchError; each names what to change.
     """
-    model = read_model_config(_directory(config))
+    model = read_model_config(_directory(config), max_model_len=config.max_model_len)
     device = _device(config)
     check_parallel(model, config.tp)
     resolved = replace(
