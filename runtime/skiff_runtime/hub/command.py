@@ -1,0 +1,78 @@
+"""``skiff fetch``: download an ``hf://`` model before anything serves it."""
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime import log
+from skiff_runtime.contract import (
+    ENV_HUB_ENDPOINT,
+    ENV_HUB_TOKEN,
+    EXIT_FETCH_FAILED,
+    EXIT_OK,
+    FLAG_CACHE_DIR,
+    FLAG_MODEL,
+    FLAG_REVISION,
+)
+from skiff_runtime.errors import FetchError
+from skiff_runtime.hub.fetch import fetch
+from skiff_runtime.hub.reference import DEFAULT_REVISION, parse_reference
+from skiff_runtime.resolve import default_cache_dir
+
+DESCRIPTION: Final = (
+    "Download a model from a Hugging Face hub: resumed, verified, safe to run twice at a time."
+)
+EPILOG: Final = f"""\
+Only what serving needs is downloaded: configuration, tokenizer, chat template and
+safetensors weights. The directory of the model is printed to standard output. A model
+that is complete in the cache is left as it is, without any network; to move on to what
+a branch means now, name the commit as {FLAG_REVISION}.
+
+environment:
+  {ENV_HUB_TOKEN}      token for gated and private models; sent to the hub alone
+  {ENV_HUB_ENDPOINT}   address of another hub (default: https://huggingface.co)
+
+examples:
+  skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
+  skiff fetch {FLAG_MODEL} hf://meta-llama/Llama-3.1-8B-Instruct {FLAG_CACHE_DIR} /models
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``skiff fetch``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(FLAG_MODEL, required=True, metavar="URI", help="the model: hf://org/name")
+    parser.add_argument(
+        FLAG_REVISION,
+        default=None,
+        metavar="NAME",
+        help=f"branch, tag or commit (default: {DEFAULT_REVISION})",
+    )
+    parser.add_argument(
+        FLAG_CACHE_DIR,
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="where models are kept (default: ~/.cache/skiff, or $XDG_CACHE_HOME/skiff)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fetch, print the model's directory, and return the exit code. ConfigError for a malformed flag."""
+    log.configure("fetch", "info")
+    # As PID 1 of a container a process ignores SIGTERM unless it says otherwise.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    reference = parse_reference(arguments.model, arguments.revision)
+    try:
+        path = fetch(reference, arguments.cache_dir or default_cache_dir())
+    except FetchError as error:
+        log.error("fetch_failed", model=reference, message=str(error))
+        return EXIT_FETCH_FAILED
+    except KeyboardInterrupt:
+        log.error("fetch_failed", model=reference, message="interrupted; what has come is kept")
+        return EXIT_FETCH_FAILED
+    print(path)
+    return EXIT_OK

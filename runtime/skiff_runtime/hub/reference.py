@@ -1,0 +1,53 @@
+"""What an ``hf://`` URI names."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from skiff_runtime.errors import ConfigError
+
+SCHEME: Final = "hf://"
+DEFAULT_REVISION: Final = "main"
+_PART: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
+_REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/+@-]{0,254}")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """One model at one revision: a branch, a tag or a commit."""
+
+    organisation: str
+    name: str
+    revision: str = DEFAULT_REVISION
+
+    @property
+    def model_id(self) -> str:
+        """``org/name``, as the hub's API spells it."""
+        return f"{self.organisation}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model_id}@{self.revision}"
+
+
+def parse_reference(uri: str, revision: str | None = None) -> HubReference:
+    """``hf://org/name`` and a revision (default ``main``); ConfigError says what is wrong with either."""
+    parts = uri.removeprefix(SCHEME).split("/")
+    if not uri.startswith(SCHEME) or len(parts) != 2 or not all(map(_is_part, parts)):
+        raise ConfigError(
+            f"{uri!r} is not a hub model; write hf://org/name, as in hf://meta-llama/Llama-3.1-8B-Instruct"
+        )
+    chosen = DEFAULT_REVISION if revision is None else revision
+    if not _REVISION.fullmatch(chosen) or ".." in chosen:
+        raise ConfigError(f"--revision {chosen!r} is not the name of a branch, tag or commit")
+    return HubReference(parts[0], parts[1], chosen)
+
+
+def is_commit(text: str) -> bool:
+    """Whether ``text`` is a full commit hash, which names the same files for ever."""
+    return _COMMIT.fullmatch(text) is not None
+
+
+def _is_part(part: str) -> bool:
+    # "--" separates organisation and name in the cache, so the hub's ban on it is relied upon.
+    return _PART.fullmatch(part) is not None and "--" not in part and ".." not in part

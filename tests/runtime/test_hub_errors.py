@@ -1,0 +1,153 @@
+"""Every way a download can fail ends in one error that says what to change."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub, Fault, running_hub
+
+from skiff_runtime.errors import ConfigError, FetchError
+from skiff_runtime.hub.cache import ModelCache
+from skiff_runtime.hub.client import HubAccess, access_from
+from skiff_runtime.hub.fetch import fetch
+from skiff_runtime.hub.progress import LogProgress
+from skiff_runtime.hub.reference import HubReference, parse_reference
+from skiff_runtime.hub.retry import RetryPolicy, retry_after_seconds
+
+QUICK = RetryPolicy(attempts=3, base_seconds=0.01, longest_seconds=5.0)
+REFERENCE = parse_reference("hf://acme/tiny")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "hub" / "acme" / "tiny"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"w" * 50_000)
+    return path
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[FakeHub]:
+    with running_hub(model.parent.parent) as running:
+        yield running
+
+
+def failure(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE, token: str | None = None) -> str:
+    """The message of the FetchError, after making sure that nothing half-done can be served."""
+    with pytest.raises(FetchError) as caught:
+        fetch(reference, cache, access=HubAccess(hub.url, token), retry=QUICK, progress=LogProgress())
+    assert ModelCache(cache, reference).find() is None
+    assert token is None or token not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_bytes_name_the_file(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults["model.safetensors"] = [Fault(corrupt=True)] * 2
+    message = failure(hub, tmp_path / "cache")
+    assert "model.safetensors" in message and "checksum" in message
+    assert not list((tmp_path / "cache").rglob("snapshots/*/model.safetensors"))
+
+
+def test_a_gated_model_asks_for_a_token(model: Path, tmp_path: Path) -> None:
+    with running_hub(model.parent.parent, token="right") as hub:
+        assert "set HF_TOKEN" in failure(hub, tmp_path / "cache")
+        message = failure(hub, tmp_path / "cache", token="wrong-token")
+    assert "the token in HF_TOKEN has no access" in message
+
+
+def test_unknown_model_and_revision_are_named(hub: FakeHub, tmp_path: Path) -> None:
+    message = failure(hub, tmp_path / "cache", HubReference("acme", "absent"))
+    assert "acme/absent" in message and "404" in message
+    message = failure(hub, tmp_path / "cache", HubReference("acme", "tiny", "v9"))
+    assert "no revision 'v9'" in message
+
+
+def test_a_hub_that_stays_down_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults["listing"] = [Fault(status=503)] * 3
+    assert "gave up after 3 attempts" in failure(hub, tmp_path / "cache")
+    assert len(hub.seen) == 3
+
+
+def test_cuts_without_progress_are_given_up(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults["model.safetensors"] = [Fault(cut_after_bytes=0)] * 9
+    message = failure(hub, tmp_path / "cache")
+    assert "model.safetensors" in message and "gave up after 3" in message
+
+
+def test_an_overlong_retry_after_is_not_waited_for(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults["listing"] = [Fault(status=429, headers={"Retry-After": "3600"})]
+    assert "come back in 3600 s" in failure(hub, tmp_path / "cache")
+
+
+def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
+    with running_hub(model.parent.parent) as hub:
+        pass
+    message = failure(hub, tmp_path / "cache")
+    assert "no answer from 127.0.0.1" in message and "HF_ENDPOINT" in message
+
+
+def test_a_full_volume_tells_both_numbers(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, REFERENCE)
+    cache.prepare("0" * 40)
+    with pytest.raises(FetchError, match=r"no space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"):
+        cache.check_space(10**15)
+
+
+def test_an_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a directory")
+    with pytest.raises(FetchError, match="--cache-dir"):
+        fetch(REFERENCE, tmp_path / "cache", access=HubAccess(hub.url), retry=QUICK, progress=LogProgress())
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "expected"),
+    [
+        ("config.json", {}, "no config.json"),
+        ("model.safetensors", {"pytorch_model.bin": "x"}, "no *.safetensors"),
+        ("none", {"model.safetensors.index.json": "{not json"}, "index.json is malformed"),
+        (
+            "none",
+            {"model.safetensors.index.json": '{"weight_map": {"a": "../../etc/passwd"}}'},
+            "'../../etc/passwd', which the repository does not have",
+        ),
+    ],
+)
+def test_repositories_that_cannot_be_served(
+    hub: FakeHub, model: Path, tmp_path: Path, removed: str, added: Mapping[str, str], expected: str
+) -> None:
+    (model / removed).unlink(missing_ok=True)
+    for name, text in added.items():
+        (model / name).write_text(text)
+    assert expected in failure(hub, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["hf://", "hf://org", "hf://org/name/more", "hf://../name", "hf://a--b/c", "org/name", "hf://o/n?x=1"],
+)
+def test_malformed_references_are_refused(uri: str) -> None:
+    with pytest.raises(ConfigError, match="hf://org/name"):
+        parse_reference(uri)
+
+
+@pytest.mark.parametrize("revision", ["", "../x", "a b", "-x", "x" * 300])
+def test_malformed_revisions_are_refused(revision: str) -> None:
+    with pytest.raises(ConfigError, match="--revision"):
+        parse_reference("hf://org/name", revision)
+
+
+def test_a_malformed_environment_is_named_but_not_shown() -> None:
+    with pytest.raises(FetchError, match="HF_ENDPOINT"):
+        access_from({"HF_ENDPOINT": "hub.internal"})
+    with pytest.raises(FetchError, match="HF_TOKEN") as caught:
+        access_from({"HF_TOKEN": "hf_abc def"})
+    assert "hf_abc" not in str(caught.value)
+    assert "hf_abc" not in repr(access_from({"HF_TOKEN": "hf_abc"}))
+
+
+def test_retry_after_is_read_as_seconds_or_date() -> None:
+    assert retry_after_seconds("7") == 7.0
+    assert retry_after_seconds("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
+    assert retry_after_seconds("soon") is None
+    assert retry_after_seconds(None) is None

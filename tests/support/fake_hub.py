@@ -1,0 +1,281 @@
+"""A stand-in of the hub's HTTP API over real sockets, with faults on demand.
+
+It serves ``DIRECTORY/ORG/NAME/*`` as models, large files by a redirect to a second server
+as the real hub does. Also a program, for pods that fetch from it::
+
+    python tests/support/fake_hub.py --directory DIR --host 0.0.0.0 --port 8900
+"""
+
+import argparse
+import hashlib
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+LARGE_BYTES: Final = 10_000
+CHUNK_BYTES: Final = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one delivery of a file (or of the listing)."""
+
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    cut_after_bytes: int | None = None
+    corrupt: bool = False
+    ignore_range: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request as it arrived. ``server`` is "hub" or "storage"."""
+
+    server: str
+    path: str
+    headers: dict[str, str]
+
+
+class FakeHub:
+    """The state that both servers share. ``faults[NAME]`` are used up one a delivery; "listing" is a name too."""
+
+    def __init__(
+        self, directory: Path, *, host: str, port: int, token: str | None, bytes_per_second: int
+    ) -> None:
+        self.directory = directory
+        self.token = token
+        self.bytes_per_second = bytes_per_second
+        self.faults: dict[str, list[Fault]] = defaultdict(list)
+        self.seen: list[Seen] = []
+        self.lock = threading.Lock()
+        self._servers = [_server(self, "hub", host, port), _server(self, "storage", host, 0)]
+        self.port, self.storage_port = (server.server_address[1] for server in self._servers)
+        self.url = f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Serve from threads of this process."""
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+    def requests_for(self, name: str) -> list[Seen]:
+        """The requests whose path ends in ``name``, in order."""
+        with self.lock:
+            return [seen for seen in self.seen if urlsplit(seen.path).path.endswith("/" + name)]
+
+    def next_fault(self, name: str) -> Fault:
+        """The next fault for a delivery; one without any trouble when there is none."""
+        with self.lock:
+            return self.faults[name].pop(0) if self.faults[name] else Fault()
+
+    def model(self, model_id: str) -> Path | None:
+        """The directory of a model."""
+        path = self.directory / model_id
+        return path if path.is_dir() and model_id.count("/") == 1 and ".." not in model_id else None
+
+
+@contextmanager
+def running_hub(
+    directory: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    bytes_per_second: int = 0,
+) -> Iterator[FakeHub]:
+    """A hub for the length of a with-block. ``bytes_per_second`` 0 means: as fast as it goes."""
+    hub = FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
+    hub.start()
+    try:
+        yield hub
+    finally:
+        hub.stop()
+
+
+def commit_of(model: Path) -> str:
+    """A commit hash that depends on the model's files alone."""
+    digest = hashlib.sha1()
+    for path in _files(model):
+        digest.update(f"{path.relative_to(model)}\0{_blob_id(path.read_bytes())}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(model: Path) -> list[Path]:
+    return sorted(path for path in model.rglob("*") if path.is_file())
+
+
+def _blob_id(content: bytes) -> str:
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+def _sibling(model: Path, path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    entry: dict[str, Any] = {"rfilename": str(path.relative_to(model)), "size": len(content)}
+    if len(content) < LARGE_BYTES:
+        return {**entry, "blobId": _blob_id(content)}
+    sha256 = hashlib.sha256(content).hexdigest()
+    pointer = (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    )
+    stored = {"sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
+    return {**entry, "blobId": _blob_id(pointer), "lfs": stored}
+
+
+def _server(hub: FakeHub, name: str, host: str, port: int) -> ThreadingHTTPServer:
+    handler = type("Handler", (_Handler,), {"hub": hub, "server_name": name})
+    server = ThreadingHTTPServer((host, port), handler)
+    server.daemon_threads = True
+    return server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+    server_name: str
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet: the tests read ``seen``."""
+
+    def do_GET(self) -> None:
+        with self.hub.lock:
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            self.hub.seen.append(Seen(self.server_name, self.path, headers))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if self.server_name == "storage":
+            self._deliver(self.hub.directory / "/".join(parts))
+        elif self._is_welcome():
+            self._route(parts)
+
+    def _is_welcome(self) -> bool:
+        token = self.hub.token
+        if token is None or self.headers.get("Authorization") == f"Bearer {token}":
+            return True
+        self._refuse(401, "GatedRepo")
+        return False
+
+    def _route(self, parts: list[str]) -> None:
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
+            self._listing("/".join(parts[2:4]), "/".join(parts[5:]))
+        elif len(parts) == 5 and parts[2] == "resolve":
+            self._file("/".join(parts[:2]), parts[3], parts[4])
+        else:
+            self._refuse(404, "")
+
+    def _listing(self, model_id: str, revision: str) -> None:
+        model = self._model_at(model_id, revision)
+        fault = self.hub.next_fault("listing")
+        if fault.status:
+            self._refuse(fault.status, "", fault.headers)
+        elif model is not None:
+            siblings = [_sibling(model, path) for path in _files(model)]
+            body = json.dumps({"id": model_id, "sha": commit_of(model), "siblings": siblings}).encode()
+            self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+            self.wfile.write(body)
+
+    def _model_at(self, model_id: str, revision: str) -> Path | None:
+        model = self.hub.model(model_id)
+        if model is None:
+            self._refuse(404, "RepoNotFound")
+        elif revision not in ("main", commit_of(model)):
+            self._refuse(404, "RevisionNotFound")
+        else:
+            return model
+        return None
+
+    def _file(self, model_id: str, revision: str, name: str) -> None:
+        model = self._model_at(model_id, revision)
+        if model is None:
+            return
+        path = model / name
+        if not path.is_file():
+            self._refuse(404, "EntryNotFound")
+        elif path.stat().st_size < LARGE_BYTES:
+            self._deliver(path)
+        else:
+            host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
+            location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
+            self._head(302, {"Location": location, "X-Repo-Commit": commit_of(model), "Content-Length": "0"})
+
+    def _deliver(self, path: Path) -> None:
+        fault = self.hub.next_fault(path.name)
+        if fault.status:
+            self._refuse(fault.status, "", fault.headers)
+            return
+        content = path.read_bytes()
+        headers = {"ETag": f'"{_blob_id(content)}"', "Accept-Ranges": "bytes"}
+        start = 0 if fault.ignore_range else self._range_start()
+        if start >= len(content) > 0:
+            self._refuse(416, "")
+            return
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        body = bytearray(content[start:])
+        if fault.corrupt:
+            body[0] ^= 0xFF
+        self._head(206 if start else 200, {**headers, "Content-Length": str(len(body))})
+        self._send(bytes(body), fault.cut_after_bytes)
+
+    def _range_start(self) -> int:
+        return int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+
+    def _send(self, body: bytes, cut_after_bytes: int | None) -> None:
+        body = body if cut_after_bytes is None else body[:cut_after_bytes]
+        for start in range(0, len(body), CHUNK_BYTES):
+            chunk = body[start : start + CHUNK_BYTES]
+            try:
+                self.wfile.write(chunk)
+            except OSError:
+                break
+            if self.hub.bytes_per_second:
+                time.sleep(len(chunk) / self.hub.bytes_per_second)
+        if cut_after_bytes is not None:
+            self.close_connection = True
+
+    def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+        extra = {"X-Error-Code": code} if code else {}
+        self._head(status, {"Content-Length": "0", **extra, **(headers or {})})
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--directory", type=Path, required=True, help="holds ORG/NAME/ directories")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--token", default=None, help="refuse requests that do not carry it")
+    parser.add_argument("--bytes-per-second", type=int, default=0, help="slow down each delivery")
+    given = parser.parse_args()
+    with running_hub(
+        given.directory,
+        host=given.host,
+        port=given.port,
+        token=given.token,
+        bytes_per_second=given.bytes_per_second,
+    ) as hub:
+        print(f"serving {given.directory} at port {hub.port}", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
