@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import zmq
@@ -14,6 +16,11 @@ from skiff_runtime.launch import Launch, Role
 from skiff_runtime.process import process_name
 
 _MODULE: Final = "skiff_runtime.process"
+
+
+def make_run_dir() -> Path:
+    """A private directory (0700) for the sockets; short, for a socket's path has 107 bytes at most."""
+    return Path(tempfile.mkdtemp(prefix="skiff-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ class Children:
         poller = zmq.Poller()
         for fd in self._pidfds.values():
             poller.register(fd, zmq.POLLIN)
-        poller.poll(timeout_seconds * 1000)
+        poller.poll(int(timeout_seconds * 1000))
 
     def _forget(self, name: str) -> None:
         del self._running[name]

@@ -16,6 +16,9 @@ MAX_TENSOR_PARALLEL: Final = 64
 MAX_PAGE_SIZE: Final = 1024
 AUTO: Final = "auto"
 
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
 
 def option(default: Any, group: str, text: str) -> Any:
     """Declare one configuration field with its help group and help text."""
@@ -39,7 +42,7 @@ class Config:
     load_format: Literal["safetensors", "dummy"] = option(
         "safetensors", "Model", "dummy gives seeded random weights: for benchmarks, no weight is read"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+    dtype: Dtype = option(
         AUTO, "Model", "type of weights and KV cache (auto: the model's own; float32 for float16 on a CPU)"
     )
     max_model_len: int | None = option(
@@ -63,9 +66,7 @@ class Config:
         "info", "Server", "least level that is logged"
     )
 
-    device: Literal["auto", "cpu", "cuda"] = option(
-        AUTO, "Engine", "where the model runs (auto: cuda if present)"
-    )
+    device: Device = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
     tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
     attention: Literal["auto", "torch"] = option(AUTO, "Engine", "attention backend")
     cpu_threads: int | None = option(

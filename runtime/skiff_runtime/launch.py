@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from skiff_runtime.config import Config
-from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.config import ModelConfig, read_model_config
 
 _FILE: Final = "launch.json"
 
@@ -31,11 +31,20 @@ class Launch:
     run_dir: Path
 
     def write(self) -> None:
-        """Leave this for the children to read."""
-        (self.run_dir / _FILE).write_bytes(msgspec.json.encode(self, enc_hook=str))
+        """Leave this for the children to read; they read the model's own files themselves."""
+        told = _Told(self.config, str(self.model.path))
+        (self.run_dir / _FILE).write_bytes(msgspec.json.encode(told))
 
     @staticmethod
     def read(run_dir: Path) -> "Launch":
         """What ``write`` left in ``run_dir``."""
-        data = (run_dir / _FILE).read_bytes()
-        return msgspec.json.decode(data, type=Launch, dec_hook=lambda kind, value: kind(value))
+        told = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Told)
+        model = read_model_config(Path(told.model_path), max_model_len=told.config.max_model_len)
+        return Launch(config=told.config, model=model, run_dir=run_dir)
+
+
+class _Told(msgspec.Struct):
+    """The file's content."""
+
+    config: Config
+    model_path: str

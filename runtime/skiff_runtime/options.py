@@ -28,8 +28,8 @@ _HINTS: Final = typing.get_type_hints(Config)
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors, and which takes no abbreviated flags."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

@@ -3,10 +3,10 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from skiff_runtime import demo
-from skiff_runtime.config import AUTO, Config
+from skiff_runtime.config import AUTO, Config, Device, Dtype
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import resolve as resolve_hub
 from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
@@ -76,9 +76,9 @@ def _name(uri: str) -> str:
     return path.rstrip("/").rpartition("/")[2] or "model"
 
 
-def _device(config: Config) -> str:
+def _device(config: Config) -> Device:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    device = ("cuda" if gpus else "cpu") if config.device == AUTO else config.device
+    device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < config.tp:
         raise ConfigError(
             f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}"
@@ -86,10 +86,11 @@ def _device(config: Config) -> str:
     return device
 
 
-def _dtype(config: Config, model: ModelConfig, device: str) -> str:
+def _dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
     if config.dtype != AUTO:
         return config.dtype
-    return "float32" if device == "cpu" and model.dtype == "float16" else model.dtype
+    own = cast(Dtype, model.dtype)
+    return "float32" if device == "cpu" and own == "float16" else own
 
 
 def _max_model_len(config: Config, model: ModelConfig) -> int:

@@ -9,15 +9,13 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
-from pathlib import Path
 from typing import Final
 
 import zmq
 
 from skiff_runtime import log
-from skiff_runtime.children import Children
+from skiff_runtime.children import Children, make_run_dir
 from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED
 from skiff_runtime.launch import Launch, Role
@@ -40,11 +38,6 @@ FAILURE_GRACE_SECONDS: Final = 2.0
 DRAIN_MARGIN_SECONDS: Final = 5.0
 TERMINATE_SECONDS: Final = 5.0
 _API: Final = process_name(Role.API, 0)
-
-
-def make_run_dir() -> Path:
-    """A private directory (0700) for the sockets; short, for a socket's path has 107 bytes at most."""
-    return Path(tempfile.mkdtemp(prefix="skiff-"))
 
 
 def serve(config: Config, model: ModelConfig) -> int:
@@ -114,7 +107,7 @@ class Supervisor:
 
     def _turn(self, wakeup: socket.socket) -> int | None:
         """One turn of the main loop; an exit code when the service is over."""
-        self._poller.poll(TURN_SECONDS * 1000)
+        self._poller.poll(int(TURN_SECONDS * 1000))
         self._swallow(wakeup)
         for message in self._inbox.drain(1024):
             self._take(message)
