@@ -1,0 +1,70 @@
+"""Text to token ids, with the model's own tokenizer.json.
+
+BOS exactly once: the text of a chat template is encoded as it stands, for the template writes what the model
+was trained on (as transformers' ``apply_chat_template`` does, so a template that writes no BOS gets none);
+plain text gets the tokenizer's own special tokens; token ids are taken as they come.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from skiff_runtime.errors import ContextTooLong, InvalidRequest, ModelError
+
+Int32 = NDArray[np.int32]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in ``path``, without the truncation and padding it may have been saved with."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Encoder:
+    """Turns prompts into token ids within the model's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._max_characters = max_model_len * longest
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32:
+        """Token ids int32[T] of ``text``. Raises ``InvalidRequest`` or ``ContextTooLong``."""
+        if len(text) > self._max_characters:
+            raise ContextTooLong(
+                f"the prompt has {len(text)} characters, more than {self._max_model_len} tokens can hold; shorten it"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "the prompt holds half of a UTF-16 surrogate pair; send valid Unicode"
+            ) from None
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return self._checked(np.array(encoding.ids, dtype=np.int64))
+
+    def check(self, token_ids: list[int]) -> Int32:
+        """``token_ids`` as int32[T], each within the vocabulary. Raises ``InvalidRequest``."""
+        try:
+            return self._checked(np.array(token_ids, dtype=np.int64))
+        except OverflowError:
+            raise InvalidRequest("a token id of the prompt does not fit 64 bits") from None
+
+    def _checked(self, ids: NDArray[np.int64]) -> Int32:
+        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if outside.size:
+            position = int(outside[0])
+            raise InvalidRequest(
+                f"token id {ids[position]} at position {position} of the prompt is not from 0 to "
+                f"{self._vocab_size - 1}, the model's vocabulary"
+            )
+        return ids.astype(np.int32)

@@ -1,0 +1,55 @@
+"""From a request of the API to a request of the scheduler: render, encode, check the length."""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from skiff_runtime.errors import ContextTooLong, InvalidRequest
+from skiff_runtime.messages import ChatPrompt, GenerateRequest, SamplingParams, TokenizeRequest, Wire
+from skiff_runtime.tokenizer.encoder import Encoder, Int32
+from skiff_runtime.tokenizer.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuilder:
+    """Everything that turning a prompt into tokens needs. ``max_model_len`` counts prompt and output."""
+
+    template: ChatTemplate
+    encoder: Encoder
+    max_model_len: int
+
+    def build(self, request: TokenizeRequest) -> GenerateRequest:
+        """Raises ``RequestError`` where the prompt or its length cannot be served."""
+        ids = self._token_ids(request.prompt)
+        return GenerateRequest(
+            uid=request.uid,
+            token_ids=ids.astype(Wire.TOKEN, copy=False).tobytes(),
+            sampling=self._fit(ids.size, request.sampling),
+            text=request.text,
+        )
+
+    def _token_ids(self, prompt: str | list[int] | ChatPrompt) -> Int32:
+        if isinstance(prompt, str):
+            return self.encoder.encode(prompt, add_special_tokens=True)
+        if isinstance(prompt, list):
+            return self.encoder.check(prompt)
+        text = self.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        return self.encoder.encode(text, add_special_tokens=False)
+
+    def _fit(self, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
+        """``sampling`` with a ``max_tokens`` that the context has room for."""
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty; send at least one token")
+        room = self.max_model_len - prompt_tokens
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {prompt_tokens} tokens, but the model's context holds {self.max_model_len} tokens "
+                "of prompt and output together; shorten the prompt"
+            )
+        if sampling.max_tokens > room:
+            raise ContextTooLong(
+                f"{prompt_tokens} tokens of prompt and {sampling.max_tokens} of output exceed the model's context "
+                f"of {self.max_model_len} tokens; shorten the prompt, or ask for at most {room} tokens",
+                param="max_tokens",
+            )
+        return replace(sampling, max_tokens=sampling.max_tokens or room)

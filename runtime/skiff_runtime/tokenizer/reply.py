@@ -1,0 +1,57 @@
+"""One request as the detokenizer sees it: its text so far, its stop strings, its token counts."""
+
+from skiff_runtime.messages import NO_TOKEN, Finish, StreamOpened, Usage
+from skiff_runtime.tokenizer.incremental import TextStream
+from skiff_runtime.tokenizer.stop import StopMatcher
+
+
+class Reply:
+    """Turns one request's tokens into text. ``stopped``: a stop string was found, and nothing more is told."""
+
+    __slots__ = ("_cached", "_completion", "_prompt", "_stops", "_stream", "_with_special", "stopped")
+
+    def __init__(self, opened: StreamOpened, stream: TextStream) -> None:
+        self._stream = stream
+        self._stops = StopMatcher(opened.text.stop) if opened.text.stop else None
+        self._with_special = not opened.text.skip_special_tokens
+        self._prompt = opened.prompt_tokens
+        self._cached = opened.cached_tokens
+        self._completion = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; sets ``stopped`` where that completes a stop string."""
+        self._completion += 1
+        text = self._stream.push(token)
+        if self._stops is None:
+            return text
+        return self._match(self._stops, text)
+
+    def end(self, token: int, finish: Finish) -> str:
+        """The last text of a request that the scheduler ended; ``token`` may be ``NO_TOKEN``.
+
+        The token that means the end (``Finish.STOP``) is counted, but is no part of the answer.
+        """
+        text = ""
+        if token != NO_TOKEN and (finish != Finish.STOP or self._with_special):
+            text = self.push(token)
+        elif token != NO_TOKEN:
+            self._completion += 1
+        if self.stopped:
+            return text
+        rest = self._stream.flush()
+        if self._stops is None:
+            return text + rest
+        text += self._match(self._stops, rest)
+        return text if self.stopped else text + self._stops.flush()
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=self._prompt, completion_tokens=self._completion, cached_tokens=self._cached
+        )
+
+    def _match(self, stops: StopMatcher, text: str) -> str:
+        shown = stops.push(text) if text else ""
+        self.stopped = stops.stopped
+        return shown

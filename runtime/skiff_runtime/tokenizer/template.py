@@ -1,0 +1,180 @@
+"""Chat templates: a conversation rendered to a prompt in jinja2's sandbox, bounded in size and time.
+
+A template belongs to the model and is not trusted: it runs in an immutable sandbox, writes at most
+``MAX_RENDERED_CHARACTERS`` and runs at most ``RENDER_TIMEOUT_SECONDS``. Whatever it does wrong ends the one
+request that asked for it.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from skiff_runtime.errors import InvalidRequest
+
+MAX_RENDERED_CHARACTERS: Final = 32 << 20
+RENDER_TIMEOUT_SECONDS: Final = 5.0
+_MAX_EXPONENT: Final = 64
+_MAX_MESSAGE_CHARACTERS: Final = 500
+
+_TEMPLATE_FAULTS: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TimeoutError,
+    TypeError,
+    ValueError,
+)
+"""All that a template's own expressions can raise."""
+
+
+class ChatTemplate:
+    """One model's chat template. ``source`` None: the model has none, and each render says so."""
+
+    def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
+        self._special_tokens = special_tokens
+        self._template: jinja2.Template | None = None
+        self.fault = "the model has no chat template; use /v1/completions, or serve a chat model"
+        if source is not None:
+            self._compile(source)
+
+    def _compile(self, source: str) -> None:
+        try:
+            self._template = _Environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            self.fault = f"the model's chat template is malformed: line {error.lineno}: {_shorten(error)}"
+        except (RecursionError, ValueError) as error:
+            self.fault = f"the model's chat template is malformed: {_shorten(error)}"
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a template that compiles; ``fault`` says why not."""
+        return self._template is not None
+
+    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text. Raises ``InvalidRequest`` with what the template said against it.
+
+        Must run in the main thread: a timer's signal ends a template that runs for too long.
+        """
+        if self._template is None:
+            raise InvalidRequest(self.fault, param="messages", code="chat_template_error")
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            with _deadline(RENDER_TIMEOUT_SECONDS):
+                return _collect(self._template.generate(variables))
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequest(
+                f"the model's chat template refused these messages: {_shorten(error)}",
+                param="messages",
+                code="chat_template_error",
+            ) from None
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %} ... {% endgeneration %}`` marks training targets; here it means its body."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """What templates of the Hugging Face hub expect, with bounded products and powers."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) < 1 << 64 and abs(right) <= _MAX_EXPONENT):
+            raise SecurityError("a power in the template is too large")
+        if operator == "*" and _product_length(left, right) > MAX_RENDERED_CHARACTERS:
+            raise SecurityError("a repetition in the template is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _product_length(left: Any, right: Any) -> int:
+    """Length of a sequence that is repeated; 0 for a product of numbers."""
+    if isinstance(left, str | list | tuple) and isinstance(right, int):
+        return len(left) * right
+    if isinstance(right, str | list | tuple) and isinstance(left, int):
+        return len(right) * left
+    return 0
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _collect(pieces: Iterator[str]) -> str:
+    parts = []
+    length = 0
+    for piece in pieces:
+        length += len(piece)
+        if length > MAX_RENDERED_CHARACTERS:
+            raise ValueError(f"it wrote more than {MAX_RENDERED_CHARACTERS} characters")
+        parts.append(piece)
+    return "".join(parts)
+
+
+def _expired(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise TimeoutError(f"it ran for more than {RENDER_TIMEOUT_SECONDS:g} s")
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the block when it takes too long."""
+    previous = signal.signal(signal.SIGALRM, _expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _shorten(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_MESSAGE_CHARACTERS else text[:_MAX_MESSAGE_CHARACTERS] + "..."
