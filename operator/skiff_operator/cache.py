@@ -1,0 +1,123 @@
+"""What the operator remembers of the cluster: per InferenceService a few small records, never whole objects.
+
+Only `observe` fills it from what the API server said; planning and status read it.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from skiff_operator.errors import InvalidSpec
+from skiff_operator.kinds import INFERENCE_SERVICE, POD, Kind
+from skiff_operator.spec import InferenceService
+from skiff_operator.status import Problem, Status
+from skiff_operator.workload import PodState, Rollout
+from skiff_operator.workqueue import Key
+
+
+class Child(msgspec.Struct, frozen=True, gc=False):
+    """One object that an InferenceService owns.
+
+    `digest`: the desired-state hash it carries; `shape`: a hash of its labels and owners; `intact`: it held
+    all that was desired when last compared; `owner`: uid of its controller.
+    """
+
+    uid: str
+    resource_version: str
+    generation: int
+    digest: str
+    shape: str
+    owner: str
+    intact: bool
+
+
+class Record(NamedTuple):
+    """One remembered object, whatever its kind."""
+
+    key: Key
+    name: str
+    uid: str
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What must exist for one generation of a spec: the hash of each child, and the pods' revision."""
+
+    digests: dict[tuple[Kind, str], str]
+    revision: str
+
+
+class Entry(msgspec.Struct):
+    """All that is known of one InferenceService and of what carries its label.
+
+    `service` is None while the object is absent or its spec was never valid; then `invalid` may say why.
+    `wanted` is derived from `service` when first needed. `problem` is what the API server last refused.
+    """
+
+    service: InferenceService | None = None
+    uid: str = ""
+    generation: int = 0
+    resource_version: str = ""
+    deleting: bool = False
+    invalid: InvalidSpec | None = None
+    status: Status | None = None
+    wanted: Wanted | None = None
+    problem: Problem | None = None
+    children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
+    rollout: Rollout | None = None
+    pods: dict[str, PodState] = msgspec.field(default_factory=dict)
+
+    @property
+    def present(self) -> bool:
+        """Whether the InferenceService itself exists."""
+        return bool(self.uid)
+
+    def leave(self) -> None:
+        """Forget the InferenceService itself; its children may still be there."""
+        self.service = self.status = self.wanted = self.problem = self.invalid = None
+        self.uid, self.deleting = "", False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left to remember."""
+        return not (self.uid or self.children or self.pods or self.rollout)
+
+
+class Cache:
+    """Entries by namespace and name."""
+
+    def __init__(self) -> None:
+        """Start with nothing known."""
+        self._entries: dict[Key, Entry] = {}
+
+    def __iter__(self) -> Iterator[Key]:
+        """Keys of all InferenceServices that exist."""
+        return iter([key for key, entry in self._entries.items() if entry.present])
+
+    def entries(self) -> Iterator[Entry]:
+        """Entries of all InferenceServices that exist."""
+        return iter([entry for entry in self._entries.values() if entry.present])
+
+    def get(self, key: Key) -> Entry | None:
+        """What is known of `key`."""
+        return self._entries.get(key)
+
+    def touch(self, key: Key) -> Entry:
+        """The entry of `key`, made when there is none."""
+        return self._entries.setdefault(key, Entry())
+
+    def records(self, kind: Kind) -> list[Record]:
+        """All remembered objects of one kind."""
+        if kind == INFERENCE_SERVICE:
+            return [Record(key, key[1], e.uid) for key, e in self._entries.items() if e.present]
+        if kind == POD:
+            pods = [(key, pod) for key, e in self._entries.items() for pod in e.pods.values()]
+            return [Record(key, pod.name, pod.uid) for key, pod in pods]
+        children = [(key, place, c) for key, e in self._entries.items() for place, c in e.children.items()]
+        return [Record(key, place[1], c.uid) for key, place, c in children if place[0] == kind]
+
+    def sweep(self, key: Key) -> None:
+        """Forget `key` when nothing is left of it."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.empty:
+            del self._entries[key]

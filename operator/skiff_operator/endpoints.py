@@ -1,0 +1,34 @@
+"""The operator's own HTTP: probes on one port, metrics on another."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from skiff_operator import metrics
+from skiff_operator.settings import Settings
+from skiff_runtime import contract
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings, unhealthy: Callable[[], str]) -> AsyncIterator[None]:
+    """Serve until the block ends. `unhealthy` gives the reason why a probe must fail, or nothing."""
+
+    async def probe(_: web.Request) -> web.Response:
+        reason = unhealthy()
+        return web.Response(text=reason or "ok", status=503 if reason else 200)
+
+    async def scrape(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    health, exposition = web.Application(), web.Application()
+    health.add_routes([web.get("/healthz", probe), web.get("/readyz", probe)])
+    exposition.add_routes([web.get(contract.PATH_METRICS, scrape)])
+    async with contextlib.AsyncExitStack() as stack:
+        for app, port in ((health, settings.health_port), (exposition, settings.metrics_port)):
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, port=port).start()
+        yield

@@ -1,0 +1,62 @@
+"""Which transitions of a status are told as Kubernetes Events, and how such an Event looks. Pure."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
+from skiff_operator.resources.metadata import FIELD_MANAGER
+from skiff_operator.status import DEGRADED, READY, Status
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """A Kubernetes Event to be: `type` is Normal or Warning."""
+
+    type: str
+    reason: str
+    note: str
+
+
+def announcements(previous: Status | None, status: Status) -> Iterator[Announcement]:
+    """The transitions that are worth an Event; none when nothing but counts and messages moved."""
+    degraded = status.condition(DEGRADED)
+    was_degraded = previous.condition(DEGRADED) if previous else None
+    if (
+        degraded
+        and degraded.status == "True"
+        and (not was_degraded or was_degraded.reason != degraded.reason)
+    ):
+        yield Announcement("Warning", degraded.reason, degraded.message)
+    ready = status.condition(READY)
+    was_ready = previous.condition(READY) if previous else None
+    if ready and ready.status == "True" and (was_ready is None or was_ready.status != "True"):
+        yield Announcement("Normal", "Ready", f"serving at {status.url}")
+    if previous and previous.update_revision and previous.update_revision != status.update_revision:
+        change = f"from revision {previous.update_revision} to {status.update_revision}"
+        yield Announcement("Normal", "RolloutStarted", change)
+
+
+def build(
+    news: Announcement, *, namespace: str, name: str, uid: str, reporter: str, now: str
+) -> dict[str, Any]:
+    """The Event object. `now` is RFC 3339 with microseconds, `reporter` this process's name."""
+    return {
+        "apiVersion": EVENT.api_version,
+        "kind": EVENT.name,
+        "metadata": {"generateName": f"{name}.", "namespace": namespace},
+        "eventTime": now,
+        "type": news.type,
+        "reason": news.reason,
+        "action": "Reconcile",
+        "note": news.note[:1024],
+        "reportingController": FIELD_MANAGER,
+        "reportingInstance": reporter[:128],
+        "regarding": {
+            "apiVersion": INFERENCE_SERVICE.api_version,
+            "kind": INFERENCE_SERVICE.name,
+            "namespace": namespace,
+            "name": name,
+            "uid": uid,
+        },
+    }

@@ -1,0 +1,62 @@
+"""The Kubernetes kinds that the operator reads and writes, and where the API serves them."""
+
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from skiff_runtime import contract
+
+
+class Stage(IntEnum):
+    """The order in which the work of all InferenceServices is done; a lower stage is more urgent."""
+
+    CHILDREN = 0
+    NETWORK = 1
+    STATUS = 2
+
+
+class Kind(NamedTuple):
+    """One resource of the API. `versioned_spec`: its metadata.generation counts changes of the spec."""
+
+    name: str
+    group: str
+    version: str
+    plural: str
+    stage: Stage
+    versioned_spec: bool
+
+    @property
+    def api_version(self) -> str:
+        """The `apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
+        """The URL path of the collection in all namespaces or in one, of one object, or of its subresource."""
+        parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+INFERENCE_SERVICE: Final = Kind(
+    "InferenceService", contract.API_GROUP, contract.API_VERSION, "inferenceservices", Stage.STATUS, True
+)
+SERVICE_ACCOUNT: Final = Kind("ServiceAccount", "", "v1", "serviceaccounts", Stage.CHILDREN, False)
+CLAIM: Final = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims", Stage.CHILDREN, False)
+DEPLOYMENT: Final = Kind("Deployment", "apps", "v1", "deployments", Stage.CHILDREN, True)
+SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
+DISRUPTION_BUDGET: Final = Kind(
+    "PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets", Stage.NETWORK, True
+)
+POD: Final = Kind("Pod", "", "v1", "pods", Stage.STATUS, True)
+LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)
+EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
+
+CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
+"""What one InferenceService may own, in the order of creation: a pod needs its account and its claim."""
+
+BY_NAME: Final = {kind.name: kind for kind in CHILDREN}

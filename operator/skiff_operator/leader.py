@@ -1,0 +1,140 @@
+"""Leadership by a Lease: one replica works, the others wait, and who cannot renew in time ends its process."""
+
+import asyncio
+import datetime
+import random
+import time
+from typing import Any, Final
+
+from skiff_operator import metrics
+from skiff_operator.client import Client
+from skiff_operator.errors import ApiConflict, ApiNotFound, ApiUnavailable, LeadershipLost
+from skiff_operator.kinds import LEASE
+from skiff_operator.log import logger
+from skiff_operator.settings import Settings
+
+_RETRY_SECONDS: Final = 2.0
+
+
+class Leadership:
+    """This process's side of the Lease.
+
+    Clocks of different nodes are never compared: a holder counts as gone when its record has not changed for
+    the lease's duration on our own clock.
+    """
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        """Compete for the Lease that `settings` name."""
+        self._client = client
+        self._settings = settings
+        self._seen: tuple[str, str] = ("", "")
+        self._seen_at = time.monotonic()
+        self._renewed_at = 0.0
+
+    async def acquire(self) -> None:
+        """Return when this process leads."""
+        waiting = False
+        while True:
+            try:
+                if await self._try():
+                    break
+            except ApiUnavailable as error:
+                logger.warning("lease not readable", extra={"error": str(error)})
+            if not waiting:
+                logger.info("waiting for the lease", extra={"holder": self._seen[0]})
+                waiting = True
+            await asyncio.sleep(_RETRY_SECONDS * random.uniform(0.8, 1.2))
+        metrics.leader.set(1)
+        logger.info("leading", extra={"identity": self._settings.identity})
+
+    async def hold(self) -> None:
+        """Renew until that fails for too long.
+
+        Raises:
+            LeadershipLost: another process leads, or may.
+        """
+        period = self._settings.lease_renew_seconds
+        deadline = self._settings.lease_duration_seconds - period
+        while True:
+            await asyncio.sleep(period if time.monotonic() - self._renewed_at < period else _RETRY_SECONDS)
+            try:
+                async with asyncio.timeout(max(_RETRY_SECONDS, period / 2)):
+                    held = await self._try()
+            except (ApiUnavailable, TimeoutError) as error:
+                logger.warning("lease not renewed", extra={"error": str(error)})
+                held = time.monotonic() - self._renewed_at < deadline
+            if not held:
+                metrics.leader.set(0)
+                raise LeadershipLost(f"the lease is now {self._seen[0] or 'nobody'}'s; this process ends")
+
+    async def release(self) -> None:
+        """Give the Lease back, so that the next leader need not wait for it to run out."""
+        metrics.leader.set(0)
+        try:
+            lease = await self._read()
+            if lease["spec"].get("holderIdentity") == self._settings.identity:
+                lease["spec"]["holderIdentity"] = ""
+                await self._write(lease)
+        except (ApiUnavailable, ApiNotFound, ApiConflict) as error:
+            logger.warning("lease not released", extra={"error": str(error)})
+
+    async def _try(self) -> bool:
+        """Take or renew the Lease once; False when someone else holds it."""
+        try:
+            lease = await self._read()
+        except ApiNotFound:
+            return await self._create()
+        spec = lease["spec"]
+        holder = spec.get("holderIdentity") or ""
+        record = (holder, spec.get("renewTime", ""))
+        if record != self._seen:
+            self._seen, self._seen_at = record, time.monotonic()
+        if holder not in ("", self._settings.identity) and not self._expired(spec):
+            return False
+        if holder != self._settings.identity:
+            spec["leaseTransitions"] = spec.get("leaseTransitions", 0) + 1
+            spec["acquireTime"] = _micro_time()
+        spec["holderIdentity"] = self._settings.identity
+        spec["leaseDurationSeconds"] = self._settings.lease_duration_seconds
+        try:
+            await self._write(lease)
+        except ApiConflict:
+            return False
+        self._renewed_at = time.monotonic()
+        return True
+
+    async def _create(self) -> bool:
+        settings = self._settings
+        body = {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.name,
+            "metadata": {"name": settings.lease_name, "namespace": settings.lease_namespace},
+            "spec": {
+                "holderIdentity": settings.identity,
+                "leaseDurationSeconds": settings.lease_duration_seconds,
+                "acquireTime": _micro_time(),
+                "renewTime": _micro_time(),
+                "leaseTransitions": 0,
+            },
+        }
+        try:
+            await self._client.create(LEASE, settings.lease_namespace, body)
+        except ApiConflict:
+            return False
+        self._renewed_at = time.monotonic()
+        return True
+
+    def _expired(self, spec: dict[str, Any]) -> bool:
+        duration: int = spec.get("leaseDurationSeconds", self._settings.lease_duration_seconds)
+        return time.monotonic() - self._seen_at > duration
+
+    async def _read(self) -> dict[str, Any]:
+        return await self._client.get(LEASE, self._settings.lease_namespace, self._settings.lease_name)
+
+    async def _write(self, lease: dict[str, Any]) -> None:
+        lease["spec"]["renewTime"] = _micro_time()
+        await self._client.replace(LEASE, self._settings.lease_namespace, self._settings.lease_name, lease)
+
+
+def _micro_time() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,93 @@
+"""The operator's metrics, each defined once under its name in `skiff_runtime.contract`."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from skiff_operator.cache import Cache
+from skiff_operator.status import CONDITIONS, READY
+from skiff_runtime import contract
+
+disable_created_metrics()  # a second series per counter that nobody reads
+
+registry: Final = CollectorRegistry()
+ProcessCollector(registry=registry)
+
+reconciles: Final = Counter(
+    contract.OPERATOR_RECONCILES.removesuffix("_total"),
+    "Reconciles by result: done, retry (temporary error), refused (permanent error) or bug.",
+    ["result"],
+    registry=registry,
+)
+reconcile_duration: Final = Histogram(
+    contract.OPERATOR_RECONCILE_DURATION,
+    "Seconds of one reconcile.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    registry=registry,
+)
+queue_depth: Final = Gauge(
+    contract.OPERATOR_QUEUE_DEPTH, "InferenceServices that wait to be reconciled.", registry=registry
+)
+leader: Final = Gauge(
+    contract.OPERATOR_LEADER, "1 while this process holds the Lease, else 0.", registry=registry
+)
+last_resync: Final = Gauge(
+    contract.OPERATOR_LAST_RESYNC, "Unix time of the last resync that finished.", registry=registry
+)
+api_requests: Final = Counter(
+    contract.OPERATOR_API_REQUESTS.removesuffix("_total"),
+    "Requests of the reconciler to the API server by method and status code; watches are not counted.",
+    ["method", "code"],
+    registry=registry,
+)
+for _result in ("done", "retry", "refused", "bug"):
+    reconciles.labels(_result)
+
+
+class ObjectsCollector(Collector):
+    """Counts InferenceServices by condition, from the cache, when it is asked."""
+
+    def __init__(self, cache: Cache) -> None:
+        """Count what `cache` holds."""
+        self._cache = cache
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One series per condition and status, and one per InferenceService that says whether it is ready."""
+        counts = {(kind, status): 0 for kind in CONDITIONS for status in ("True", "False", "Unknown")}
+        ready = GaugeMetricFamily(
+            contract.OPERATOR_SERVICE_READY,
+            "1 while the InferenceService is Ready, else 0.",
+            labels=["service_namespace", "service"],
+        )
+        for namespace, name in self._cache:
+            entry = self._cache.get((namespace, name))
+            status = entry.status if entry else None
+            for kind in CONDITIONS:
+                condition = status.condition(kind) if status else None
+                value = condition.status if condition else "Unknown"
+                counts[(kind, value)] += 1
+                if kind == READY:
+                    ready.add_metric([namespace, name], float(value == "True"))
+        objects = GaugeMetricFamily(
+            contract.OPERATOR_OBJECTS, "InferenceServices by condition.", labels=["condition", "status"]
+        )
+        for labels, count in counts.items():
+            objects.add_metric(list(labels), count)
+        yield objects
+        yield ready
+
+
+def page() -> bytes:
+    """The text that Prometheus scrapes."""
+    return generate_latest(registry)

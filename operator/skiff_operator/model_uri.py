@@ -1,0 +1,38 @@
+"""Model URIs: which schemes exist and what they name. Where the files are mounted is not said here."""
+
+import re
+from typing import Final, NamedTuple
+
+from skiff_operator.errors import InvalidSpec
+from skiff_runtime import contract
+
+_FORMS: Final = {
+    "demo": re.compile(r"demo://"),
+    "hf": re.compile(r"hf://(?P<place>[\w.-]+/[\w.-]+)"),
+    "pvc": re.compile(r"pvc://(?P<place>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
+    "file": re.compile(r"file://(?P<place>/.+)"),
+}
+assert tuple(sorted(_FORMS)) == tuple(sorted(contract.MODEL_SCHEMES))
+
+_HELP: Final = "use demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
+
+
+class Source(NamedTuple):
+    """`place`: the hub's repository, the claim's name or the host's path; `path`: inside the claim."""
+
+    scheme: str
+    place: str = ""
+    path: str = ""
+
+
+def parse(uri: str) -> Source:
+    """Split a model URI. Raises `InvalidSpec` when it has none of the known forms."""
+    scheme = uri.partition("://")[0]
+    match = _FORMS[scheme].fullmatch(uri) if scheme in _FORMS else None
+    if match is None:
+        raise InvalidSpec(f"spec.model.uri: {uri!r} is not understood; {_HELP}")
+    parts = match.groupdict()
+    path = (parts.get("path") or "").strip("/")
+    if ".." in path.split("/") or ".." in (parts.get("place") or "").split("/"):
+        raise InvalidSpec(f"spec.model.uri: {uri!r} must not contain '..'; name the directory itself")
+    return Source(scheme, parts.get("place") or "", path)

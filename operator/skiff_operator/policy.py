@@ -1,0 +1,66 @@
+"""What this operator refuses although the schema allows it, because of how it was started or of other fields."""
+
+from typing import Final
+
+from skiff_operator.errors import InvalidSpec
+from skiff_operator.resources import containers, overlay
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+_OWNED_FLAGS: Final = {
+    contract.FLAG_MODEL: "spec.model.uri",
+    contract.FLAG_REVISION: "spec.model.revision",
+    contract.FLAG_SERVED_MODEL_NAME: "spec.model.name",
+    contract.FLAG_CACHE_DIR: "spec.cache",
+    contract.FLAG_HOST: "",
+    contract.FLAG_PORT: "",
+    contract.FLAG_DEVICE: "spec.runtime.device",
+    contract.FLAG_DTYPE: "spec.runtime.dtype",
+    contract.FLAG_TENSOR_PARALLEL: "spec.parallelism.tensor",
+    contract.FLAG_MAX_MODEL_LEN: "spec.runtime.maxModelLen",
+    contract.FLAG_DRAIN_TIMEOUT: "spec.drain.timeoutSeconds",
+    contract.FLAG_STARTUP_TIMEOUT: "spec.startup.timeoutSeconds",
+}
+
+
+def check(service: InferenceService, settings: Settings) -> None:
+    """Raise `InvalidSpec` with a message that says what to change; return when the service can be built."""
+    _check_host_paths(service, settings)
+    _check_arguments(service)
+    _check_gpus(service)
+    overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
+
+
+def _check_host_paths(service: InferenceService, settings: Settings) -> None:
+    if settings.allow_host_path:
+        return
+    if service.source.scheme == "file":
+        raise InvalidSpec(
+            "spec.model.uri: file:// models need a hostPath, which the restricted Pod Security level forbids; "
+            "use pvc:// or hf://, or start the operator with --allow-host-path"
+        )
+    if service.spec.cache.host_path is not None:
+        raise InvalidSpec(
+            "spec.cache.hostPath: host paths are off; use claimName or size, "
+            "or start the operator with --allow-host-path"
+        )
+
+
+def _check_arguments(service: InferenceService) -> None:
+    for argument in service.spec.runtime.args:
+        flag = argument.partition("=")[0]
+        if flag in _OWNED_FLAGS:
+            advice = f"use {_OWNED_FLAGS[flag]}" if _OWNED_FLAGS[flag] else "remove it"
+            raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")
+
+
+def _check_gpus(service: InferenceService) -> None:
+    for group in ("requests", "limits"):
+        given = service.spec.resources.get(group, {}).get(containers.GPU_RESOURCE)
+        wanted = service.spec.parallelism.tensor if service.spec.runtime.device == "cuda" else 0
+        if given is not None and str(given) != str(wanted):
+            raise InvalidSpec(
+                f"spec.resources.{group}[{containers.GPU_RESOURCE}] is {given}, but the pod needs {wanted} "
+                "by spec.parallelism.tensor and spec.runtime.device; remove it"
+            )

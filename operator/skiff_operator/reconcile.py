@@ -1,0 +1,93 @@
+"""One idempotent turn for one InferenceService: observe, plan, apply, report."""
+
+from typing import NamedTuple
+
+from skiff_operator import plan, status
+from skiff_operator.apply import Applier, clock
+from skiff_operator.cache import Entry
+from skiff_operator.errors import InvalidSpec, Permanent
+from skiff_operator.kinds import DEPLOYMENT, Stage
+from skiff_operator.observe import Observer
+from skiff_operator.resources import service as service_builder
+from skiff_operator.settings import Settings
+from skiff_operator.workqueue import Key
+
+
+class Outcome(NamedTuple):
+    """What is to come: another turn at `stage` when it is set; `refused` when only waiting may help."""
+
+    stage: Stage | None = None
+    refused: bool = False
+
+
+class Reconciler:
+    """Brings the cluster closer to one spec, the most urgent stage at a time."""
+
+    def __init__(self, observer: Observer, applier: Applier, settings: Settings) -> None:
+        """Read through `observer`, write through `applier`."""
+        self._observer = observer
+        self._applier = applier
+        self._settings = settings
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """Take the next steps for `key`.
+
+        Raises:
+            ApiUnavailable: try again later. What the API server refuses is reported in the status instead.
+        """
+        entry = self._observer.cache.get(key)
+        if entry is None or not entry.present or entry.deleting:
+            return Outcome()
+        try:
+            steps, later = plan.first_stage(self._pending(entry))
+            if steps:
+                await self._applier.run(key, steps, self._objects(entry))
+            entry.problem = None
+            if steps:
+                return Outcome(stage=later)
+        except InvalidSpec as error:
+            entry.problem = status.Problem(error.reason, str(error))
+        except Permanent as error:
+            entry.problem = status.Problem(error.reason, str(error))
+            await self._report(key, entry)
+            return Outcome(refused=True)
+        await self._report(key, entry)
+        return Outcome()
+
+    def _pending(self, entry: Entry) -> list[plan.Step]:
+        if entry.invalid is not None:
+            raise entry.invalid
+        if entry.wanted is None:
+            try:
+                entry.wanted = plan.summarize(self._objects(entry))
+            except InvalidSpec as error:
+                entry.invalid = error
+                raise
+        return plan.steps(entry, entry.wanted)
+
+    def _objects(self, entry: Entry) -> plan.Objects:
+        assert entry.service is not None, "an entry that is present is valid or says why it is not"
+        return plan.objects(entry.service, self._settings)
+
+    async def _report(self, key: Key, entry: Entry) -> None:
+        new = status.report(_facts(key, entry), entry.status, clock())
+        await self._applier.write_status(key, entry, new)
+
+
+def _facts(key: Key, entry: Entry) -> status.Facts:
+    """What a status is made of; while the spec is not valid, the last known revision stays the desired one."""
+    namespace, name = key
+    wanted, before = entry.wanted, entry.status
+    synced = wanted is not None and not any(step.kind == DEPLOYMENT for step in plan.steps(entry, wanted))
+    replicas = entry.rollout.desired if entry.rollout else 0
+    return status.Facts(
+        name=name,
+        generation=entry.generation,
+        replicas=entry.service.spec.replicas if wanted and entry.service else replicas,
+        revision=wanted.revision if wanted else before.update_revision if before else "",
+        url=service_builder.url(namespace, name),
+        synced=synced,
+        rollout=entry.rollout,
+        pods=tuple(entry.pods.values()),
+        problem=entry.problem,
+    )

@@ -1,0 +1,129 @@
+"""The containers of the serving pod: `fetch`, which downloads weights once, and `runtime`, which serves."""
+
+import math
+from typing import Any, Final
+
+from skiff_operator.resources import volumes
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+RUNTIME: Final = "runtime"
+FETCH: Final = "fetch"
+PRE_STOP_SECONDS: Final = 5
+"""Endpoints are withdrawn in the background when a pod is told to stop; it keeps serving that long."""
+
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+_STARTUP_PERIOD_SECONDS: Final = 2
+_DEFAULT_REQUESTS: Final = {
+    "cpu": {"cpu": "1", "memory": "2Gi"},
+    "cuda": {"cpu": "4", "memory": "16Gi"},
+}
+_FETCH_RESOURCES: Final = {"requests": {"cpu": "500m", "memory": "512Mi"}}
+_SECURITY: Final = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
+
+
+def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The serving container. Its last log lines reach the pod's status, where the operator may read them."""
+    return {
+        **_common(RUNTIME, service, settings, mounts),
+        "args": _serve_arguments(service),
+        "ports": [
+            {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},
+        ],
+        "resources": resources(service),
+        "startupProbe": _probe(
+            contract.PATH_STARTUPZ,
+            period_seconds=_STARTUP_PERIOD_SECONDS,
+            failures=math.ceil(service.spec.startup.timeout_seconds / _STARTUP_PERIOD_SECONDS),
+        ),
+        "readinessProbe": _probe(contract.PATH_READYZ, period_seconds=2, failures=2),
+        "livenessProbe": _probe(contract.PATH_LIVEZ, period_seconds=10, failures=3),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
+    }
+
+
+def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The init container of hf:// models; only here does the credential exist."""
+    container = {
+        **_common(FETCH, service, settings, mounts),
+        "args": [contract.COMMAND_FETCH, *_model_arguments(service)],
+        "resources": _FETCH_RESOURCES,
+    }
+    secret = service.spec.model.credentials_secret_ref
+    if secret is not None:
+        reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
+        token = {"name": contract.ENV_HUB_TOKEN, "valueFrom": reference}
+        container["env"] = [*container["env"], token]
+    return container
+
+
+def resources(service: InferenceService) -> dict[str, Any]:
+    """The user's requests and limits over the defaults, plus one GPU a rank."""
+    spec = service.spec
+    given = spec.resources
+    limits = dict(given.get("limits", {}))
+    requests = {
+        **{name: limits.get(name, value) for name, value in _DEFAULT_REQUESTS[spec.runtime.device].items()},
+        **given.get("requests", {}),
+    }
+    if spec.runtime.device == "cuda":
+        limits[GPU_RESOURCE] = str(spec.parallelism.tensor)
+    return {**given, "requests": requests, **({"limits": limits} if limits else {})}
+
+
+def _common(
+    name: str, service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    home = {"name": "HOME", "value": volumes.SCRATCH_DIRECTORY}
+    return {
+        "name": name,
+        "image": service.spec.runtime.image or settings.runtime_image,
+        "command": ["skiff"],
+        "env": [home, *service.spec.runtime.env],
+        "volumeMounts": mounts,
+        "securityContext": _SECURITY,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _model_arguments(service: InferenceService) -> list[str]:
+    arguments = [contract.FLAG_MODEL, volumes.model_argument(service)]
+    if service.source.scheme == "hf":
+        if service.spec.model.revision is not None:
+            arguments += [contract.FLAG_REVISION, service.spec.model.revision]
+        arguments += [contract.FLAG_CACHE_DIR, volumes.CACHE_DIRECTORY]
+    return arguments
+
+
+def _serve_arguments(service: InferenceService) -> list[str]:
+    spec = service.spec
+    arguments = [
+        contract.COMMAND_SERVE,
+        *_model_arguments(service),
+        *(contract.FLAG_SERVED_MODEL_NAME, service.model_name),
+        *(contract.FLAG_HOST, "0.0.0.0"),  # all of the pod's addresses
+        *(contract.FLAG_PORT, str(contract.API_PORT)),
+        *(contract.FLAG_DEVICE, spec.runtime.device),
+        *(contract.FLAG_TENSOR_PARALLEL, str(spec.parallelism.tensor)),
+        *(contract.FLAG_DRAIN_TIMEOUT, str(spec.drain.timeout_seconds)),
+        *(contract.FLAG_STARTUP_TIMEOUT, str(spec.startup.timeout_seconds)),
+    ]
+    if spec.runtime.dtype != "auto":
+        arguments += [contract.FLAG_DTYPE, spec.runtime.dtype]
+    if spec.runtime.max_model_len is not None:
+        arguments += [contract.FLAG_MAX_MODEL_LEN, str(spec.runtime.max_model_len)]
+    return [*arguments, *spec.runtime.args]
+
+
+def _probe(path: str, *, period_seconds: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": contract.API_PORT_NAME},
+        "periodSeconds": period_seconds,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

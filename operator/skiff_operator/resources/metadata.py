@@ -1,0 +1,71 @@
+"""Names, labels, owner references and the desired-state hash that every object of ours carries."""
+
+import hashlib
+from typing import Any, Final
+
+import msgspec
+
+from skiff_operator.kinds import INFERENCE_SERVICE, Kind
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+FIELD_MANAGER: Final = "skiff-operator"
+ANNOTATION_HASH: Final = f"{contract.API_GROUP}/desired-hash"
+LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
+
+
+def selector(service: InferenceService) -> dict[str, str]:
+    """The one label by which pods belong to an InferenceService. A Deployment's selector can never change."""
+    return {contract.LABEL_SERVICE: service.name}
+
+
+def labels(service: InferenceService) -> dict[str, str]:
+    """The labels of every child and every pod."""
+    return {
+        contract.LABEL_NAME: "skiff",
+        contract.LABEL_INSTANCE: service.name,
+        contract.LABEL_MANAGED_BY: FIELD_MANAGER,
+        **selector(service),
+    }
+
+
+def child(kind: Kind, service: InferenceService, *, name: str = "", **body: Any) -> dict[str, Any]:
+    """An object of `kind`, owned by `service` so that it goes when the service goes."""
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "metadata": {
+            "name": name or service.name,
+            "namespace": service.namespace,
+            "labels": labels(service),
+            "ownerReferences": [
+                {
+                    "apiVersion": INFERENCE_SERVICE.api_version,
+                    "kind": INFERENCE_SERVICE.name,
+                    "name": service.name,
+                    "uid": service.uid,
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ],
+        },
+        **body,
+    }
+
+
+def digest(value: Any) -> str:
+    """A short, stable hash of plain builtins; equal values in any key order give equal digests."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]
+
+
+def stamp(obj: dict[str, Any]) -> str:
+    """Write the hash of the object into its own annotations and return it."""
+    value = digest(obj)
+    obj["metadata"].setdefault("annotations", {})[ANNOTATION_HASH] = value
+    return value
+
+
+def stamp_of(obj: dict[str, Any]) -> str:
+    """The desired-state hash that a built or a live object carries; empty when it has none."""
+    value: str = (obj["metadata"].get("annotations") or {}).get(ANNOTATION_HASH, "")
+    return value

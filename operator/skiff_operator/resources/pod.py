@@ -1,0 +1,67 @@
+"""The pod template: containers, volumes and the settings that the restricted Pod Security level demands."""
+
+from typing import Any, Final
+
+from skiff_operator.resources import containers, overlay, volumes
+from skiff_operator.resources.metadata import LABEL_REVISION, digest, labels, selector
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+USER_ID: Final = 65532
+_GRACE_MARGIN_SECONDS: Final = 10
+
+
+def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
+    """The template with the user's overlay merged in, labelled with its own revision."""
+    base = {
+        "metadata": {"labels": {**labels(service), contract.LABEL_ENGINE_TYPE: contract.ENGINE_TYPE}},
+        "spec": _pod_spec(service, settings),
+    }
+    template: dict[str, Any] = overlay.merge(base, service.spec.pod_template)
+    template["metadata"]["labels"][LABEL_REVISION] = digest(template)
+    return template
+
+
+def grace_seconds(service: InferenceService) -> int:
+    """How long a pod may take to stop before it is killed: longer than it can ever need."""
+    return containers.PRE_STOP_SECONDS + service.spec.drain.timeout_seconds + _GRACE_MARGIN_SECONDS
+
+
+def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
+    mounted = volumes.build(service)
+    mounts = [volume.mount() for volume in mounted]
+    spec: dict[str, Any] = {
+        "serviceAccountName": service.name,
+        "automountServiceAccountToken": False,
+        "securityContext": _security(),
+        "terminationGracePeriodSeconds": grace_seconds(service),
+        "containers": [containers.runtime(service, settings, mounts)],
+        "volumes": [volume.volume() for volume in mounted],
+    }
+    if service.source.scheme == "hf":
+        spec["initContainers"] = [containers.fetch(service, settings, mounts)]
+    if volumes.needs_claim(service):
+        spec["affinity"] = _same_node(service)
+    if service.spec.node_selector:
+        spec["nodeSelector"] = service.spec.node_selector
+    if service.spec.tolerations:
+        spec["tolerations"] = list(service.spec.tolerations)
+    return spec
+
+
+def _security() -> dict[str, Any]:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _same_node(service: InferenceService) -> dict[str, Any]:
+    """A ReadWriteOnce volume is attached to one node; a pod elsewhere would wait for it for ever."""
+    term = {"labelSelector": {"matchLabels": selector(service)}, "topologyKey": "kubernetes.io/hostname"}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}

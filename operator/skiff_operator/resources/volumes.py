@@ -1,0 +1,71 @@
+"""Volumes of the serving pod, and where the model's files appear inside it."""
+
+from typing import Any, Final, NamedTuple
+
+from skiff_operator.resources import cache_claim
+from skiff_operator.spec import InferenceService
+
+MODEL_DIRECTORY: Final = "/model"
+CACHE_DIRECTORY: Final = "/cache"
+SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on a volume of its own
+
+
+class Volume(NamedTuple):
+    """One volume and the mount that the containers get. `source`: the volume without its name."""
+
+    name: str
+    source: dict[str, Any]
+    path: str
+    read_only: bool = False
+
+    def volume(self) -> dict[str, Any]:
+        """The entry of `spec.volumes`."""
+        return {"name": self.name, **self.source}
+
+    def mount(self) -> dict[str, Any]:
+        """The entry of `volumeMounts`."""
+        mount: dict[str, Any] = {"name": self.name, "mountPath": self.path}
+        if self.read_only:
+            mount["readOnly"] = True
+        return mount
+
+
+def build(service: InferenceService) -> list[Volume]:
+    """Scratch space always; shared memory for ranks; the model's or the cache's volume by the model's scheme."""
+    volumes = [Volume("tmp", {"emptyDir": {}}, SCRATCH_DIRECTORY)]
+    if service.spec.parallelism.tensor > 1:
+        volumes.append(Volume("dshm", {"emptyDir": {"medium": "Memory"}}, "/dev/shm"))
+    source = service.source
+    if source.scheme == "pvc":
+        claim = {"persistentVolumeClaim": {"claimName": source.place, "readOnly": True}}
+        volumes.append(Volume("model", claim, MODEL_DIRECTORY, read_only=True))
+    elif source.scheme == "file":
+        host = {"hostPath": {"path": source.place, "type": "Directory"}}
+        volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
+    elif source.scheme == "hf":
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
+    return volumes
+
+
+def model_argument(service: InferenceService) -> str:
+    """What `--model` says inside the pod."""
+    source = service.source
+    if source.scheme == "pvc":
+        return f"{MODEL_DIRECTORY}/{source.path}".rstrip("/")
+    return MODEL_DIRECTORY if source.scheme == "file" else service.spec.model.uri
+
+
+def needs_claim(service: InferenceService) -> bool:
+    """Whether the operator must create the cache's claim."""
+    return service.source.scheme == "hf" and service.spec.cache.size is not None
+
+
+def _cache_source(service: InferenceService) -> dict[str, Any]:
+    cache = service.spec.cache
+    if cache.host_path is not None:
+        return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
+    if cache.claim_name is not None:
+        return {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+    if cache.size is not None:
+        return {"persistentVolumeClaim": {"claimName": cache_claim.name(service)}}
+    return {"emptyDir": {}}

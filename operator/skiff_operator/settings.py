@@ -1,0 +1,127 @@
+"""How this operator process runs: flags and environment, validated once into one frozen dataclass.
+
+Each flag is also read from the environment: `--runtime-image` from `SKIFF_OPERATOR_RUNTIME_IMAGE`; the flag wins.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from skiff_operator.errors import SettingsError
+from skiff_runtime import contract
+
+ENV_PREFIX: Final = "SKIFF_OPERATOR_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can differ between two operators. Durations are seconds."""
+
+    namespaces: tuple[str, ...] = ()
+    runtime_image: str = "ghcr.io/skiff-dev/skiff-runtime:latest"
+    allow_host_path: bool = False
+    workers: int = 8
+    resync_seconds: float = 30.0
+    status_delay_seconds: float = 0.5
+    leader_elect: bool = True
+    lease_name: str = "skiff-operator"
+    lease_namespace: str = "skiff-system"
+    lease_duration_seconds: int = 30
+    lease_renew_seconds: float = 10.0
+    identity: str = ""
+    health_port: int = contract.OPERATOR_HEALTH_PORT
+    metrics_port: int = contract.OPERATOR_METRICS_PORT
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, by the flag's name."""
+        for name in ("workers", "resync_seconds", "lease_duration_seconds", "lease_renew_seconds"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{_flag(name)} must be greater than 0")
+        for name in ("health_port", "metrics_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise SettingsError(f"{_flag(name)} must be a port number")
+        if self.lease_renew_seconds * 2 > self.lease_duration_seconds:
+            raise SettingsError("--lease-renew-seconds must be at most half of --lease-duration-seconds")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise SettingsError("--log-level must be debug, info, warning or error")
+
+    @property
+    def stale_after_seconds(self) -> float:
+        """A resync older than this fails the liveness probe."""
+        return 4 * self.resync_seconds
+
+
+_HELP: Final = {
+    "namespaces": "watch only these namespaces, separated by commas (default: all)",
+    "runtime_image": "image of serving pods whose spec names none",
+    "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
+    "workers": "InferenceServices reconciled at the same time",
+    "resync_seconds": "every InferenceService is looked at again this often, from the cache",
+    "status_delay_seconds": "changes of status are collected this long before they are written",
+    "leader_elect": "wait for the Lease before working; needed with more than one replica",
+    "lease_name": "name of the Lease",
+    "lease_namespace": "namespace of the Lease",
+    "lease_duration_seconds": "a leader that has not renewed for this long is considered gone",
+    "lease_renew_seconds": "the leader renews this often",
+    "identity": "this process's name in the Lease (default: POD_NAME, else the host's name and process id)",
+    "health_port": "port of /healthz and /readyz",
+    "metrics_port": "port of /metrics",
+    "log_level": "debug, info, warning or error",
+}
+
+
+def from_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Settings from flags over environment over defaults.
+
+    Raises:
+        SettingsError: a value has the wrong type or is impossible.
+    """
+    parser = argparse.ArgumentParser(prog="skiff-operator", description="The Skiff operator for Kubernetes.")
+    for field in fields(Settings):
+        text = environ.get(ENV_PREFIX + field.name.upper())
+        default = field.default if text is None else _convert(field.name, text)
+        if isinstance(field.default, bool):
+            parser.add_argument(
+                _flag(field.name),
+                action=argparse.BooleanOptionalAction,
+                default=default,
+                help=_HELP[field.name],
+            )
+        else:
+            parser.add_argument(_flag(field.name), default=default, help=f"{_HELP[field.name]} ({default!r})")
+    values = vars(parser.parse_args(argv))
+    converted: dict[str, Any] = {
+        name: _convert(name, value) if isinstance(value, str) else value for name, value in values.items()
+    }
+    converted["identity"] = converted["identity"] or _default_identity(environ)
+    return Settings(**converted)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default_identity(environ: Mapping[str, str]) -> str:
+    """A pod's name survives a restart of its container, so that the restarted one leads at once."""
+    return environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _convert(name: str, text: str) -> object:
+    default = {field.name: field.default for field in fields(Settings)}[name]
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(default, tuple):
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        if isinstance(default, int):
+            return int(text)
+        if isinstance(default, float):
+            return float(text)
+    except (KeyError, ValueError):
+        kind = type(default).__name__
+        raise SettingsError(f"{_flag(name)} (or {ENV_PREFIX}{name.upper()}): {text!r} is no {kind}") from None
+    return text

@@ -1,0 +1,147 @@
+"""An InferenceService as frozen structs: what the user asked for, with every default filled in.
+
+`parse` is the only way in. What the CRD's schema could not refuse is refused here, once, as `InvalidSpec`
+with a message that says what to change; after this module nobody looks at the raw object again.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from skiff_operator import model_uri
+from skiff_operator.errors import InvalidSpec
+
+_HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Base of every part of the spec: immutable, camelCase on the wire, no unknown field."""
+
+
+class SecretKey(_Strict, frozen=True):
+    """One key of a Secret in the InferenceService's namespace."""
+
+    name: str
+    key: str = "token"
+
+
+class Model(_Strict, frozen=True):
+    """What to serve. `name` is the model name that clients use; default: the InferenceService's."""
+
+    uri: str
+    name: str | None = None
+    revision: str | None = None
+    credentials_secret_ref: SecretKey | None = None
+
+
+class Runtime(_Strict, frozen=True):
+    """How the serving container is started. `max_model_len` counts tokens."""
+
+    image: str | None = None
+    args: tuple[str, ...] = ()
+    env: tuple[dict[str, Any], ...] = ()
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
+
+
+class Parallelism(_Strict, frozen=True):
+    """How one replica is spread over accelerators."""
+
+    tensor: int = 1
+
+
+class Cache(_Strict, frozen=True):
+    """Where downloaded weights live; at most one field is set, none means an emptyDir per pod."""
+
+    claim_name: str | None = None
+    host_path: str | None = None
+    size: str | int | None = None
+
+
+class Startup(_Strict, frozen=True):
+    """How long a container may take until it answers, downloads not included."""
+
+    timeout_seconds: int = 1800
+
+
+class Drain(_Strict, frozen=True):
+    """How long a pod that was told to stop may finish its requests."""
+
+    timeout_seconds: int = 60
+
+
+class Spec(_Strict, frozen=True):
+    """The whole of `spec`, defaults filled in."""
+
+    model: Model
+    runtime: Runtime = Runtime()
+    parallelism: Parallelism = Parallelism()
+    replicas: int = 1
+    cache: Cache = Cache()
+    startup: Startup = Startup()
+    drain: Drain = Drain()
+    resources: dict[str, Any] = {}
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+    pod_template: dict[str, Any] = {}
+
+
+class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
+    """One user object: its identity and its validated spec."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: Spec
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.spec.model.name or self.name
+
+    @property
+    def source(self) -> model_uri.Source:
+        """The parsed model URI."""
+        return model_uri.parse(self.spec.model.uri)
+
+
+def parse(obj: dict[str, Any]) -> InferenceService:
+    """The structs of one object as the API server sent it.
+
+    Raises:
+        InvalidSpec: a field is unknown, of the wrong type, or contradicts another.
+    """
+    meta = obj["metadata"]
+    try:
+        spec = msgspec.convert(obj.get("spec", {}), Spec)
+    except msgspec.ValidationError as error:
+        raise InvalidSpec(f"spec: {error}; {_HINT}") from error
+    _check(spec)
+    return InferenceService(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        generation=meta["generation"],
+        spec=spec,
+    )
+
+
+def to_dict(spec: Spec) -> dict[str, Any]:
+    """The way back: `spec` as plain camelCase builtins, defaults included."""
+    result: dict[str, Any] = msgspec.to_builtins(spec)
+    return result
+
+
+def _check(spec: Spec) -> None:
+    source = model_uri.parse(spec.model.uri)
+    if sum(value is not None for value in (spec.cache.claim_name, spec.cache.host_path, spec.cache.size)) > 1:
+        raise InvalidSpec("spec.cache: set only one of claimName, hostPath and size")
+    if source.scheme != "hf":
+        if spec.model.revision is not None:
+            raise InvalidSpec("spec.model.revision: only hf:// models have revisions; remove it")
+        if spec.model.credentials_secret_ref is not None:
+            raise InvalidSpec("spec.model.credentialsSecretRef: only hf:// models are downloaded; remove it")
+    if spec.replicas < 0 or spec.parallelism.tensor < 1:
+        raise InvalidSpec("spec.replicas must be 0 or more, and spec.parallelism.tensor 1 or more")

@@ -1,0 +1,238 @@
+"""Observed facts to the conditions and the status that the user reads. Pure: the time is an argument."""
+
+from typing import Final
+
+import msgspec
+
+from skiff_operator.workload import Crash, PodState, Rollout
+from skiff_runtime import contract
+
+READY: Final = "Ready"
+MODEL_READY: Final = "ModelReady"
+AVAILABLE: Final = "Available"
+PROGRESSING: Final = "Progressing"
+DEGRADED: Final = "Degraded"
+CONDITIONS: Final = (READY, MODEL_READY, AVAILABLE, PROGRESSING, DEGRADED)
+
+_MESSAGE_CHARACTERS: Final = 1024
+_LOADING_REASONS: Final = {
+    "Loading": "LoadingModel",
+    "Creating": "CreatingContainers",
+    "Fetching": "FetchingWeights",
+    "Scheduling": "SchedulingPods",
+}
+"""From the phase nearest to serving to the farthest."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What stops the operator itself: an impossible spec, or an answer of the API server."""
+
+    reason: str
+    message: str
+
+
+class Condition(msgspec.Struct, frozen=True, rename="camel"):
+    """One entry of `status.conditions`. The time is RFC 3339 and moves only when `status` does."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    last_transition_time: str
+    observed_generation: int
+
+
+class LastFailure(msgspec.Struct, frozen=True, rename="camel"):
+    """The newest end of a container that was no success; `log_tail` is the last it wrote."""
+
+    pod: str
+    reason: str
+    exit_code: int
+    log_tail: str
+    at: str
+
+
+class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """The whole of `status`. Counts are pods."""
+
+    observed_generation: int
+    replicas: int
+    ready_replicas: int
+    updated_replicas: int
+    selector: str
+    url: str
+    update_revision: str
+    conditions: tuple[Condition, ...]
+    current_revision: str = ""
+    last_failure: LastFailure | None = None
+
+    def condition(self, kind: str) -> Condition | None:
+        """The condition of a type, when it is there."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a status is made of.
+
+    `replicas` and `revision` are the desired ones (the last known, when the spec is not valid now); `synced`
+    says that the Deployment holds them.
+    """
+
+    name: str
+    generation: int
+    replicas: int
+    revision: str
+    url: str
+    synced: bool
+    rollout: Rollout | None
+    pods: tuple[PodState, ...]
+    problem: Problem | None
+
+    @property
+    def settled(self) -> bool:
+        """The desired number of pods of the desired revision is all there is, and all of them answer."""
+        rollout = self.rollout
+        return (
+            self.synced
+            and rollout is not None
+            and rollout.observed_generation >= rollout.generation
+            and rollout.updated == rollout.total == rollout.ready == self.replicas
+        )
+
+    @property
+    def new_pods(self) -> list[PodState]:
+        """Pods of the desired revision."""
+        return [pod for pod in self.pods if pod.revision == self.revision]
+
+    @property
+    def new_ready(self) -> int:
+        """Pods of the desired revision that answer."""
+        return self.replicas if self.settled else sum(pod.ready for pod in self.new_pods)
+
+
+def report(facts: Facts, previous: Status | None, now: str) -> Status:
+    """The status of one InferenceService at `now` (RFC 3339), given the one that was written last."""
+    rollout = facts.rollout
+    trouble = facts.problem or _pod_trouble(facts)
+    verdicts = (
+        _ready(facts, trouble),
+        _model_ready(facts, trouble),
+        _available(facts),
+        _progressing(facts),
+        _degraded(trouble),
+    )
+    before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
+    return Status(
+        observed_generation=facts.generation,
+        replicas=rollout.total if rollout else 0,
+        ready_replicas=rollout.ready if rollout else 0,
+        updated_replicas=rollout.updated if rollout else 0,
+        selector=f"{contract.LABEL_SERVICE}={facts.name}",
+        url=facts.url,
+        update_revision=facts.revision,
+        conditions=tuple(_dated(verdict, facts, before.get(verdict[0]), now) for verdict in verdicts),
+        current_revision=facts.revision if facts.settled else previous.current_revision if previous else "",
+        last_failure=_last_failure(facts, previous),
+    )
+
+
+_Verdict = tuple[str, bool, str, str]
+"""Condition type, whether it holds, reason, message."""
+
+
+def _ready(facts: Facts, trouble: Problem | None) -> _Verdict:
+    if facts.problem is not None:
+        return READY, False, facts.problem.reason, facts.problem.message
+    if facts.replicas == 0:
+        return READY, False, "ScaledToZero", "spec.replicas is 0"
+    if facts.settled:
+        return READY, True, "Serving", f"{facts.replicas} of {facts.replicas} pods answer"
+    if trouble is not None:
+        return READY, False, trouble.reason, trouble.message
+    return READY, False, "RolloutInProgress", _count(facts)
+
+
+def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
+    if facts.new_ready > 0:
+        return MODEL_READY, True, "ModelLoaded", "the current revision answers"
+    if trouble is not None:
+        return MODEL_READY, False, trouble.reason, trouble.message
+    phases = {pod.phase for pod in facts.new_pods}
+    for phase, reason in _LOADING_REASONS.items():
+        if phase in phases:
+            return MODEL_READY, False, reason, f"no pod of revision {facts.revision} answers yet"
+    return MODEL_READY, False, "NoPods", f"no pod of revision {facts.revision} exists yet"
+
+
+def _available(facts: Facts) -> _Verdict:
+    ready = facts.rollout.ready if facts.rollout else 0
+    if ready > 0:
+        return AVAILABLE, True, "PodsReady", "requests are answered"
+    return AVAILABLE, False, "NoReadyPods", "no pod answers requests"
+
+
+def _progressing(facts: Facts) -> _Verdict:
+    if facts.problem is not None:
+        return PROGRESSING, False, facts.problem.reason, facts.problem.message
+    if facts.settled:
+        return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
+    if facts.rollout is not None and facts.rollout.stalled:
+        return PROGRESSING, False, "ProgressDeadlineExceeded", facts.rollout.stalled
+    return PROGRESSING, True, "RolloutInProgress", _count(facts)
+
+
+def _degraded(trouble: Problem | None) -> _Verdict:
+    if trouble is None:
+        return DEGRADED, False, "AsExpected", "nothing is known to be wrong"
+    return DEGRADED, True, trouble.reason, trouble.message
+
+
+def _count(facts: Facts) -> str:
+    return f"{facts.new_ready} of {facts.replicas} pods of revision {facts.revision} answer"
+
+
+def _pod_trouble(facts: Facts) -> Problem | None:
+    """What keeps pods from serving: of the desired revision if it has any, by name for a stable answer."""
+    for pod in sorted(facts.new_pods or facts.pods, key=lambda pod: pod.name):
+        if pod.trouble:
+            return Problem(pod.trouble, f"pod {pod.name}: {pod.message}")
+    if facts.rollout is not None and facts.rollout.blocked:
+        return Problem("PodCreateFailed", facts.rollout.blocked)
+    if facts.rollout is not None and facts.rollout.stalled:
+        return Problem("ProgressDeadlineExceeded", facts.rollout.stalled)
+    return None
+
+
+def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) -> Condition:
+    kind, holds, reason, message = verdict
+    status = "True" if holds else "False"
+    same = before is not None and before.status == status
+    return Condition(
+        type=kind,
+        status=status,
+        reason=reason,
+        message=message[:_MESSAGE_CHARACTERS],
+        last_transition_time=before.last_transition_time if same and before else now,
+        observed_generation=facts.generation,
+    )
+
+
+def _last_failure(facts: Facts, previous: Status | None) -> LastFailure | None:
+    """The newest crash of the pods there are; else the one last told of, until the service is well again."""
+    crashes = [(pod.crash, pod.name) for pod in facts.pods if pod.crash is not None]
+    if crashes:
+        crash, pod = max(crashes, key=_moment)
+        return LastFailure(pod, crash.reason, crash.exit_code, crash.log_tail, crash.at)
+    return None if previous is None or facts.settled else previous.last_failure
+
+
+def _moment(entry: tuple[Crash, str]) -> tuple[str, str]:
+    return entry[0].at, entry[1]
+
+
+def read(stored: object) -> Status | None:
+    """The status that an object carries; None when it has none, or one of another shape."""
+    try:
+        return msgspec.convert(stored, Status)
+    except msgspec.ValidationError:
+        return None

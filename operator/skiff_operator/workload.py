@@ -1,0 +1,171 @@
+"""Facts about the running workload, read from a Deployment's and a pod's status. Pure.
+
+Everything is reduced to small frozen records when it is seen; no whole object is kept.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from skiff_operator.resources.containers import FETCH, GPU_RESOURCE
+from skiff_operator.resources.metadata import LABEL_REVISION
+
+LOG_TAIL_CHARACTERS: Final = 2048
+_PULL_REASONS: Final = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "RegistryUnavailable",
+)
+_CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A Deployment's status. Counts are pods; `stalled` and `blocked` are messages of its conditions."""
+
+    generation: int
+    observed_generation: int
+    desired: int
+    total: int = 0
+    updated: int = 0
+    ready: int = 0
+    stalled: str = ""
+    blocked: str = ""
+
+
+class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How a container ended: `exit_code`, the last lines it wrote, and when (RFC 3339)."""
+
+    reason: str
+    exit_code: int
+    log_tail: str
+    at: str
+
+
+class PodState(msgspec.Struct, frozen=True, kw_only=True):
+    """One pod. `trouble` names what keeps it from serving now; `crash` is its last one, even when recovered."""
+
+    name: str
+    uid: str
+    revision: str
+    ready: bool
+    phase: str
+    trouble: str = ""
+    message: str = ""
+    crash: Crash | None = None
+
+
+def read_rollout(deployment: dict[str, Any]) -> Rollout:
+    """The status of a Deployment; a missing count is zero."""
+    status = deployment.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or []}
+    progressing = conditions.get("Progressing", {})
+    failure = conditions.get("ReplicaFailure", {})
+    stalled = progressing.get("reason") == "ProgressDeadlineExceeded"
+    return Rollout(
+        generation=deployment["metadata"].get("generation", 0),
+        observed_generation=status.get("observedGeneration", 0),
+        desired=deployment["spec"].get("replicas", 1),
+        total=status.get("replicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        stalled=progressing.get("message", "") if stalled else "",
+        blocked=failure.get("message", "") if failure.get("status") == "True" else "",
+    )
+
+
+def read_pod(pod: dict[str, Any]) -> PodState | None:
+    """The state of a pod, or None for one that is being deleted: it serves nobody and tells nothing new."""
+    meta, status = pod["metadata"], pod.get("status") or {}
+    if "deletionTimestamp" in meta:
+        return None
+    conditions = {c["type"]: c for c in status.get("conditions") or []}
+    ready = conditions.get("Ready", {}).get("status") == "True"
+    trouble, message = ("", "") if ready else _trouble(status, conditions)
+    return PodState(
+        name=meta["name"],
+        uid=meta["uid"],
+        revision=(meta.get("labels") or {}).get(LABEL_REVISION, ""),
+        ready=ready,
+        phase=_phase(status, ready=ready),
+        trouble=trouble,
+        message=message,
+        crash=_last_crash(status),
+    )
+
+
+def _containers(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _phase(status: dict[str, Any], *, ready: bool) -> str:
+    """Where a pod is on its way: Scheduling, Fetching, Creating, Loading or Serving."""
+    if ready:
+        return "Serving"
+    for container in status.get("initContainerStatuses") or []:
+        if container["name"] == FETCH and "running" in container.get("state", {}):
+            return "Fetching"
+    if any("running" in c.get("state", {}) for c in status.get("containerStatuses") or []):
+        return "Loading"
+    return "Creating" if _containers(status) else "Scheduling"
+
+
+def _trouble(status: dict[str, Any], conditions: dict[str, Any]) -> tuple[str, str]:
+    """Reason and message of the first thing that keeps a pod from being ready; empty when it just starts."""
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
+        message = scheduled.get("message", "")
+        return ("InsufficientGPU" if GPU_RESOURCE in message else "Unschedulable"), message
+    if status.get("phase") == "Failed" and status.get("reason"):
+        return status["reason"], status.get("message", "")
+    for container in _containers(status):
+        found = _container_trouble(container)
+        if found is not None:
+            return found
+    return "", ""
+
+
+def _container_trouble(container: dict[str, Any]) -> tuple[str, str] | None:
+    state = container.get("state", {})
+    waiting = state.get("waiting", {})
+    reason, name = waiting.get("reason", ""), container["name"]
+    if reason in _PULL_REASONS:
+        return "ImagePullFailed", f"image {container['image']}: {waiting.get('message') or reason}"
+    if reason in _CONFIG_REASONS:
+        return "ContainerConfigError", f"container {name}: {waiting.get('message') or reason}"
+    ended = _terminated(container)
+    if ended is None or ended["exitCode"] == 0:
+        return None
+    failure = _crash_reason(name, ended)
+    times = container.get("restartCount", 0)
+    return failure, f"container {name} ended with exit code {ended['exitCode']}, restarted {times} times"
+
+
+def _terminated(container: dict[str, Any]) -> dict[str, Any] | None:
+    """The container's present or previous end."""
+    for state in ("state", "lastState"):
+        ended: dict[str, Any] | None = container.get(state, {}).get("terminated")
+        if ended is not None:
+            return ended
+    return None
+
+
+def _crash_reason(container_name: str, ended: dict[str, Any]) -> str:
+    if ended.get("reason") == "OOMKilled":
+        return "OutOfMemory"
+    return "WeightsDownloadFailed" if container_name == FETCH else "CrashLoop"
+
+
+def _last_crash(status: dict[str, Any]) -> Crash | None:
+    crashes = [
+        Crash(
+            reason=_crash_reason(container["name"], ended),
+            exit_code=ended["exitCode"],
+            log_tail=ended.get("message", "")[-LOG_TAIL_CHARACTERS:],
+            at=ended.get("finishedAt") or "",
+        )
+        for container in _containers(status)
+        if (ended := _terminated(container)) is not None and ended["exitCode"] != 0
+    ]
+    return max(crashes, key=lambda crash: crash.at, default=None)

@@ -1,0 +1,173 @@
+"""The queue of InferenceServices to reconcile: one entry per key, never two workers on one key, backing off.
+
+`Schedule` is the pure part: it is told the time and never waits. `WorkQueue` lets asyncio workers wait on it.
+An entry is due at a time, and has a stage; of the entries that are due, the one with the earliest deadline
+(due time plus the stage's patience) goes first. So missing children come before Services and Services before
+status when there is much to do, and yet nothing waits for ever behind a stream of more urgent work.
+"""
+
+import asyncio
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from skiff_operator.kinds import Stage
+
+Key = tuple[str, str]
+"""Namespace and name of an InferenceService."""
+
+PATIENCE_SECONDS: Final = {Stage.CHILDREN: 0.0, Stage.NETWORK: 20.0, Stage.STATUS: 40.0}
+FIRST_RETRY_SECONDS: Final = 1.0
+LAST_RETRY_SECONDS: Final = 300.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    due: float
+    stage: Stage
+
+
+@dataclass
+class Schedule:
+    """Which key is next at a given time. Times are seconds of one monotonic clock."""
+
+    _waiting: dict[Key, _Entry] = field(default_factory=dict)
+    _running: dict[Key, _Entry | None] = field(default_factory=dict)
+    _failures: dict[Key, int] = field(default_factory=dict)
+    _by_due: list[tuple[float, Key]] = field(default_factory=list)
+    _by_deadline: list[tuple[float, Key]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Keys that wait; those being worked on are not counted."""
+        return len(self._waiting)
+
+    def add(self, key: Key, stage: Stage, now: float, delay_seconds: float = 0.0) -> None:
+        """Ask for `key`. Asking twice makes one entry: the earlier time and the more urgent stage."""
+        due = now + delay_seconds
+        if key in self._running:
+            again = self._running[key]
+            self._running[key] = _earlier(again, due, stage)
+            return
+        entry = _earlier(self._waiting.get(key), due, stage)
+        if self._waiting.get(key) != entry:
+            self._waiting[key] = entry
+            heapq.heappush(self._by_due, (entry.due, key))
+
+    def take(self, now: float) -> Key | None:
+        """The most urgent key that is due and not being worked on; it is the caller's until `finish`."""
+        while self._by_due and self._by_due[0][0] <= now:
+            due, key = heapq.heappop(self._by_due)
+            entry = self._waiting.get(key)
+            if entry is not None and entry.due == due:
+                heapq.heappush(self._by_deadline, (due + PATIENCE_SECONDS[entry.stage], key))
+        while self._by_deadline:
+            deadline, key = heapq.heappop(self._by_deadline)
+            entry = self._waiting.get(key)
+            if entry is not None and entry.due + PATIENCE_SECONDS[entry.stage] == deadline:
+                del self._waiting[key]
+                self._running[key] = None
+                return key
+        return None
+
+    def finish(self, key: Key, now: float, *, failed: bool = False) -> None:
+        """Give `key` back. A failed one comes again after 1 s, 2 s, 4 s, up to 5 min; success starts anew."""
+        again = self._running.pop(key)
+        if failed:
+            count = self._failures.get(key, 0)
+            self._failures[key] = count + 1
+            delay = min(FIRST_RETRY_SECONDS * 2.0 ** min(count, 20), LAST_RETRY_SECONDS)
+            again = _earlier(again, now + delay, Stage.CHILDREN)
+        else:
+            self._failures.pop(key, None)
+        if again is not None:
+            self.add(key, again.stage, again.due)
+
+    def overdue_seconds(self, now: float) -> float:
+        """How long the key that waits longest has been due."""
+        return max((now - entry.due for entry in self._waiting.values()), default=0.0)
+
+    def next_due(self) -> float | None:
+        """When `take` may next have something, if nothing is added meanwhile; None when nothing waits."""
+        if self._by_deadline:
+            return -math.inf
+        return self._by_due[0][0] if self._by_due else None
+
+
+class WorkQueue:
+    """`Schedule` on the event loop's clock, for any number of workers of one loop.
+
+    An added key wakes one worker, not all of them; a worker that finds more to do wakes the next.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty queue; it binds to no loop before it is used."""
+        self._schedule = Schedule()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Keys that wait."""
+        return len(self._schedule)
+
+    def add(self, key: Key, stage: Stage, delay_seconds: float = 0.0) -> None:
+        """Ask for `key` in at least `delay_seconds`."""
+        self._schedule.add(key, stage, _now(), delay_seconds)
+        self._rouse()
+
+    async def get(self) -> Key:
+        """Wait for the next key; give it back with `done`."""
+        while (key := self._schedule.take(_now())) is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._idle.append(waiter)
+            self._rouse()
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._rouse()
+                raise
+        self._rouse()
+        return key
+
+    def done(self, key: Key, *, failed: bool = False) -> None:
+        """Give `key` back, and have it again later if it failed or was asked for meanwhile."""
+        self._schedule.finish(key, _now(), failed=failed)
+        self._rouse()
+
+    def overdue_seconds(self) -> float:
+        """How long the key that waits longest has been due."""
+        return self._schedule.overdue_seconds(_now())
+
+    def _rouse(self) -> None:
+        """Wake one worker if something is due, else set the alarm for the time when it will be."""
+        due = self._schedule.next_due()
+        if due is None:
+            return
+        if due <= _now():
+            self._wake_one()
+        elif self._timer is None or self._timer.when() > due:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        while self._idle:
+            waiter = self._idle.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+
+def _earlier(entry: _Entry | None, due: float, stage: Stage) -> _Entry:
+    if entry is None:
+        return _Entry(due, stage)
+    return _Entry(min(entry.due, due), min(entry.stage, stage))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
