@@ -71,7 +71,7 @@ class FollowerChannel(Channel):
         while (inbox := self._inbox.receive(IDLE_SECONDS)) is None:
             self._beat()
         if inbox.digest != digest:
-            raise LockstepError(f"rank 0 planned step {inbox.digest:016x}, this rank {digest:016x}")
+            raise LockstepError(f"rank 0 planned step {inbox.digest:08x}, this rank {digest:08x}")
         return list(inbox.items)
 
     def send(self, batch: TokenBatch) -> None:
