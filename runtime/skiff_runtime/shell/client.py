@@ -1,0 +1,113 @@
+"""The chat API of a server, seen from a person's side."""
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+
+from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_MODELS
+from skiff_runtime.errors import SkiffError
+from skiff_runtime.sse import DONE, EventDecoder
+
+MAX_ERROR_BYTES: Final = 1 << 20
+_TIMEOUT: Final = httpx.Timeout(connect=5.0, read=600.0, write=30.0, pool=5.0)
+Message = dict[str, str]
+
+
+class ChatError(SkiffError):
+    """The server could not be reached or refused; the message is one line for the user."""
+
+
+class Unreachable(ChatError):
+    """Nothing answers at the address."""
+
+
+class ChatClient:
+    """One server. ``parameters`` join every request's body."""
+
+    def __init__(self, url: str, *, model: str | None = None, parameters: Mapping[str, Any]) -> None:
+        """Connects, and asks for the served model's name if none is given; ChatError if that fails."""
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False)
+        self._parameters = dict(parameters)
+        served = self._models()
+        if model is not None and model not in served:
+            raise ChatError(f"{self.url} serves {', '.join(served)}, not {model}; correct --model")
+        self.model = model or served[0]
+
+    def stream(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        """The answer's text as it comes; closing the iterator ends the request. ChatError at any point."""
+        body = {"model": self.model, "messages": list(messages), "stream": True, **self._parameters}
+        try:
+            with self._http.stream("POST", self.url + PATH_CHAT_COMPLETIONS, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise ChatError(_message(_read(response), response.status_code))
+                yield from _texts(response.iter_raw())
+        except httpx.HTTPError as error:
+            raise Unreachable(f"lost the connection to {self.url} ({_reason(error)})") from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def _models(self) -> list[str]:
+        try:
+            with self._http.stream("GET", self.url + PATH_MODELS) as response:
+                body, status = _read(response), response.status_code
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(
+                f"nothing answers at {self.url} ({_reason(error)}); start a server with `skiff serve`"
+            ) from error
+        if status != httpx.codes.OK:
+            raise ChatError(f"{self.url}: {_message(body, status)}")
+        try:
+            names = [str(each["id"]) for each in json.loads(body)["data"]]
+        except (ValueError, TypeError, KeyError):
+            names = []
+        if not names:
+            raise ChatError(f"{self.url} answers, but not as an OpenAI-compatible server does; correct --url")
+        return names
+
+
+def _texts(pieces: Iterator[bytes]) -> Iterator[str]:
+    decoder = EventDecoder()
+    for piece in pieces:
+        for data in decoder.feed(piece):
+            if data == DONE:
+                return
+            if text := _text(data):
+                yield text
+    raise ChatError("the server ended the answer midway; it may be restarting")
+
+
+def _text(data: bytes) -> str:
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise ChatError(str(event["error"]["message"]))
+        choices = event["choices"]
+        return str(choices[0]["delta"].get("content") or "") if choices else ""
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ChatError(f"the server sent an event that is none of the chat API ({error!r})") from error
+
+
+def _read(response: httpx.Response) -> bytes:
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > MAX_ERROR_BYTES:
+            break
+    return bytes(body)
+
+
+def _message(body: bytes, status: int) -> str:
+    """What an error body says, in one line."""
+    try:
+        return " ".join(str(json.loads(body)["error"]["message"]).split())
+    except (ValueError, TypeError, KeyError):
+        return f"the server answered {status}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,171 @@
+"""``skiff chat`` as a process: through a pipe, and at a real pseudo-terminal."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from canned_server import CannedServer, canned_server
+
+from skiff_runtime.shell.terminal import printable
+
+ANSWER = "w0 w1 w2 w3 w4"
+COMMAND = [sys.executable, "-m", "skiff_runtime", "chat"]
+
+
+@pytest.fixture
+def server() -> Iterator[CannedServer]:
+    with canned_server() as running:
+        yield running
+
+
+def piped(server: CannedServer, lines: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, "--url", server.url, *flags], input=lines, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_each_piped_line_is_a_question_of_one_conversation(server: CannedServer) -> None:
+    done = piped(server, "one\n\ntwo\n", "--system", "Be brief.", "--temperature", "0", "--seed", "7")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.strip() for line in done.stdout.splitlines()] == [ANSWER, ANSWER]
+    first, second = server.bodies
+    assert first == {
+        "model": "canned",
+        "stream": True,
+        "temperature": 0.0,
+        "seed": 7,
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}],
+    }
+    assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert second["messages"][2]["content"].strip() == ANSWER
+
+
+def test_commands_steer_the_conversation(server: CannedServer) -> None:
+    lines = "one\n/reset\ntwo\n/system You are a boat.\n/system\nthree\n/nonsense\n/help\n/exit\nfour\n"
+    done = piped(server, lines)
+    assert done.returncode == 0, done.stderr
+    assert "You are a boat." in done.stdout
+    assert "no command /nonsense" in done.stdout and "/system TEXT" in done.stdout
+    asked = [[message["content"] for message in body["messages"]] for body in server.bodies]
+    assert asked == [["one"], ["two"], ["You are a boat.", "three"]]
+
+
+@pytest.mark.parametrize(
+    ("question", "complaint"),
+    [
+        ("busy", "too many requests wait already"),
+        ("cut", "lost the connection"),
+        ("broken", "the engine failed"),
+    ],
+)
+def test_a_failure_is_one_line_and_leaves_the_conversation(
+    server: CannedServer, question: str, complaint: str
+) -> None:
+    done = piped(server, f"{question}\nfine\n")
+    assert done.returncode == 1
+    assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
+    assert ANSWER in done.stdout
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["fine"]
+
+
+def test_an_address_where_nothing_listens_is_named() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--url", "http://127.0.0.1:1"], input="", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "nothing answers at http://127.0.0.1:1" in done.stderr and "skiff serve" in done.stderr
+
+
+def test_an_unknown_model_is_named(server: CannedServer) -> None:
+    done = piped(server, "", "--model", "other")
+    assert done.returncode == 1 and "serves canned, not other" in done.stderr
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert printable("red \x1b[31m\x07bell\nnew\tline é 漢") == "red [31mbell\nnew\tline é 漢"
+
+
+class Screen:
+    """``skiff chat`` at a pseudo-terminal."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self._master, slave = pty.openpty()
+        environment = {
+            **os.environ,
+            "XDG_STATE_HOME": str(home),
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+        }
+        self.process = subprocess.Popen(
+            [*COMMAND, "--url", url],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self._text = ""
+
+    def type(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._master, keys.encode())
+
+    def expect(self, text: str, timeout_seconds: float = 30.0) -> str:
+        """Wait until ``text`` appears; what was shown until then, which is forgotten."""
+        deadline = time.monotonic() + timeout_seconds
+        while text not in self._text:
+            assert time.monotonic() < deadline, f"no {text!r} in {self._text!r}"
+            if select.select([self._master], [], [], 0.1)[0]:
+                self._text += os.read(self._master, 4096).decode(errors="replace")
+        shown, _, self._text = self._text.partition(text)
+        return shown
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def screen(server: CannedServer, tmp_path: Path) -> Iterator[Screen]:
+    shown = Screen(server.url, tmp_path)
+    yield shown
+    shown.close()
+
+
+def test_a_terminal_streams_stops_and_remembers(server: CannedServer, screen: Screen, tmp_path: Path) -> None:
+    screen.expect("Talking to canned at " + server.url)
+    screen.expect("you>")
+    screen.type("first line\x1b\rsecond line\r")
+    screen.expect("w4")
+    assert server.bodies[0]["messages"][0]["content"] == "first line\nsecond line"
+    screen.expect("you>")
+    screen.type("slow\r")
+    screen.expect("w1")
+    os.kill(screen.process.pid, signal.SIGINT)
+    screen.expect("…")
+    assert server.hung_up.wait(30)
+    screen.expect("you>")
+    screen.type("busy\r")
+    screen.expect("too many requests wait already")
+    screen.expect("you>")
+    screen.type("/exit\r")
+    assert screen.process.wait(30) == 0
+    assert "slow" in (tmp_path / "skiff" / "chat_history").read_text()
+    kept = [message["content"].strip() for message in server.bodies[-1]["messages"]]
+    assert kept[-2:] == ["w0 w1", "busy"]  # the half that was heard is remembered
+
+
+def test_ctrl_d_leaves(screen: Screen) -> None:
+    screen.expect("you>")
+    screen.type("\x04")
+    assert screen.process.wait(30) == 0
