@@ -54,6 +54,7 @@ def canned_server() -> Iterator[CannedServer]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: CannedServer
 
     def log_message(self, format: str, *args: object) -> None:

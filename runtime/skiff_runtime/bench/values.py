@@ -1,0 +1,75 @@
+"""Types of the benchmarks' flags: each refuses by name what makes no sense."""
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+MAX_COUNT = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of lengths in tokens, both ends included, drawn from evenly."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``128`` or ``100:1024``."""
+        low, colon, high = text.partition(":")
+        try:
+            span = cls(int(low), int(high) if colon else int(low))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a length or LOW:HIGH, not {text!r}") from None
+        if not 1 <= span.low <= span.high <= MAX_COUNT:
+            raise argparse.ArgumentTypeError(f"needs 1 <= LOW <= HIGH <= {MAX_COUNT}, not {text!r}")
+        return span
+
+    def draw(self, generator: np.random.Generator) -> int:
+        """One length."""
+        return int(generator.integers(self.low, self.high + 1))
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+def positive_int(text: str) -> int:
+    """A whole number from 1 to a million."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_COUNT}, not {text!r}")
+    return value
+
+
+def natural_int(text: str) -> int:
+    """A whole number from 0 to a million."""
+    return 0 if text == "0" else positive_int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def natural_float(text: str) -> float:
+    """A finite number, 0 or above."""
+    return 0.0 if _number(text) == 0 else positive_float(text)
+
+
+def rate(text: str) -> float:
+    """A number above 0, or ``inf``."""
+    return math.inf if text == "inf" else positive_float(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
