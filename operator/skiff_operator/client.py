@@ -62,12 +62,12 @@ class Client:
     async def list(
         self, kind: Kind, namespace: str | None, *, selector: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """All objects of a kind, in one namespace or all, page by page."""
+        """All objects of a kind, in one namespace or all, page by page, each with the type that lists leave out."""
         query = {"limit": str(PAGE), "labelSelector": selector}
         while True:
             page = await self.request("GET", kind.path(namespace), query=query)
             for item in page["items"]:
-                yield item
+                yield {"apiVersion": kind.api_version, "kind": kind.name, **item}
             token = page["metadata"].get("continue")
             if not token:
                 return

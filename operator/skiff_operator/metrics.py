@@ -19,7 +19,7 @@ from skiff_operator.cache import Cache
 from skiff_operator.status import CONDITIONS, READY
 from skiff_runtime import contract
 
-disable_created_metrics()  # a second series per counter that nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
 
 registry: Final = CollectorRegistry()
 ProcessCollector(registry=registry)

@@ -1,9 +1,10 @@
 """How this operator process runs: flags and environment, validated once into one frozen dataclass.
 
-Each flag is also read from the environment: `--runtime-image` from `SKIFF_OPERATOR_RUNTIME_IMAGE`; the flag wins.
+Each flag is also read from the environment: `--log-level` from `SKIFF_OPERATOR_LOG_LEVEL`; the flag wins.
 """
 
 import argparse
+import importlib.metadata
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from skiff_operator.errors import SettingsError
 from skiff_runtime import contract
 
 ENV_PREFIX: Final = "SKIFF_OPERATOR_"
+IMAGE_REPOSITORY: Final = "ghcr.io/skiff-dev"
+_VERSION: Final = importlib.metadata.version("skiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,8 @@ class Settings:
     """Everything that can differ between two operators. Durations are seconds."""
 
     namespaces: tuple[str, ...] = ()
-    runtime_image: str = "ghcr.io/skiff-dev/skiff-runtime:latest"
+    runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{_VERSION}"
+    runtime_image_cuda: str = f"{IMAGE_REPOSITORY}/runtime-cuda:{_VERSION}"
     allow_host_path: bool = False
     workers: int = 8
     resync_seconds: float = 30.0
@@ -49,6 +53,10 @@ class Settings:
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError("--log-level must be debug, info, warning or error")
 
+    def runtime_image(self, device: str) -> str:
+        """The image of serving pods on this kind of device, when their spec names none."""
+        return self.runtime_image_cuda if device == "cuda" else self.runtime_image_cpu
+
     @property
     def stale_after_seconds(self) -> float:
         """A resync older than this fails the liveness probe."""
@@ -57,7 +65,8 @@ class Settings:
 
 _HELP: Final = {
     "namespaces": "watch only these namespaces, separated by commas (default: all)",
-    "runtime_image": "image of serving pods whose spec names none",
+    "runtime_image_cpu": "image of pods with device cpu whose spec names none",
+    "runtime_image_cuda": "image of pods with device cuda whose spec names none",
     "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService is looked at again this often, from the cache",

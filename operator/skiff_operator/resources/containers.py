@@ -79,12 +79,13 @@ def resources(service: InferenceService) -> dict[str, Any]:
 def _common(
     name: str, service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    runtime = service.spec.runtime
     home = {"name": "HOME", "value": volumes.SCRATCH_DIRECTORY}
     return {
         "name": name,
-        "image": service.spec.runtime.image or settings.runtime_image,
+        "image": runtime.image or settings.runtime_image(runtime.device),
         "command": ["skiff"],
-        "env": [home, *service.spec.runtime.env],
+        "env": [home, *runtime.env],
         "volumeMounts": mounts,
         "securityContext": _SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
