@@ -1,0 +1,182 @@
+"""What the next step computes: a row for each decoding request, then prefill chunks, under a budget."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skiff_runtime.config import Config
+from skiff_runtime.kvcache.base import Int32
+from skiff_runtime.kvcache.memory import KVMemory
+from skiff_runtime.messages import StreamOpened
+from skiff_runtime.scheduler.admission import Admission
+from skiff_runtime.scheduler.draft import Draft
+from skiff_runtime.scheduler.queue import RequestQueue
+from skiff_runtime.scheduler.request import Request
+from skiff_runtime.scheduler.slots import Rows, Slots
+from skiff_runtime.scheduler.tenancy import Rewrites, Tenancy
+from skiff_runtime.step import SlotOpened, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned step and what planning it brought about."""
+
+    step: StepPlan
+    opened: list[StreamOpened]
+    """Requests that run for the first time."""
+    duplicates: list[Int32]
+    """Pages to free when the step has retired."""
+    retracted: int
+
+
+class Batcher:
+    """Plans steps. It decides by counts alone, never by time, so that all ranks plan the same."""
+
+    def __init__(
+        self, config: Config, *, memory: KVMemory, slots: Slots, queue: RequestQueue, tenancy: Tenancy
+    ) -> None:
+        self._budget = config.max_batch_tokens
+        self._page_size = config.page_size
+        self._memory = memory
+        self._slots = slots
+        self._queue = queue
+        self._tenancy = tenancy
+        self._admission = Admission(config.page_size)
+        self._rewrites = Rewrites()
+        self._opened: list[StreamOpened] = []
+        self._number = 0
+
+    def starved(self) -> bool:
+        """Whether decoding cannot go on in the memory there is.
+
+        The end of the step in flight may free some, so the caller retires it before it
+        plans; a plan made when starved retracts requests, which must not be in flight.
+        """
+        if self._memory.available_pages >= self._slots.count:
+            return False
+        rows = np.flatnonzero(self._slots.decoding)
+        return int(np.count_nonzero(self._lacks_page(rows))) > self._memory.available_pages
+
+    def plan(self) -> Planned | None:
+        """The next step, or None when there is nothing to compute."""
+        retracted = 0
+        while self.starved():
+            self._retract()
+            retracted += 1
+        former, self._rewrites, self._opened = self._rewrites, Rewrites(), []
+        draft = self._decode()
+        budget = self._resume(draft, self._budget - draft.rows)
+        if not retracted:  # else the retracted would come straight back
+            self._admit(draft, budget)
+        if not draft.rows:
+            self._rewrites = former
+            return None
+        self._rewrite(draft, former)
+        self._number += 1
+        step = draft.build(self._number)
+        self._slots.flying[step.slots] += 1
+        return Planned(step, self._opened, self._rewrites.duplicates, retracted)
+
+    def _lacks_page(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which decoding rows begin a page with their next token."""
+        lacks: NDArray[np.bool_] = self._slots.computed[rows] >= self._slots.held[rows] * self._page_size
+        return lacks
+
+    def _decode(self) -> Draft:
+        """A draft with one row for each decoding request."""
+        slots = self._slots
+        rows = np.flatnonzero(slots.decoding)
+        starts = slots.computed[rows]
+        draft = Draft(rows, starts)
+        needy = rows[self._lacks_page(rows)]
+        if len(needy):
+            pages = self._memory.allocate(len(needy))
+            columns = slots.held[needy]
+            slots.pages[needy, columns] = pages
+            slots.held[needy] = columns + 1
+            draft.cells(needy, columns, pages)
+        slots.computed[rows] = starts + 1
+        slots.planned_samples(rows)
+        if len(rows):
+            self._admission.after_step()
+        return draft
+
+    def _resume(self, draft: Draft, budget: int) -> int:
+        """Go on with prompts that were begun, in order of arrival; the budget that is left."""
+        rows = np.flatnonzero(self._slots.prefilling)
+        for slot in rows[np.argsort(self._slots.arrivals[rows])]:
+            budget -= self._chunk(draft, self._slots.request(int(slot)), budget)
+        return budget
+
+    def _admit(self, draft: Draft, budget: int) -> None:
+        """Let waiting requests in, in their order, while budget, slots and memory last."""
+        while budget > 0 and len(self._queue) and not self._slots.full:
+            request = self._queue.first()
+            if not self._enter(draft, request):
+                return
+            self._queue.remove(request)
+            budget -= self._chunk(draft, request, budget)
+
+    def _enter(self, draft: Draft, request: Request) -> bool:
+        """Give a request a slot, unless memory seems too small; one alone always fits."""
+        match = self._tenancy.match(request)
+        if self._slots.occupied and not self._admission.fits(
+            request,
+            cached_pages=match.handle.depth,
+            available_pages=self._memory.available_pages,
+            slots=self._slots,
+        ):
+            self._tenancy.forgo(match)
+            return False
+        self._tenancy.enter(request, match)
+        draft.open(SlotOpened(request.slot, request.tokens, request.sampling))
+        draft.span(request.slot, 0, match.pages)
+        if not request.opened:
+            request.opened = True
+            cached = match.handle.depth * self._page_size
+            self._opened.append(StreamOpened(request.uid, request.prompt_tokens, cached, request.text))
+        return True
+
+    def _chunk(self, draft: Draft, request: Request, budget: int) -> int:
+        """Plan the next tokens of a prompt, as many as budget and memory allow; how many."""
+        slot, slots = request.slot, self._slots
+        start, held = int(slots.computed[slot]), int(slots.held[slot])
+        left = int(slots.prompts[slot]) - start
+        room = (held + self._memory.available_pages) * self._page_size - start
+        length = min(left, budget, room)
+        if length <= 0:
+            return 0
+        pages = self._memory.allocate(math.ceil((start + length) / self._page_size) - held)
+        slots.pages[slot, held : held + len(pages)] = pages
+        slots.held[slot] += len(pages)
+        slots.computed[slot] += length
+        draft.span(slot, held, pages)
+        draft.chunk(slot, start=start, length=length, samples=length == left)
+        self._tenancy.share(request, self._rewrites)
+        if length == left:
+            slots.prefilling[slot] = False
+            slots.planned_samples(np.array([slot]))
+        return length
+
+    def _rewrite(self, draft: Draft, former: Rewrites) -> None:
+        """Point rows at the cache's pages where the last step's inserts found duplicates."""
+        for request, columns, pages in former.cells:
+            if self._slots.holds(request):  # else its row may be another's by now
+                self._slots.pages[request.slot, columns] = pages
+                draft.cells(np.full(len(columns), request.slot), columns, pages)
+
+    def _retract(self) -> None:
+        """The youngest request gives up its memory and waits again; its tokens go with it.
+
+        What it computed goes to the cache, so it loses work only where that is evicted.
+        """
+        slots = self._slots
+        rows = np.flatnonzero(slots.alive)
+        slot = int(rows[slots.arrivals[rows].argmax()])
+        request = slots.request(slot)
+        request.tokens = slots.tokens[slot, : slots.known[slot]].copy()
+        self._tenancy.leave(request)
+        self._admission.after_retraction(slots)
+        self._queue.push_front(request)

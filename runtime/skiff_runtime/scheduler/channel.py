@@ -1,0 +1,42 @@
+"""Where a scheduler's messages come from and go to: the seam between planning and transport."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from skiff_runtime.messages import Shutdown, TokenBatch, ToScheduler
+
+Item = ToScheduler | Shutdown
+
+
+class Channel(ABC):
+    """One scheduler's end of the transport."""
+
+    @abstractmethod
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        """What arrived for this turn, in the order in which every rank gets it.
+
+        ``wait``: there is nothing to compute, so block until something arrives (or a while
+        has passed). ``digest`` tells what this scheduler has planned so far; a channel
+        that joins several ranks compares theirs.
+        """
+
+    @abstractmethod
+    def send(self, batch: TokenBatch) -> None:
+        """Hand on what a step brought."""
+
+
+class MemoryChannel(Channel):
+    """A channel within one process: for the offline class and for simulations."""
+
+    def __init__(self) -> None:
+        self.arriving: deque[Item] = deque()
+        self.sent: deque[TokenBatch] = deque()
+
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        """All that was put into ``arriving``; never blocks, for nobody else could fill it meanwhile."""
+        items = list(self.arriving)
+        self.arriving.clear()
+        return items
+
+    def send(self, batch: TokenBatch) -> None:
+        self.sent.append(batch)

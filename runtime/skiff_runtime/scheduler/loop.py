@@ -1,0 +1,143 @@
+"""The scheduler's loop: while the engine runs one step, plan and launch the next, then retire the first."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from skiff_runtime.config import Config
+from skiff_runtime.kvcache.memory import KVMemory
+from skiff_runtime.messages import AbortRequest, GenerateRequest
+from skiff_runtime.scheduler.batching import Batcher, Planned
+from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.digest import Digest
+from skiff_runtime.scheduler.gauges import Gauges
+from skiff_runtime.scheduler.queue import RequestQueue
+from skiff_runtime.scheduler.registry import Registry
+from skiff_runtime.scheduler.replies import Replies
+from skiff_runtime.scheduler.request import Limits
+from skiff_runtime.scheduler.results import Results
+from skiff_runtime.scheduler.slots import Slots
+from skiff_runtime.scheduler.tenancy import Tenancy
+from skiff_runtime.step import StepEngine, StepHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step that has not retired."""
+
+    planned: Planned
+    handle: StepHandle
+    launched_at: float
+
+
+class Scheduler:
+    """Decides what the engine computes; one a rank, all in lockstep."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        eos_token_ids: tuple[int, ...],
+        num_pages: int,
+        engine: StepEngine,
+        channel: Channel,
+    ) -> None:
+        """``config`` is resolved; ``num_pages`` is the size of the engine's KV pool."""
+        assert config.max_model_len is not None
+        self._engine = engine
+        self._channel = channel
+        self._overlap = not config.disable_overlap
+        self._checks = config.log_level == "debug"
+        self._memory = memory = KVMemory(num_pages=num_pages, page_size=config.page_size, cache=config.cache)
+        self._slots = slots = Slots(
+            count=config.max_running_requests,
+            max_tokens=config.max_model_len,
+            max_pages=-(-config.max_model_len // config.page_size),
+        )
+        limits = Limits(config.max_model_len, num_pages * config.page_size)
+        self._queue = queue = RequestQueue()
+        self._tenancy = tenancy = Tenancy(memory, slots)
+        self._replies = replies = Replies()
+        self._registry = Registry(limits=limits, queue=queue, slots=slots, tenancy=tenancy, replies=replies)
+        self._batcher = Batcher(config, memory=memory, slots=slots, queue=queue, tenancy=tenancy)
+        self._results = Results(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
+        self._gauges = Gauges(memory=memory, queue=queue, slots=slots)
+        self._digest = Digest()
+        self._flights: deque[Flight] = deque()
+        self._stopped = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running or in flight."""
+        return not (self._flights or len(self._queue) or self._slots.occupied)
+
+    @property
+    def digest(self) -> int:
+        """Checksum of all that was planned and retired; equal on all ranks after each turn."""
+        return self._digest.value
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Turn until told to stop, or until ``until`` is true."""
+        while not until() and self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """One turn of the loop; False when it was told to stop, with nothing left in flight."""
+        idle = self.idle
+        if idle and self._checks:
+            self.check()
+        for item in self._channel.receive(wait=idle, digest=self.digest):
+            self._take(item)
+        self._registry.release()
+        if self._batcher.starved():
+            self._retire_down_to(0)
+        launched = not self._stopped and self._launch()
+        self._retire_down_to(1 if launched and self._overlap else 0)
+        if not self._replies.empty:
+            self._channel.send(self._replies.take(self._gauges.now()))
+        return not self._stopped
+
+    def check(self) -> None:
+        """Assert that every page is exactly one of free, cached and owned by a request."""
+        pending = [page for flight in self._flights for page in flight.planned.duplicates]
+        self._memory.check(np.concatenate([self._tenancy.owned(), *pending]))
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, GenerateRequest):
+            self._registry.accept(item)
+        elif isinstance(item, AbortRequest):
+            self._registry.abort(item)
+        else:
+            self._stopped = True
+
+    def _launch(self) -> bool:
+        """Plan and start the next step, if there is anything to compute."""
+        planned = self._batcher.plan()
+        if planned is None:
+            return False
+        self._replies.open(planned.opened)
+        self._digest.planned(planned.step)
+        launched_at = perf_counter()
+        self._flights.append(Flight(planned, self._engine.launch(planned.step), launched_at))
+        return True
+
+    def _retire_down_to(self, count: int) -> None:
+        while len(self._flights) > count:
+            self._retire(self._flights.popleft())
+
+    def _retire(self, flight: Flight) -> None:
+        """Wait for a step; apply its tokens, free what only it still used, and tell."""
+        step = flight.planned.step
+        tokens = flight.handle.result()
+        self._digest.retired(tokens)
+        self._slots.flying[step.slots] -= 1
+        self._registry.end_slots(self._results.apply(step.slots[step.samples], tokens))
+        for pages in flight.planned.duplicates:
+            self._memory.free(pages)
+        self._registry.release()
+        self._channel.send(
+            self._replies.take(self._gauges.after(flight.planned, launched_at=flight.launched_at))
+        )

@@ -1,0 +1,74 @@
+"""One request as the scheduler knows it, from its arrival to its end."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from skiff_runtime.errors import ContextTooLong, InvalidRequest
+from skiff_runtime.kvcache.base import Handle, Int32
+from skiff_runtime.messages import GenerateRequest, SamplingParams, TextOptions, Wire
+
+QUEUED = -1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What outlives a request's stay in a slot; all that changes with each step is in ``Slots``."""
+
+    uid: int
+    arrival: int
+    """Place in the order of arrival, which retraction does not change."""
+    tokens: Int32
+    """What is known when it enters the queue: the prompt; after a retraction also the output."""
+    prompt_tokens: int
+    sampling: SamplingParams
+    text: TextOptions
+    salt: bytes = b""
+    slot: int = QUEUED
+    handle: Handle | None = None
+    """The locked prefix of its page-table row that the cache owns, while it has a slot."""
+    opened: bool = False
+    """Whether the client has been told that it runs."""
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens still allowed when it enters a slot."""
+        return self.sampling.max_tokens - (len(self.tokens) - self.prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The longest request that can run at all, in tokens."""
+
+    max_model_len: int
+    kv_tokens: int
+
+
+def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request:
+    """Make a request of a message; RequestError when it could never run to its end."""
+    tokens = np.frombuffer(message.token_ids, Wire.TOKEN).astype(np.int32, copy=False)
+    output = message.sampling.max_tokens
+    if not len(tokens):
+        raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
+    if output < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {output}", param="max_tokens")
+    _refuse_too_long(len(tokens), output, limits)
+    return Request(
+        uid=message.uid,
+        arrival=arrival,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        sampling=message.sampling,
+        text=message.text,
+    )
+
+
+def _refuse_too_long(prompt: int, output: int, limits: Limits) -> None:
+    needed = f"the prompt has {prompt} tokens and max_tokens is {output}, together {prompt + output}"
+    if prompt + output > limits.max_model_len:
+        raise ContextTooLong(f"{needed}; this model's context is {limits.max_model_len} tokens")
+    if prompt + output > limits.kv_tokens:
+        raise ContextTooLong(
+            f"{needed}; the KV cache of this server holds {limits.kv_tokens} tokens. "
+            "Shorten the prompt, lower max_tokens, or serve with a larger --kv-cache-tokens"
+        )

@@ -1,0 +1,49 @@
+"""What a step's sampled tokens mean: appended, counted, and checked for the end of their request."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skiff_runtime.kvcache.base import Int32
+from skiff_runtime.messages import Finish
+from skiff_runtime.scheduler.replies import Replies
+from skiff_runtime.scheduler.slots import Rows, Slots
+
+
+class Results:
+    """Applies retired tokens to the slots and reports them."""
+
+    def __init__(self, *, eos_token_ids: tuple[int, ...], slots: Slots, replies: Replies) -> None:
+        self._eos: Int32 = np.array(eos_token_ids, np.int32)
+        self._slots = slots
+        self._replies = replies
+
+    def apply(self, rows: Rows, tokens: Int32) -> Rows:
+        """One token int32[S] for each of S slots; the slots whose requests ended.
+
+        Slots whose request has ended meanwhile (at end of sequence, or aborted, while
+        this step was in flight) are passed over: their token is dropped.
+        """
+        slots = self._slots
+        alive = slots.alive[rows]
+        if not alive.all():
+            rows, tokens = rows[alive], tokens[alive]
+        known = slots.known[rows]
+        slots.tokens[rows, known] = tokens
+        slots.known[rows] = known + 1
+        unsent = slots.unsent[rows] - 1
+        slots.unsent[rows] = unsent
+        finishes = np.where(unsent == 0, np.uint8(Finish.LENGTH), np.uint8(Finish.RUNNING))
+        finishes[self._stopped(rows, tokens)] = Finish.STOP
+        if len(rows):
+            self._replies.rows(slots.uids[rows], tokens, finishes)
+        ended: Rows = rows[finishes != Finish.RUNNING]
+        return ended
+
+    def _stopped(self, rows: Rows, tokens: Int32) -> NDArray[np.bool_]:
+        """Which tokens end their sequence by what they are."""
+        stopped: NDArray[np.bool_] = (tokens[:, None] == self._eos).any(axis=1)
+        stopped &= ~self._slots.ignores_eos[rows]
+        for index in np.flatnonzero(self._slots.has_stops[rows]):
+            sampling = self._slots.request(int(rows[index])).sampling
+            stopped[index] |= int(tokens[index]) in sampling.stop_token_ids
+        return stopped

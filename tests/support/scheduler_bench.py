@@ -1,0 +1,143 @@
+"""A scheduler on the paper engine, driven turn by turn, with the books of what it replied."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from paper_engine import VOCAB, PaperEngine
+
+from skiff_runtime.config import Config
+from skiff_runtime.messages import (
+    NO_TOKEN,
+    AbortRequest,
+    Finish,
+    GenerateRequest,
+    RequestFailed,
+    SamplingParams,
+    StepStats,
+    StreamOpened,
+    TextOptions,
+    TokenBatch,
+    Wire,
+)
+from skiff_runtime.scheduler.channel import MemoryChannel
+from skiff_runtime.scheduler.loop import Scheduler
+
+EOS: Final = VOCAB - 1
+MAX_TURNS: Final = 20_000
+
+
+def generate(
+    uid: int,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    ignore_eos: bool = True,
+    stops: tuple[int, ...] = (),
+) -> GenerateRequest:
+    """A greedy request."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos, stop_token_ids=stops
+    )
+    return GenerateRequest(uid, np.array(prompt, Wire.TOKEN).tobytes(), sampling, TextOptions())
+
+
+@dataclass
+class Reply:
+    """All that one client heard."""
+
+    opened: StreamOpened | None = None
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish = Finish.RUNNING
+    failed: RequestFailed | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish != Finish.RUNNING or self.failed is not None
+
+
+class Replies(dict[int, Reply]):
+    """Replies by uid; refuses what no client should ever see."""
+
+    def take(self, batch: TokenBatch) -> None:
+        for opened in batch.opened:
+            reply = self.setdefault(opened.uid, Reply())
+            assert reply.opened is None and not reply.tokens and not reply.ended
+            reply.opened = opened
+        uids = np.frombuffer(batch.uids, Wire.UID).tolist()
+        tokens = np.frombuffer(batch.tokens, Wire.TOKEN).tolist()
+        finishes = np.frombuffer(batch.finishes, Wire.FINISH).tolist()
+        assert len(set(uids)) == len(uids)
+        for uid, token, finish in zip(uids, tokens, finishes, strict=True):
+            reply = self.setdefault(uid, Reply())
+            assert not reply.ended, f"a row for {uid} after its end"
+            reply.finish = Finish(finish)
+            if token != NO_TOKEN:
+                assert reply.opened is not None
+                reply.tokens.append(token)
+        for failed in batch.failed:
+            reply = self.setdefault(failed.uid, Reply())
+            assert not reply.ended and reply.opened is None
+            reply.failed = failed
+
+
+class SchedulerBench:
+    """A scheduler, its engine and its clients. Options are those of ``Config``."""
+
+    def __init__(self, *, num_pages: int = 64, max_model_len: int = 128, **options: Any) -> None:
+        self.config = Config(
+            **{
+                "page_size": 4,
+                "max_model_len": max_model_len,
+                "max_running_requests": 8,
+                "max_batch_tokens": 64,
+                "log_level": "debug",
+                **options,
+            }
+        )
+        self.engine = PaperEngine(
+            num_pages=num_pages,
+            page_size=self.config.page_size,
+            slots=self.config.max_running_requests,
+            max_model_len=max_model_len,
+        )
+        self.channel = MemoryChannel()
+        self.scheduler = Scheduler(
+            self.config, eos_token_ids=(EOS,), num_pages=num_pages, engine=self.engine, channel=self.channel
+        )
+        self.replies = Replies()
+        self.stats: list[StepStats] = []
+
+    def put(self, *items: GenerateRequest | AbortRequest) -> None:
+        """Let messages arrive before the next turn."""
+        self.channel.arriving.extend(items)
+
+    def turn(self) -> bool:
+        """One turn, after which the books must be right."""
+        goes_on = self.scheduler.turn()
+        self.scheduler.check()
+        while self.channel.sent:
+            batch = self.channel.sent.popleft()
+            self.replies.take(batch)
+            self.stats.append(batch.stats)
+        return goes_on
+
+    def finish(self) -> None:
+        """Turn until nothing is left to do; all memory must be free or cached then."""
+        for _ in range(MAX_TURNS):
+            if self.scheduler.idle and not self.channel.arriving:
+                break
+            self.turn()
+        assert self.scheduler.idle, "requests are stuck"
+        self.put(AbortRequest(-1))
+        self.turn()
+        self.put(generate(-2, [1], max_tokens=0))
+        self.turn()
+        last = self.stats[-1]
+        assert (last.queued, last.running) == (0, 0)
+        assert last.pages_free + last.pages_cached == last.pages_total
+
+    def total(self, counter: str) -> int:
+        """A counter of ``StepStats``, over all steps."""
+        return sum(getattr(stats, counter) for stats in self.stats)
