@@ -17,28 +17,18 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one architecture implies beyond its ``config.json``.
+    """What an absent key of ``config.json`` means to one architecture, and whether a flag switches its window on."""
 
-    ``qkv_bias`` and ``output_bias``: True, False, or None where ``attention_bias`` tells.
-    ``head_dim`` and ``sliding_window`` are what the family means by an absent key.
-    """
-
-    qkv_bias: bool | None
-    output_bias: bool | None
-    mlp_bias: bool
-    qk_norm: bool = False
     head_dim: int | None = None
-    window_needs_flag: bool = False
     sliding_window: int | None = None
+    window_needs_flag: bool = False
 
 
 FAMILIES: Final[dict[str, Family]] = {
-    "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None, mlp_bias=True),
-    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False, sliding_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, window_needs_flag=True),
-    "Qwen3ForCausalLM": Family(
-        qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, head_dim=128, window_needs_flag=True
-    ),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(sliding_window=4096),
+    "Qwen2ForCausalLM": Family(window_needs_flag=True),
+    "Qwen3ForCausalLM": Family(head_dim=128, window_needs_flag=True),
 }
 
 
@@ -70,10 +60,8 @@ class ModelConfig:
     rope_scaling: RopeScaling
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
+    attention_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -99,7 +87,6 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     generation = _generation_config(path)
     theta, scaling = read_rope(config)
     heads, kv_heads, head_dim = _heads(config, family)
-    attention_bias = config.flag("attention_bias")
     positions = config.positive("max_position_embeddings")
     _refuse_sliding_window(config, family, min(positions, max_model_len or positions))
     return ModelConfig(
@@ -117,10 +104,8 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         rope_scaling=scaling,
         max_position_embeddings=positions,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias if family.output_bias is None else family.output_bias,
-        mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
+        attention_bias=config.flag("attention_bias"),
+        mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None

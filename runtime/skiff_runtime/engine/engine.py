@@ -1,0 +1,136 @@
+"""The engine of one rank: runs planned steps in order on a thread of its own."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import torch
+
+from skiff_runtime.config import Config
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.batch import Tables
+from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.messages import SamplingParams
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan
+
+WARMUP_TOKENS: Final = 16
+
+
+class _Sampled:
+    """Tokens on their way to the host; on a GPU an event tells when they have arrived."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        narrow = tokens.int()
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty(narrow.shape, dtype=torch.int32, pin_memory=True)
+            self._tokens.copy_(narrow, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._tokens = narrow
+
+    def wait(self) -> Int32:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: Int32 = self._tokens.numpy()
+        return tokens
+
+
+class _Step(StepHandle):
+    """A launched step; an error of the step is raised by ``result``."""
+
+    def __init__(self, future: "Future[_Sampled]") -> None:
+        self._future = future
+
+    def result(self) -> Int32:
+        return self._future.result().wait()
+
+
+class Engine:
+    """Implements ``step.StepEngine``. Plans must not be changed after their launch."""
+
+    def __init__(
+        self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
+    ) -> None:
+        """Load the model and allocate the KV cache; ``on_phase`` is told each start phase and progress in it."""
+        self._on_phase = on_phase
+        self._page_size = config.page_size
+        threads = config.cpu_threads or torch.get_num_threads()
+        torch.set_num_threads(threads)
+        self._runner = ModelRunner(config, model, group, on_phase=on_phase)
+        context = longest(config, model)
+        self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
+        self._sampler = Sampler(config.max_running_requests, group.device)
+        self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache; their ids are 0 to this number less 1."""
+        return self._runner.pool.num_pages
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Queue the step behind those launched before it, and return at once."""
+        return _Step(self._thread.submit(self._run, plan))
+
+    def warmup(self) -> None:
+        """Run a prefill and a decode step through everything, so that the first request meets no first time.
+
+        Nothing that a request could see remains: a slot's tokens and pages are set anew when it opens.
+        """
+        self._on_phase("warmup", 0.0)
+        prompt = self._warmup_tokens
+        pages = -(-(prompt + 1) // self._page_size)
+        sampling = SamplingParams(max_tokens=2, seed=0, top_k=2, top_p=0.5)
+        opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), sampling)
+        self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
+        self.launch(_row(prompt, 1, decode=True)).result()
+
+    def close(self) -> None:
+        """Wait for launched steps and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> _Sampled:
+        self._tables.apply(plan)
+        self._sampler.open(plan.opened)
+        batch = self._tables.inputs(plan)
+        logits = self._runner.logits(batch)
+        if logits is None:
+            return _Sampled(batch.last_tokens)
+        tokens = self._sampler.sample(
+            logits, batch.sample_slots, batch.sample_positions, batch.host_sample_slots
+        )
+        self._tables.append(batch, tokens)
+        return _Sampled(tokens)
+
+
+def _row(
+    start: int, length: int, *, decode: bool, opened: tuple[SlotOpened, ...] = (), pages: int = 0
+) -> StepPlan:
+    """A step of slot 0 alone, whose first ``pages`` pages are those of the same numbers."""
+    one = np.ones(1, dtype=np.int32)
+    columns = np.arange(pages, dtype=np.int32)
+    return StepPlan(
+        number=0,
+        slots=0 * one,
+        starts=start * one,
+        lengths=length * one,
+        samples=np.ones(1, dtype=np.bool_),
+        decode_rows=int(decode),
+        opened=opened,
+        page_slots=0 * columns,
+        page_columns=columns,
+        page_ids=columns,
+    )
+
+
+def _prepare_thread(threads: int, device: torch.device) -> None:
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

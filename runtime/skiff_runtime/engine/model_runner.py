@@ -1,0 +1,112 @@
+"""One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
+
+from collections.abc import Callable
+
+import torch
+
+from skiff_runtime.attention.registry import make_backend
+from skiff_runtime.config import Config
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.batch import InputBatch
+from skiff_runtime.engine.memory import free_bytes
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
+from skiff_runtime.layers.placement import Placement
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.decoder import DecoderModel
+from skiff_runtime.models.registry import make_model
+from skiff_runtime.models.weights import load_weights, weight_bytes
+
+OnPhase = Callable[[str, float], None]
+
+
+class ModelRunner:
+    """Model, pool and attention backend of one rank. ``config`` is resolved: nothing in it is ``auto``."""
+
+    def __init__(
+        self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
+    ) -> None:
+        self._config = config
+        self._group = group
+        placement = Placement(getattr(torch, config.dtype), group.device, group)
+        on_phase("weights", 0.0)
+        self._model = self._load(model, placement, on_phase)
+        on_phase("kv_cache", 0.0)
+        layout = self._layout(model, placement)
+        self.pool = KVPool(layout, self._capacity(model, layout), group.device)
+        self._backend = make_backend(config.attention, self.pool)
+
+    @torch.inference_mode()
+    def logits(self, batch: InputBatch) -> torch.Tensor | None:
+        """Compute a step: fill its K and V, and return logits float32 [S, vocab] of the sampled rows, if any."""
+        self._backend.prepare(batch.attention)
+        x, residual = self._model.forward(batch.token_ids, batch.positions, self._backend)
+        chosen = batch.last_tokens
+        if len(chosen) == 0:
+            return None
+        return self._model.logits(x.index_select(0, chosen), residual.index_select(0, chosen))
+
+    def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
+        positions = longest(self._config, model)
+        self._check_room(model, placement)
+        loaded = make_model(model, placement, max_positions=positions)
+        load_weights(loaded, self._config.load_format, lambda share: on_phase("weights", share))
+        return loaded
+
+    def _check_room(self, model: ModelConfig, placement: Placement) -> None:
+        """Refuse weights that cannot fit before anything of their size is allocated."""
+        ghost = Placement(placement.dtype, torch.device("meta"), placement.group)
+        needed = weight_bytes(make_model(model, ghost, max_positions=1))
+        free = self._share(free_bytes(placement.device))
+        if needed > free:
+            raise ConfigError(
+                f"the weights take {needed >> 20} MiB on each rank in {self._config.dtype}, but {free >> 20} MiB "
+                "are free; use a smaller model, a shorter --dtype, more memory, or a larger --tp"
+            )
+
+    def _layout(self, model: ModelConfig, placement: Placement) -> KVLayout:
+        return KVLayout(
+            layers=model.num_layers,
+            kv_heads=self._model.heads.local_kv(self._group.size),
+            head_dim=model.head_dim,
+            page_size=self._config.page_size,
+            dtype=placement.dtype,
+        )
+
+    def _capacity(self, model: ModelConfig, layout: KVLayout) -> int:
+        """Pages, the same on every rank; measured once all ranks hold their weights."""
+        self._group.minimum(0)
+        free = self._group.minimum(self._share(free_bytes(self._group.device)))
+        return plan_capacity(
+            self._config,
+            layout,
+            free_bytes=free,
+            reserved_bytes=working_bytes(self._config, model, layout, self._group.size),
+            max_model_len=longest(self._config, model),
+        )
+
+    def _share(self, free: int) -> int:
+        """What one rank may take: ranks on a CPU share the machine."""
+        return free // self._group.size if self._group.device.type == "cpu" else free
+
+
+def longest(config: Config, model: ModelConfig) -> int:
+    """Tokens of the longest sequence that is served."""
+    return config.max_model_len or model.max_position_embeddings
+
+
+def working_bytes(config: Config, model: ModelConfig, layout: KVLayout, ranks: int) -> int:
+    """An upper estimate of what steps and tables take besides weights and KV cache.
+
+    Activations of a full step (in float32 where norms and attention widen them), logits with
+    the sampler's copies, one gathered context, and the tables of tokens and pages.
+    """
+    width = (
+        6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
+    )
+    activations = config.max_batch_tokens * width * 4
+    logits = 4 * config.max_running_requests * model.vocab_size * 4
+    context = longest(config, model)
+    gathered = 2 * context * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
+    tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
+    return activations + logits + gathered + tables

@@ -1,0 +1,127 @@
+"""Chooses each row's next token: greedy, or a draw after temperature, top_k, top_p and min_p in this order.
+
+Parameters live on the device by slot. Draws are stateless (see ``kernels.gumbel``), and a row
+is never treated differently because of the other rows of its batch.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.messages import SamplingParams
+from skiff_runtime.step import Int32, SlotOpened
+
+NARROW_TOP_K: Final = 1024
+"""Up to this top_k a partial selection is enough; beyond, rows are sorted."""
+_GREEDY: Final = 0
+_DRAW: Final = 1
+_NARROW: Final = 2
+_SORTED: Final = 3
+_HALF: Final = 1 << 63
+
+
+class Sampler:
+    """Sampling parameters of all slots, and the draw."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._device = device
+        self._kinds = np.zeros(slots, dtype=np.int8)
+        self._narrow_k = np.zeros(slots, dtype=np.int32)
+        self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._filters = torch.zeros((slots, 4), dtype=torch.float32, device=device)
+
+    def open(self, opened: Sequence[SlotOpened]) -> None:
+        """Set the parameters of newly taken slots."""
+        if not opened:
+            return
+        slots = np.array([each.slot for each in opened], dtype=np.int64)
+        for each in opened:
+            self._kinds[each.slot] = _kind(each.sampling)
+            self._narrow_k[each.slot] = each.sampling.top_k
+        where = torch.from_numpy(slots).to(self._device)
+        seeds = np.array([_signed(each.sampling.seed) for each in opened], dtype=np.int64)
+        filters = np.array([_row(each.sampling) for each in opened], dtype=np.float32)
+        self._seeds.index_copy_(0, where, torch.from_numpy(seeds).to(self._device))
+        self._filters.index_copy_(0, where, torch.from_numpy(filters).to(self._device))
+
+    def sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: Int32
+    ) -> torch.Tensor:
+        """Tokens int64[S] from logits float32 [S, vocab], which may be changed.
+
+        ``slots`` and ``positions`` int64[S] are the rows' slots and the positions that the
+        new tokens will have; ``host_slots`` are the same slots on the host.
+        """
+        kinds = self._kinds[host_slots]
+        if not kinds.any():
+            return logits.argmax(-1)
+        if kinds.all():
+            return self._draw(logits, slots, positions, host_slots)
+        tokens = logits.argmax(-1)
+        drawn = np.flatnonzero(kinds)
+        where = self._upload(drawn)
+        tokens[where] = self._draw(logits[where], slots[where], positions[where], host_slots[drawn])
+        return tokens
+
+    def _draw(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: Int32
+    ) -> torch.Tensor:
+        """Draw for rows none of which is greedy."""
+        temperature, top_k, top_p, min_p = self._filters[slots].unbind(1)
+        scaled = logits / temperature[:, None]
+        kinds = self._kinds[host_slots]
+        floors = scaled.amax(-1) + min_p.log()
+        for kind in (_NARROW, _SORTED):
+            rows = np.flatnonzero(kinds == kind)
+            if len(rows) == 0:
+                continue
+            where = self._upload(rows)
+            chosen = scaled if len(rows) == len(kinds) else scaled[where]
+            if kind == _NARROW:
+                most = min(int(self._narrow_k[host_slots[rows]].max()), scaled.shape[1])
+                ranked = chosen.topk(most, dim=-1).values
+            else:
+                ranked = chosen.sort(dim=-1, descending=True).values
+            cut = _lowest_kept(ranked, top_k[where].long(), top_p[where])
+            floors[where] = torch.maximum(floors[where], cut)
+        scaled.masked_fill_(scaled < floors[:, None], -torch.inf)
+        return add_gumbel(scaled, self._seeds[slots], positions).argmax(-1)
+
+    def _upload(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self._device)
+
+
+def _lowest_kept(ranked: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least logit that top_k, then top_p, keep: [S], from logits in descending order [S, N].
+
+    top_p keeps the fewest tokens whose share of what top_k left reaches it; ties are kept.
+    """
+    counts = torch.where(top_k > 0, top_k, ranked.shape[1]).clamp(max=ranked.shape[1])
+    weights = (ranked - ranked[:, :1]).exp()
+    mass = weights.cumsum(-1, dtype=torch.float64)
+    total = mass.gather(1, counts[:, None] - 1)
+    before = mass - weights
+    kept = (before < top_p[:, None] * total).sum(-1).clamp(min=1)
+    return ranked.gather(1, torch.minimum(kept, counts)[:, None] - 1).squeeze(1)
+
+
+def _kind(sampling: SamplingParams) -> int:
+    if sampling.temperature <= 0 or sampling.top_k == 1:
+        return _GREEDY
+    if 0 < sampling.top_k <= NARROW_TOP_K:
+        return _NARROW
+    return _SORTED if sampling.top_k > 0 or sampling.top_p < 1 else _DRAW
+
+
+def _row(sampling: SamplingParams) -> tuple[float, int, float, float]:
+    """Temperature, top_k, top_p, min_p as ``_draw`` unpacks them; exact in float32 up to a top_k of 2**24."""
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+
+
+def _signed(seed: int) -> int:
+    """The seed's low 64 bits as a signed number."""
+    return (seed + _HALF) % (2 * _HALF) - _HALF

@@ -1,0 +1,70 @@
+"""Gumbel noise without state: a function of (seed, position, token id) alone, on any device.
+
+Adding it to log-probabilities and taking the maximum draws from the distribution (Gumbel,
+1954; Maddison et al., 2014). As nothing is drawn in sequence, a request's tokens
+do not depend on what else is in its batch, on the rank, or on when the step runs.
+"""
+
+from typing import Final
+
+import torch
+
+BLOCK_ELEMENTS: Final = 1 << 18
+"""Elements hashed at a time, so that the work stays in a CPU's cache."""
+_LOW32: Final = 0xFFFFFFFF
+_BITS: Final = 23
+
+
+def add_gumbel(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64[S]; returns logits."""
+    first = _mix64(seeds * -7046029254386353131 + positions)
+    second = _mix64(first + positions)
+    vocab = logits.shape[1]
+    tokens = _wrap(torch.arange(vocab, device=logits.device) * 0x9E3779B1)
+    step = max(1, BLOCK_ELEMENTS // vocab)
+    for at in range(0, logits.shape[0], step):
+        rows = slice(at, at + step)
+        hashed = _hash(tokens, _wrap(first[rows, None]), _wrap(second[rows, None]))
+        logits[rows] += _gumbel(hashed)
+    return logits
+
+
+def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
+    """int32 hashes -> -log(-log(u)), u uniform in (0, 1) with 23 bits, so never exactly 0 or 1."""
+    bits = _shifted(hashed, 32 - _BITS)
+    uniform = bits.float().add_(0.5).mul_(2.0**-_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _hash(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """int32 [V], [S, 1], [S, 1] -> int32 [S, V]; Murmur3's finalizer, with a second key between its rounds."""
+    mixed = tokens ^ first
+    mixed ^= _shifted(mixed, 16)
+    mixed *= _int32(0x85EBCA6B)
+    mixed += second
+    mixed ^= _shifted(mixed, 13)
+    mixed *= _int32(0xC2B2AE35)
+    mixed ^= _shifted(mixed, 16)
+    return mixed
+
+
+def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
+    """int32 shifted right with zeros coming in."""
+    return (values >> count).bitwise_and_((1 << (32 - count)) - 1)
+
+
+def _mix64(values: torch.Tensor) -> torch.Tensor:
+    """Two rounds of a 64-bit multiply-and-shift finalizer (after SplitMix64); int64, wrapping."""
+    for factor in (-4658895280553007687, -7723592293110705685):
+        values = (values ^ ((values >> 31) & (_LOW32 << 1 | 1))) * factor
+    return values ^ ((values >> 31) & (_LOW32 << 1 | 1))
+
+
+def _wrap(values: torch.Tensor) -> torch.Tensor:
+    """The low 32 bits of int64 values as int32."""
+    low = values & _LOW32
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).int()
+
+
+def _int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value

@@ -1,0 +1,18 @@
+"""RMS normalization on any device. A fused version for a device type is chosen here, by ``x.device``."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., n] over its root mean square along n, times ``weight`` [n]; the mean is taken in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

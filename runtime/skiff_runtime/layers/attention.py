@@ -1,0 +1,81 @@
+"""The self-attention block of a decoder layer: projections around an attention backend."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from skiff_runtime.attention.base import AttentionBackend
+from skiff_runtime.kernels.rotary import rotate
+from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut, replicated_cut
+from skiff_runtime.layers.norm import RMSNorm
+from skiff_runtime.layers.placement import Piece, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of the whole model, and what one rank computes of them."""
+
+    query: int
+    kv: int
+    size: int
+
+    def local_query(self, ranks: int) -> int:
+        """Query heads of one rank."""
+        return self.query // ranks
+
+    def local_kv(self, ranks: int) -> int:
+        """KV heads of one rank; with fewer heads than ranks, each rank holds a copy of one."""
+        return max(1, self.kv // ranks)
+
+
+class Attention:
+    """[T, hidden] -> [T, hidden], with rotary positions; writes the tokens' K and V through the backend."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        heads: Heads,
+        placement: Placement,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        ranks = placement.group.size
+        self._layer = layer
+        self._heads = [heads.local_query(ranks), heads.local_kv(ranks), heads.local_kv(ranks)]
+        self._head_dim = heads.size
+        cuts = [
+            even_cut("q_proj", heads.query * heads.size, placement),
+            replicated_cut("k_proj", heads.kv, heads.size, placement),
+            replicated_cut("v_proj", heads.kv, heads.size, placement),
+        ]
+        self._qkv = ColumnParallelLinear(hidden_size, cuts, bias=qkv_bias, placement=placement)
+        self._output = RowParallelLinear(
+            "o_proj", heads.query * heads.size, hidden_size, bias=output_bias, placement=placement
+        )
+        self._norms: tuple[RMSNorm, RMSNorm] | None = None
+        if qk_norm_eps is not None:
+            eps = qk_norm_eps
+            self._norms = (RMSNorm(heads.size, eps, placement), RMSNorm(heads.size, eps, placement))
+
+    def __call__(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], backend: AttentionBackend
+    ) -> torch.Tensor:
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = torch.split(heads, self._heads, dim=1)
+        if self._norms is not None:
+            q, k = self._norms[0](q), self._norms[1](k)
+        cos, sin = rotary
+        mixed = backend.forward(self._layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self._output(mixed.flatten(1))
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this block."""
+        yield from self._qkv.pieces(prefix)
+        yield from self._output.pieces(prefix)
+        if self._norms is not None:
+            yield from self._norms[0].pieces(f"{prefix}q_norm")
+            yield from self._norms[1].pieces(f"{prefix}k_norm")

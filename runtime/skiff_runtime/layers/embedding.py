@@ -1,0 +1,48 @@
+"""Token embedding and output head, cut by vocabulary over the ranks."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from skiff_runtime.layers.placement import Piece, Placement
+
+
+class VocabParallelEmbedding:
+    """Token ids [T] -> vectors [T, hidden]. Each rank holds an equal share of rows, the last ones padded."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        group = placement.group
+        self._group = group
+        self._shape = (vocab_size, hidden_size)
+        share = -(-vocab_size // group.size)
+        self._start = min(group.rank * share, vocab_size)
+        self._stop = min(self._start + share, vocab_size)
+        self.weight = placement.empty(share, hidden_size)
+        self.weight[self._stop - self._start :] = 0
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        elsewhere = (token_ids < self._start) | (token_ids >= self._stop)
+        local = (token_ids - self._start).masked_fill(elsewhere, 0)
+        vectors = F.embedding(local, self.weight).masked_fill(elsewhere[:, None], 0)
+        return self._group.all_reduce(vectors)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """Part of the checkpoint tensor ``name`` that fills this layer."""
+        rows = self.weight[: self._stop - self._start]
+        yield Piece(name, self._shape, 0, self._start, self._stop, rows)
+
+
+class OutputHead:
+    """Vectors [S, hidden] -> logits float32 [S, vocab_size], gathered, so the same bits on every rank."""
+
+    def __init__(self, embedding: VocabParallelEmbedding, vocab_size: int, placement: Placement) -> None:
+        self._embedding = embedding
+        self._vocab_size = vocab_size
+        self._group = placement.group
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self._embedding.weight).float()
+        return self._group.all_gather(logits)[:, : self._vocab_size]

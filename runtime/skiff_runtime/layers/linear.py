@@ -1,0 +1,87 @@
+"""Linear layers cut by columns (outputs) or rows (inputs) over the ranks.
+
+Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no
+communication, the row-parallel one after it sums over ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from skiff_runtime.layers.placement import Piece, Placement, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Outputs ``start`` to ``stop`` of the ``total`` outputs of the checkpoint's layer ``name``."""
+
+    name: str
+    total: int
+    start: int
+    stop: int
+
+
+def even_cut(name: str, total: int, placement: Placement) -> Cut:
+    """The rank's share of outputs that the ranks divide."""
+    share = total // placement.group.size
+    return Cut(name, total, placement.group.rank * share, (placement.group.rank + 1) * share)
+
+
+def replicated_cut(name: str, blocks: int, width: int, placement: Placement) -> Cut:
+    """The rank's share of ``blocks`` blocks of ``width`` outputs; fewer blocks than ranks are replicated."""
+    size, rank = placement.group.size, placement.group.rank
+    if blocks >= size:
+        return even_cut(name, blocks * width, placement)
+    block = rank * blocks // size
+    return Cut(name, blocks * width, block * width, (block + 1) * width)
+
+
+class ColumnParallelLinear:
+    """[..., inputs] -> [..., this rank's outputs]: several layers of the checkpoint fused into one product."""
+
+    def __init__(self, inputs: int, cuts: Sequence[Cut], *, bias: bool, placement: Placement) -> None:
+        self._inputs = inputs
+        self._cuts = tuple(cuts)
+        self.sizes = [cut.stop - cut.start for cut in cuts]
+        self.weight = placement.empty(sum(self.sizes), inputs)
+        self.bias = placement.empty(sum(self.sizes)) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this layer."""
+        weights = torch.split(self.weight, self.sizes)
+        for cut, target in zip(self._cuts, weights, strict=True):
+            shape = (cut.total, self._inputs)
+            yield Piece(f"{prefix}{cut.name}.weight", shape, 0, cut.start, cut.stop, target)
+        if self.bias is not None:
+            for cut, target in zip(self._cuts, torch.split(self.bias, self.sizes), strict=True):
+                yield Piece(f"{prefix}{cut.name}.bias", (cut.total,), 0, cut.start, cut.stop, target)
+
+
+class RowParallelLinear:
+    """[..., this rank's inputs] -> [..., outputs], summed over ranks; the bias is added once, after the sum."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, placement: Placement) -> None:
+        self._name = name
+        self._group = placement.group
+        self._inputs = even_cut(name, inputs, placement)
+        self._shape = (outputs, inputs)
+        self.weight = placement.empty(outputs, self._inputs.stop - self._inputs.start)
+        self.bias = placement.empty(outputs) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        total = self._group.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this layer."""
+        cut = self._inputs
+        yield Piece(f"{prefix}{self._name}.weight", self._shape, 1, cut.start, cut.stop, self.weight)
+        if self.bias is not None:
+            yield whole(f"{prefix}{self._name}.bias", self.bias)

@@ -1,0 +1,28 @@
+"""The gated feed-forward block of a decoder layer."""
+
+from collections.abc import Iterator
+
+import torch
+
+from skiff_runtime.kernels.activation import silu_and_mul
+from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut
+from skiff_runtime.layers.placement import Piece, Placement
+
+
+class GatedMLP:
+    """[T, hidden] -> [T, hidden]: down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement) -> None:
+        cuts = [even_cut(name, intermediate_size, placement) for name in ("gate_proj", "up_proj")]
+        self._gate_up = ColumnParallelLinear(hidden_size, cuts, bias=bias, placement=placement)
+        self._down = RowParallelLinear(
+            "down_proj", intermediate_size, hidden_size, bias=bias, placement=placement
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(silu_and_mul(self._gate_up(x)))
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this block."""
+        yield from self._gate_up.pieces(prefix)
+        yield from self._down.pieces(prefix)

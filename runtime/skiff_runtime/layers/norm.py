@@ -1,0 +1,27 @@
+"""Root-mean-square normalization (Zhang and Sennrich, 2019), alone or after a residual sum."""
+
+from collections.abc import Iterator
+
+import torch
+
+from skiff_runtime.kernels.norm import add_rms_norm, rms_norm
+from skiff_runtime.layers.placement import Piece, Placement, whole
+
+
+class RMSNorm:
+    """[..., size] -> the same shape; every rank holds the whole weight."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self.weight = placement.empty(size)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self._eps)
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalized x + residual, x + residual)."""
+        return add_rms_norm(x, residual, self.weight, self._eps)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """The checkpoint tensor that fills this layer."""
+        yield whole(f"{name}.weight", self.weight)

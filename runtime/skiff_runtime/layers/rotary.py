@@ -1,0 +1,49 @@
+"""Rotary position embedding (Su et al., 2021): tables of cosines and sines."""
+
+import math
+
+import torch
+
+from skiff_runtime.layers.placement import Placement
+from skiff_runtime.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+
+
+class RotaryTable:
+    """Cosines and sines of positions 0 to ``length - 1``, in the model's type."""
+
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling, *, length: int, placement: Placement
+    ) -> None:
+        positions = torch.arange(length, dtype=torch.float32)
+        angles = torch.outer(positions, scaled_frequencies(head_dim, theta, scaling))
+        table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        self._table = table.to(device=placement.device, dtype=placement.dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, head_dim / 2] of ``positions`` [T], to be shared by all layers of a step."""
+        cos, sin = torch.split(self._table.index_select(0, positions), 1, dim=1)
+        return cos, sin
+
+
+def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """Angle per position, float32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    match scaling:
+        case LinearScaling():
+            return frequencies / scaling.factor
+        case Llama3Scaling():
+            return _llama3(frequencies, scaling)
+    return frequencies
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Meta's scaling of Llama 3.1: wavelengths beyond the old context are stretched, with a smooth band."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    original = scaling.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    long = wavelengths > original / low
+    short = wavelengths < original / high
+    return torch.where(long, frequencies / scaling.factor, torch.where(short, frequencies, blended))

@@ -1,0 +1,97 @@
+"""What all served families share: embedding, decoder layers, final norm, output head."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from skiff_runtime.attention.base import AttentionBackend
+from skiff_runtime.layers.attention import Attention, Heads
+from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
+from skiff_runtime.layers.mlp import GatedMLP
+from skiff_runtime.layers.norm import RMSNorm
+from skiff_runtime.layers.placement import Piece, Placement
+from skiff_runtime.layers.rotary import RotaryTable
+from skiff_runtime.models.config import ModelConfig
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class DecoderLayer:
+    """Attention and MLP, each after a norm and around a residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, placement: Placement) -> None:
+        self._attention = attention
+        self._mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, placement=placement
+        )
+        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._middle_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, backend: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual) [T, hidden]; their sum is the layer's result, formed by the next norm."""
+        if residual is None:
+            x, residual = self._input_norm(x), x
+        else:
+            x, residual = self._input_norm.after_sum(x, residual)
+        x = self._attention(x, rotary, backend)
+        x, residual = self._middle_norm.after_sum(x, residual)
+        return self._mlp(x), residual
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this layer."""
+        yield from self._attention.pieces(f"{prefix}self_attn.")
+        yield from self._mlp.pieces(f"{prefix}mlp.")
+        yield from self._input_norm.pieces(f"{prefix}input_layernorm")
+        yield from self._middle_norm.pieces(f"{prefix}post_attention_layernorm")
+
+
+class DecoderModel(ABC):
+    """One rank's share of a causal language model; ``max_positions`` bounds the rotary table."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, *, max_positions: int) -> None:
+        self.config = config
+        self.placement = placement
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement)
+        self._layers = [
+            DecoderLayer(config, self.attention(layer), placement) for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._head_weight = self._embedding
+        if not config.tie_word_embeddings:
+            self._head_weight = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement)
+        self._head = OutputHead(self._head_weight, config.vocab_size, placement)
+        self._rotary = RotaryTable(
+            config.head_dim, config.rope_theta, config.rope_scaling, length=max_positions, placement=placement
+        )
+
+    @abstractmethod
+    def attention(self, layer: int) -> Attention:
+        """The family's attention block."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions int64[T] -> (output, residual) [T, hidden] of the last layer."""
+        rotary = self._rotary.at(positions)
+        x, residual = self._embedding(token_ids), None
+        for layer in self._layers:
+            x, residual = layer(x, residual, rotary, backend)
+        assert residual is not None
+        return x, residual
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What ``forward`` returned, for S chosen tokens -> logits float32 [S, vocab_size]."""
+        return self._head(self._norm.after_sum(x, residual)[0])
+
+    def pieces(self) -> Iterator[Piece]:
+        """Parts of the checkpoint that fill this rank's model."""
+        yield from self._embedding.pieces("model.embed_tokens.weight")
+        for number, layer in enumerate(self._layers):
+            yield from layer.pieces(f"model.layers.{number}.")
+        yield from self._norm.pieces("model.norm")
+        if self._head_weight is not self._embedding:
+            yield from self._head_weight.pieces("lm_head.weight")

@@ -1,0 +1,20 @@
+"""Model classes by the architecture that a ``config.json`` names."""
+
+from typing import Final
+
+from skiff_runtime.layers.placement import Placement
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.decoder import DecoderModel
+from skiff_runtime.models.llama import LlamaForCausalLM
+from skiff_runtime.models.mistral import MistralForCausalLM
+from skiff_runtime.models.qwen2 import Qwen2ForCausalLM
+from skiff_runtime.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: Final[dict[str, type[DecoderModel]]] = {
+    each.__name__: each for each in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+}
+
+
+def make_model(config: ModelConfig, placement: Placement, *, max_positions: int) -> DecoderModel:
+    """The rank's model, its weights not yet loaded."""
+    return MODELS[config.architecture](config, placement, max_positions=max_positions)
