@@ -23,11 +23,15 @@ class ApiClient:
     port: int
     user: str = "admin"
 
-    def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> bytes:
+    def request(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> bytes:
         """Send one request and return the reply's body; raises OSError or ClusterError (status 400 and up)."""
         context = ssl.create_default_context(cafile=str(self.authority.certificate))
         context.load_cert_chain(self.authority.path(self.user, "crt"), self.authority.path(self.user, "key"))
-        connection = http.client.HTTPSConnection(self.address, self.port, context=context, timeout=TIMEOUT_SECONDS)
+        connection = http.client.HTTPSConnection(
+            self.address, self.port, context=context, timeout=TIMEOUT_SECONDS
+        )
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, body=payload, headers={"Content-Type": content_type})

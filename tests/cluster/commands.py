@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def run(
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"{words[0]} took longer than {timeout_seconds:.0f} s; its output is in {log}") from None
+            raise ClusterError(
+                f"{words[0]} took longer than {timeout_seconds:.0f} s; its output is in {log}"
+            ) from None
     if code != 0:
         raise ClusterError(f"`{' '.join(words)}` ended with {code}:\n{tail(log)}\n(all of it: {log})")
 
@@ -79,7 +82,13 @@ def output(argv: Sequence[str | Path], *, cwd: Path | None = None, timeout_secon
     words = [str(word) for word in argv]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=cwd, timeout=timeout_seconds, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            timeout=timeout_seconds,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"`{' '.join(words)}`: {error}") from error
@@ -106,3 +115,16 @@ def wait_for(
         if time.monotonic() > deadline:
             raise ClusterError(f"{what}: not within {timeout_seconds:.0f} s")
         time.sleep(interval_seconds)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, waiting for another command that holds it; it ends with the process at the latest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another command that builds or changes the test cluster ...")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -14,10 +14,11 @@ import os
 import shutil
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import debian
 from apiclient import ApiClient
 from commands import ClusterError, wait_for
 from daemons import Daemon
@@ -26,7 +27,10 @@ from pki import Authority
 from toolchain import CONTROL_PLANE, ensure
 
 SERVICE_NETWORK = "10.96.0.0/16"
-SERVICE_NAMES = "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
+SERVICE_NAMES = (
+    "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
+)
+PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 READY_SECONDS = 60
 ATTEMPTS = 3
 
@@ -120,6 +124,7 @@ def manager_arguments(endpoint: Endpoint, authority: Authority, kubeconfig: Path
         "--leader-elect=false",
         f"--cluster-signing-cert-file={authority.certificate}",
         f"--cluster-signing-key-file={authority.key}",
+        f"--flex-volume-plugin-dir={scratch / 'volumeplugins'}",
         f"--cert-dir={scratch}",
     ]
 
@@ -134,81 +139,73 @@ def binary(name: str) -> Path:
     return places.bin / name
 
 
-@dataclass
 class ControlPlane:
-    """A control plane in `directory`; without one, in a temporary folder that `stop` removes."""
+    """A control plane whose keys, data and logs lie in `directory`; without one, in a folder that `stop` removes.
 
-    directory: Path | None = None
-    with_parent: bool = True
-    endpoint: Endpoint = field(default_factory=Endpoint)
-    _daemons: list[Daemon] = field(default_factory=list)
-    _temporary: Path | None = None
+    `with_parent` ends it with the process that started it.
+    """
 
-    @property
-    def folder(self) -> Path:
-        """The folder that holds keys, data and logs."""
-        if self.directory is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
-            self.directory = self._temporary
-        return self.directory
+    def __init__(self, directory: Path | None = None, *, with_parent: bool = True) -> None:
+        self.temporary = directory is None
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
+        self.with_parent = with_parent
+        self.daemons = {name: Daemon(name, self.directory / "run") for name in PROGRAMS}
 
     @property
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig."""
-        return self.folder / "kubeconfig"
+        return self.directory / "kubeconfig"
 
     def start(self) -> None:
         """Start everything and wait until the API server is ready; another process may take a port, so try again."""
-        programs = {name: binary(name) for name in ("etcd", "kube-apiserver", "kube-controller-manager")}
+        debian.ensure(debian.CONTROL_PLANE_PACKAGES, layout())
+        programs = {name: binary(name) for name in PROGRAMS}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._start(programs)
+                self._start(programs, Endpoint.on_free_ports())
+                return
             except ClusterError:
                 self._stop_daemons()
                 if attempt == ATTEMPTS:
                     raise
 
-    def _start(self, programs: dict[str, Path]) -> None:
-        self.endpoint = endpoint = Endpoint.on_free_ports()
-        folder = self.folder
-        for stale in ("etcd", "pki"):
+    def _start(self, programs: dict[str, Path], endpoint: Endpoint) -> None:
+        folder, scratch = self.directory, self.directory / "run"
+        for stale in ("etcd", "pki", "run"):
             shutil.rmtree(folder / stale, ignore_errors=True)
         authority = create_pki(folder / "pki")
         server = f"https://{endpoint.address}:{endpoint.api_port}"
         self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
-        manager = folder / "controller-manager.kubeconfig"
+        self.kubeconfig.chmod(0o600)
+        manager = folder / "pki" / "controller-manager.kubeconfig"
         manager.write_text(authority.kubeconfig("controller-manager", server=server))
-
-        etcd = self._daemon("etcd", programs["etcd"], etcd_arguments(endpoint, folder / "etcd"))
-        # Nothing in such a cluster reaches the API server by its Service, so none needs an address that is not loopback.
-        local = ["--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none"]
-        arguments = [*apiserver_arguments(endpoint, authority, folder / "run"), *local]
-        server_daemon = self._daemon("kube-apiserver", programs["kube-apiserver"], arguments)
+        # Nothing reaches this API server by its Service, so it needs no address beyond the loopback interface's.
+        local = [
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            "--endpoint-reconciler-type=none",
+        ]
+        arguments = {
+            "etcd": etcd_arguments(endpoint, folder / "etcd"),
+            "kube-apiserver": [*apiserver_arguments(endpoint, authority, scratch), *local],
+            "kube-controller-manager": manager_arguments(endpoint, authority, manager, scratch),
+        }
         client = ApiClient(authority, endpoint.address, endpoint.api_port)
-        await_ready(client, [etcd, server_daemon])
-        self._daemon(
-            "kube-controller-manager",
-            programs["kube-controller-manager"],
-            manager_arguments(endpoint, authority, manager, folder / "run"),
-        )
+        for name, daemon in self.daemons.items():
+            if name == "kube-controller-manager":
+                await_ready(client, list(self.daemons.values())[:2])
+            daemon.start([programs[name], *arguments[name]], with_parent=self.with_parent)
         await_default_account(client)
 
-    def _daemon(self, name: str, program: Path, arguments: list[str]) -> Daemon:
-        daemon = Daemon(name, self.folder / "run")
-        daemon.start([program, *arguments], with_parent=self.with_parent)
-        self._daemons.append(daemon)
-        return daemon
-
     def _stop_daemons(self) -> None:
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self.daemons.values()):
             daemon.stop()
-        self._daemons.clear()
 
     def stop(self) -> None:
         """End every process, and remove the folder when it is a temporary one."""
         self._stop_daemons()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self.temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> ControlPlane:
         try:
@@ -218,7 +215,9 @@ class ControlPlane:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 

@@ -100,7 +100,12 @@ class Daemon:
                 continue
             try:
                 os.kill(pid, number)
-                wait_for(f"end of {self.name}", lambda: not self.alive(), timeout_seconds=patience, interval_seconds=0.02)
+                wait_for(
+                    f"end of {self.name}",
+                    lambda: not self.alive(),
+                    timeout_seconds=patience,
+                    interval_seconds=0.02,
+                )
             except ProcessLookupError:
                 break
             except ClusterError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commands import output
 
-DAYS = "3650"
+VALIDITY = ("-days", "3650")
 ELLIPTIC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
@@ -35,12 +35,21 @@ class Authority:
         usage = "keyUsage=critical,keyCertSign,cRLSign,digitalSignature"
         extensions = ["-addext", usage, "-addext", "basicConstraints=critical,CA:TRUE"]
         _openssl(
-            ["req", "-x509", *ELLIPTIC, "-keyout", self.key, "-out", self.certificate]
-            + ["-days", DAYS, "-subj", "/CN=skiff-test", *extensions]
+            "req",
+            "-x509",
+            *ELLIPTIC,
+            "-keyout",
+            self.key,
+            "-out",
+            self.certificate,
+            *VALIDITY,
+            "-subj",
+            "/CN=skiff-test",
+            *extensions,
         )
         signing = self.directory / "sa.key"
-        _openssl(["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", signing])
-        _openssl(["ec", "-in", signing, "-pubout", "-out", self.directory / "sa.pub"])
+        _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", signing)
+        _openssl("ec", "-in", signing, "-pubout", "-out", self.directory / "sa.pub")
 
     def issue(self, name: str, subject: str, alternative_names: str = "") -> None:
         """Sign a certificate for client and server use: NAME.crt and NAME.key.
@@ -52,13 +61,18 @@ class Authority:
         if alternative_names:
             lines.append(f"subjectAltName={alternative_names}")
         extensions.write_text("\n".join(lines) + "\n")
-        _openssl(["req", "-new", *ELLIPTIC, "-keyout", self.path(name, "key"), "-out", request, "-subj", subject])
         _openssl(
-            ["x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self.key, "-CAcreateserial"]
-            + ["-days", DAYS, "-extfile", extensions, "-out", self.path(name, "crt")]
+            "req", "-new", *ELLIPTIC, "-keyout", self.path(name, "key"), "-out", request, "-subj", subject
+        )
+        signed = self.path(name, "crt")
+        _openssl(
+            "x509", "-req", "-in", request, *self._signer(), *VALIDITY, "-extfile", extensions, "-out", signed
         )
         request.unlink()
         extensions.unlink()
+
+    def _signer(self) -> tuple[str | Path, ...]:
+        return ("-CA", self.certificate, "-CAkey", self.key, "-CAcreateserial")
 
     def path(self, name: str, kind: str) -> Path:
         """Return the path of an issued `crt` or `key`."""
@@ -94,5 +108,5 @@ def _base64(file: Path) -> str:
     return base64.b64encode(file.read_bytes()).decode()
 
 
-def _openssl(arguments: list[str | Path]) -> None:
+def _openssl(*arguments: str | Path) -> None:
     output(["openssl", *arguments])

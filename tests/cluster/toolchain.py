@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import ClusterError, output, run, step
+from commands import ClusterError, locked, output, run, step
 from paths import GO_MODULE, Layout
 
 GO_VERSION = (1, 26)
@@ -89,12 +89,15 @@ def require_go() -> None:
 
 def ensure(tools: Iterable[Tool], layout: Layout) -> None:
     """Build those of `tools` that are absent or out of date into the layout's bin folder."""
-    missing = [tool for tool in tools if not current(tool, layout)]
-    if missing:
-        require_go()
-    for tool in missing:
-        with step(f"building {tool.name} (once; about {tool.expected_seconds} s on two cores)"):
-            build(tool, layout)
+    wanted = list(tools)
+    if all(current(tool, layout) for tool in wanted):
+        return
+    require_go()
+    with locked(layout.bin / ".lock"):
+        for tool in wanted:
+            if not current(tool, layout):
+                with step(f"building {tool.name} (once; about {tool.expected_seconds} s on two cores)"):
+                    build(tool, layout)
 
 
 def current(tool: Tool, layout: Layout) -> bool:

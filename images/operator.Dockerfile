@@ -1,0 +1,42 @@
+# The operator: no torch. BASE is any image with Python 3.11 or later as `python3`, with venv.
+ARG BASE=python:3.13-slim
+
+FROM ${BASE} AS build
+RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
+    --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
+    python3 -m venv --system-site-packages /opt/build \
+    && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip install --quiet --no-cache-dir hatchling packaging
+
+# A stage of its own, so that an edit of pyproject.toml that changes no requirement does not install everything again.
+FROM build AS requirements
+WORKDIR /source
+COPY pyproject.toml constraints.txt images/requirements.py ./
+RUN /opt/build/bin/python requirements.py /requirements operator
+
+# The environment holds no pip. Compiled files that are never checked against their sources make the start fast.
+FROM build AS dependencies
+COPY --from=requirements /requirements /requirements
+RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
+    --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt \
+    python3 -m venv --system-site-packages --without-pip /opt/skiff \
+    && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip --python /opt/skiff/bin/python install \
+        --quiet --no-cache-dir --no-compile -r /requirements/requirements.txt -c /requirements/constraints.txt \
+    && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/skiff/lib
+
+FROM dependencies AS application
+WORKDIR /source
+COPY . .
+RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
+    && /opt/build/bin/pip --python /opt/skiff/bin/python install \
+        --quiet --no-deps --no-index --no-compile --target /opt/app /wheels/*.whl \
+    && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/app \
+    && PYTHONPATH=/opt/app /opt/app/bin/skiff-operator --help > /dev/null
+
+FROM ${BASE}
+RUN echo 'skiff:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'skiff:x:65532:' >> /etc/group
+COPY --from=dependencies /opt/skiff /opt/skiff
+COPY --from=application /opt/app /opt/app
+ENV HOME=/tmp PATH=/opt/app/bin:/opt/skiff/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+WORKDIR /opt/app
+USER 65532:65532
+ENTRYPOINT ["skiff-operator"]

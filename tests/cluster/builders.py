@@ -1,0 +1,148 @@
+"""The two programs that build images: Docker where its daemon runs, else Buildah, which needs none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import debian
+import kind
+from commands import ClusterError, output, run, succeeds
+from paths import Layout
+
+KEY_LABEL = "dev.skiff.key"
+BUILD_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One build: a Dockerfile, up to which stage, over which context, with which arguments."""
+
+    reference: str
+    dockerfile: Path
+    context: Path
+    key: str
+    target: str = ""
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    def options(self, secrets: Mapping[str, Path]) -> list[str]:
+        """Return the options that Docker and Buildah have in common."""
+        words = [
+            "--tag",
+            self.reference,
+            "--file",
+            str(self.dockerfile),
+            "--label",
+            f"{KEY_LABEL}={self.key}",
+        ]
+        if self.target:
+            words += ["--target", self.target]
+        for name, value in self.arguments:
+            words += ["--build-arg", f"{name}={value}"]
+        for name, file in secrets.items():
+            words += ["--secret", f"id={name},src={file}"]
+        return [*words, str(self.context)]
+
+
+class Builder(Protocol):
+    """What images.py asks of either program."""
+
+    def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
+        """Build an image."""
+
+    def key(self, reference: str) -> str | None:
+        """Return the content key that an image was built with, or None when there is no such image."""
+
+    def push(self, reference: str, repository_reference: str, log: Path) -> None:
+        """Push an image to a registry under another name."""
+
+
+@dataclass(frozen=True)
+class Docker:
+    """Docker with BuildKit."""
+
+    def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
+        """See Builder."""
+        argv = ["docker", "build", *recipe.options(secrets)]
+        run(argv, log=log, env={"DOCKER_BUILDKIT": "1"}, timeout_seconds=BUILD_SECONDS)
+
+    def key(self, reference: str) -> str | None:
+        """See Builder."""
+        try:
+            text = output(["docker", "image", "inspect", "--format", "{{json .Config.Labels}}", reference])
+        except ClusterError:
+            return None
+        return (json.loads(text) or {}).get(KEY_LABEL)
+
+    def push(self, reference: str, repository_reference: str, log: Path) -> None:
+        """See Builder."""
+        output(["docker", "tag", reference, repository_reference])
+        run(["docker", "push", repository_reference], log=log, timeout_seconds=BUILD_SECONDS)
+
+
+@dataclass(frozen=True)
+class Buildah:
+    """Buildah with a storage of its own under the cache, so that the user's images stay apart."""
+
+    layout: Layout
+
+    def command(self, *words: str) -> list[str]:
+        """Return a buildah command, in a mount namespace of its own: its mounts end with it."""
+        storage, running = self.layout.images / "storage", self.layout.images / "run"
+        namespace = ["unshare", "-m", "--propagation", "private"]
+        return [
+            *namespace,
+            "buildah",
+            "--root",
+            str(storage),
+            "--runroot",
+            str(running),
+            "--storage-driver",
+            "overlay",
+            *words,
+        ]
+
+    def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
+        """See Builder; nothing is pulled, for every base is built here."""
+        options = ["--isolation", "chroot", "--layers", "--pull-never", *recipe.options(secrets)]
+        run(self.command("build", *options), log=log, timeout_seconds=BUILD_SECONDS)
+
+    def inspect(self, reference: str) -> dict[str, Any]:
+        """Return what Buildah knows of an image; raises ClusterError when there is no such image."""
+        found: dict[str, Any] = json.loads(output(self.command("inspect", "--type", "image", reference)))
+        return found
+
+    def key(self, reference: str) -> str | None:
+        """See Builder."""
+        if not (self.layout.images / "storage").exists():
+            return None
+        try:
+            labels = self.inspect(reference)["OCIv1"]["config"].get("Labels") or {}
+        except ClusterError:
+            return None
+        found: str | None = labels.get(KEY_LABEL)
+        return found
+
+    def push(self, reference: str, repository_reference: str, log: Path) -> None:
+        """See Builder."""
+        argv = self.command("push", reference, f"docker://{repository_reference}")
+        run(argv, log=log, timeout_seconds=BUILD_SECONDS)
+
+    def copy_to_folder(self, reference: str, folder: Path, log: Path) -> None:
+        """Write an image into a folder: its manifest, and each part, layers uncompressed, named by its digest."""
+        argv = self.command("push", "--disable-compression", reference, f"dir:{folder}")
+        run(argv, log=log, timeout_seconds=BUILD_SECONDS)
+
+
+def choose(layout: Layout, *, for_node: bool) -> Builder:
+    """Return the builder to use here, always Buildah `for_node`; raises ClusterError when neither can be had."""
+    if not for_node and kind.docker_runs():
+        return Docker()
+    debian.ensure(debian.IMAGE_PACKAGES, layout)
+    if os.geteuid() != 0 or not succeeds(["buildah", "--version"]):
+        raise ClusterError("building images needs a running Docker, or root and buildah")
+    return Buildah(layout)

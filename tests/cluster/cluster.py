@@ -1,0 +1,148 @@
+"""A Kubernetes to test on, from the command line: `python3 tests/cluster/cluster.py up`, `... --help` for the rest.
+
+Progress goes to stderr and answers (a path, an image's name) to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import controlplane
+import debian
+import delivery
+import toolchain
+from commands import ClusterError, locked, output, say
+from paths import Layout, layout
+from providers import choose, made
+
+PATHS = ("kubectl", "helm", "prometheus", "promtool")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    top = argparse.ArgumentParser(
+        prog="cluster.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    up = commands.add_parser(
+        "up", help="bring a cluster up, building what is missing; fine when it is up already"
+    )
+    down = commands.add_parser("down", help="take it down and leave the machine as it was")
+    for each in (up, down):
+        each.add_argument(
+            "--control-plane-only", action="store_true", help="no node: needs neither root nor Docker"
+        )
+        each.add_argument("--state", type=Path, help="with --control-plane-only: the folder of its files")
+    down.add_argument(
+        "--purge", action="store_true", help="also remove the cache of built binaries and images"
+    )
+    commands.add_parser("kubeconfig", help="print the path of the cluster's kubeconfig")
+    commands.add_parser("images", help="build Skiff's images and bring them to the cluster if it is up")
+    image = commands.add_parser("image", help="print the name by which the cluster knows an image")
+    image.add_argument("name", choices=sorted(delivery.NAMES))
+    commands.add_parser(
+        "tools", help="fetch or build the programs that `make test` needs: control plane, helm, prometheus"
+    )
+    for name in PATHS:
+        commands.add_parser(f"{name}-path", help=f"print the path of {name}, fetched or built if need be")
+    return top
+
+
+def up(places: Layout) -> None:
+    """Bring a cluster up and say where its kubeconfig is."""
+    provider = choose(places)
+    provider.up()
+    print(provider.kubeconfig)
+
+
+def down(places: Layout, *, purge: bool) -> None:
+    """Take the cluster down; say what of the cache remains."""
+    provider = made(places)
+    if provider is not None:
+        provider.down()
+    if purge:
+        shutil.rmtree(places.root)
+        return say(f"removed {places.root}")
+    if places.bin.exists():
+        size = output(["du", "-sh", places.root], timeout_seconds=300).split()[0]
+        say(f"no cluster is left; {places.root} keeps what was built ({size}): remove it with `make clean`")
+    return None
+
+
+def control_plane(arguments: argparse.Namespace) -> None:
+    """Start or stop a control plane that outlives this command."""
+    if arguments.state is None:
+        raise ClusterError("--control-plane-only needs --state DIR, a folder for its files")
+    folder = arguments.state.resolve()
+    plane = controlplane.ControlPlane(folder, with_parent=False)
+    plane.stop()
+    if arguments.command == "down":
+        return shutil.rmtree(folder, ignore_errors=True)
+    plane.start()
+    return print(plane.kubeconfig)
+
+
+def kubeconfig(places: Layout) -> Path:
+    """Return the path of the kubeconfig of the cluster that is up; raises ClusterError when there is none."""
+    provider = choose(places)
+    if not provider.kubeconfig.exists():
+        raise ClusterError("no cluster is up: `make cluster` brings one up")
+    return provider.kubeconfig
+
+
+def program(name: str, places: Layout) -> Path:
+    """Return the path of one of PATHS."""
+    if name == "kubectl":
+        return toolchain.kubectl(places)
+    return toolchain.helm(places) if name == "helm" else debian.prometheus(places)[name]
+
+
+def tools(places: Layout) -> None:
+    """Make every program that the integration tests start ready, so that no test waits for a build."""
+    debian.ensure(debian.CONTROL_PLANE_PACKAGES, places)
+    for name in controlplane.PROGRAMS:
+        controlplane.binary(name)
+    for name in PATHS:
+        program(name, places)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Carry out one command."""
+    places = layout()
+    if arguments.command == "kubeconfig":
+        return print(kubeconfig(places))
+    if arguments.command == "image":
+        return print(delivery.reference(arguments.name, choose(places)))
+    if getattr(arguments, "control_plane_only", False):
+        return control_plane(arguments)
+    with locked(places.lock):
+        if arguments.command == "up":
+            up(places)
+        elif arguments.command == "down":
+            down(places, purge=arguments.purge)
+        elif arguments.command == "images":
+            delivery.deliver(places, choose(places))
+        elif arguments.command == "tools":
+            tools(places)
+        else:
+            print(program(arguments.command.removesuffix("-path"), places))
+    return None
+
+
+def main() -> int:
+    """Run the command line; 1 with a message when it cannot be done."""
+    try:
+        run(parser().parse_args())
+    except ClusterError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Skiff's images and what they stand on: each is built again only when something that enters it changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hostconfig
+import toolchain
+from builders import Buildah, Builder, Recipe
+from commands import ClusterError, run, step
+from hostconfig import SUITE
+from paths import REPOSITORY, Layout
+
+DOCKERFILES = REPOSITORY / "images"
+PAUSE = "registry.k8s.io/pause:3.10"
+PREFIX = "localhost/skiff"
+DEBOOTSTRAP = ("debootstrap", "--variant=minbase")
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image of ours: `base` is the image that its Dockerfile's ARG BASE takes."""
+
+    name: str
+    dockerfile: str
+    base: str
+    target: str = ""
+    argument: str = "BASE"
+    holds_source: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The image's name in a local store."""
+        return f"{PREFIX}/{self.name}:{version() if self.holds_source else SUITE}"
+
+
+IMAGES = {
+    image.name: image
+    for image in (
+        Image("python", "base.Dockerfile", base="debian", target="python", argument="DEBIAN"),
+        Image("torch-cpu", "base.Dockerfile", base="debian", target="torch-cpu", argument="DEBIAN"),
+        Image("operator", "operator.Dockerfile", base="python", holds_source=True),
+        Image("runtime", "runtime.Dockerfile", base="torch-cpu", holds_source=True),
+    )
+}
+
+
+def version() -> str:
+    """Return the project's version, from the file that pyproject.toml names."""
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    source = REPOSITORY / settings["tool"]["hatch"]["version"]["path"]
+    match = re.search(r'^__version__ = "(.+)"', source.read_text(), re.MULTILINE)
+    if match is None:
+        raise ClusterError(f"{source} has no __version__")
+    return match[1]
+
+
+def context_files(repository: Path) -> list[Path]:
+    """Return the files that enter a build's context: those that .dockerignore lets in."""
+    lines = (repository / ".dockerignore").read_text().splitlines()
+    files: list[Path] = []
+    for line in lines:
+        if line.startswith("!"):
+            entry = repository / line[1:]
+            files += [entry] if entry.is_file() else entry.rglob("*")
+    return sorted(each for each in files if each.is_file() and "__pycache__" not in each.parts)
+
+
+def source_key(repository: Path) -> str:
+    """Return a digest of the names and contents of the context's files."""
+    digest = hashlib.sha256()
+    for file in context_files(repository):
+        digest.update(f"{file.relative_to(repository)}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def key(image: Image) -> str:
+    """Return the content key of an image: its Dockerfile's, its base's and, where it holds them, the sources'."""
+    base = IMAGES.get(image.base)
+    parts = [
+        hashlib.sha256((DOCKERFILES / image.dockerfile).read_bytes()).hexdigest(),
+        key(base) if base else f"{image.base}:{SUITE}",
+        image.target,
+        source_key(REPOSITORY) if image.holds_source else "",
+    ]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def build(layout: Layout, builder: Builder) -> None:
+    """Build those images that are absent or out of date, bases first."""
+    for image in IMAGES.values():
+        wanted = key(image)
+        if builder.key(image.reference) == wanted:
+            continue
+        base = base_reference(image, layout, builder)
+        recipe = Recipe(
+            reference=image.reference,
+            dockerfile=DOCKERFILES / image.dockerfile,
+            context=REPOSITORY if image.holds_source else DOCKERFILES,
+            key=wanted,
+            target=image.target,
+            arguments=((image.argument, base),),
+        )
+        with step(f"building the image {image.reference}"), hostconfig.secrets() as secrets:
+            builder.build(recipe, secrets, layout.logs / f"image-{image.name}.log")
+
+
+def base_reference(image: Image, layout: Layout, builder: Builder) -> str:
+    """Return the name of an image's base, after making the one that comes from no Dockerfile."""
+    base = IMAGES.get(image.base)
+    if base:
+        return base.reference
+    return ensure_debian(layout, builder) if isinstance(builder, Buildah) else f"debian:{SUITE}-slim"
+
+
+def ensure_debian(layout: Layout, builder: Buildah) -> str:
+    """Return the name of a minimal Debian, made by debootstrap from this machine's mirror: no registry is needed."""
+    reference, wanted = f"{PREFIX}/debian:{SUITE}", " ".join([*DEBOOTSTRAP, SUITE])
+    if builder.key(reference) == wanted:
+        return reference
+    with step(f"making a minimal Debian {SUITE} (once; about 30 s)"), scratch(layout) as folder:
+        root = folder / "root"
+        argv = [*DEBOOTSTRAP, SUITE, str(root), hostconfig.debian_mirror()]
+        run(argv, log=layout.logs / "debootstrap.log", timeout_seconds=1200)
+        for leftover in (*root.glob("var/cache/apt/archives/*.deb"), root / "etc/apt/sources.list"):
+            leftover.unlink()
+        shutil.rmtree(root / "var/lib/apt/lists")
+        run(["tar", "-C", root, "-cf", folder / "rootfs.tar", "."], log=layout.logs / "rootfs.log")
+        (folder / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n")
+        _build_folder(folder, reference, wanted, layout, builder)
+    return reference
+
+
+def ensure_pause(layout: Layout, builder: Buildah) -> str:
+    """Return the name of the image that holds pods' namespaces."""
+    wanted = next(toolchain.key(tool) for tool in toolchain.NODE if tool.name == "pause")
+    if builder.key(PAUSE) != wanted:
+        with step("building the pause image"), scratch(layout) as folder:
+            shutil.copy(layout.bin / "pause", folder / "pause")
+            (folder / "Dockerfile").write_text(
+                'FROM scratch\nCOPY pause /pause\nUSER 65535:65535\nENTRYPOINT ["/pause"]\n'
+            )
+            _build_folder(folder, PAUSE, wanted, layout, builder)
+    return PAUSE
+
+
+@contextlib.contextmanager
+def scratch(layout: Layout) -> Iterator[Path]:
+    """Give a folder for large files that goes with the block."""
+    layout.images.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=layout.images, prefix=".scratch-") as folder:
+        yield Path(folder)
+
+
+def _build_folder(folder: Path, reference: str, wanted: str, layout: Layout, builder: Buildah) -> None:
+    recipe = Recipe(reference=reference, dockerfile=folder / "Dockerfile", context=folder, key=wanted)
+    builder.build(recipe, {}, layout.logs / f"image-{reference.split('/')[-1].split(':')[0]}.log")
