@@ -66,7 +66,7 @@ class ChatPrompt(Struct, frozen=True):
     add_generation_prompt: bool = True
 
 
-class TokenizeRequest(Struct, frozen=True, tag="tokenize"):
+class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     """api -> tokenizer. ``sampling.max_tokens`` 0 means: what the context leaves."""
 
     uid: int
@@ -94,7 +94,7 @@ class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
     finish: Finish = Finish.ABORT
 
 
-class Shutdown(Struct, frozen=True, tag="shutdown"):
+class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
     """rank 0 -> other ranks: leave the loop."""
 
 
@@ -175,13 +175,13 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     stats: StepStats
 
 
-class Heartbeat(Struct, frozen=True, tag="beat"):
+class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
     """child -> supervisor, about once a second, from the child's main loop."""
 
     process: str
 
 
-class PhaseReport(Struct, frozen=True, tag="phase"):
+class PhaseReport(Struct, frozen=True, tag="phase", array_like=True):
     """child -> supervisor -> api: a start phase was entered (``seconds`` spent in the one before it)."""
 
     process: str
@@ -190,7 +190,7 @@ class PhaseReport(Struct, frozen=True, tag="phase"):
     progress: float = 0.0
 
 
-class Ready(Struct, frozen=True, tag="ready"):
+class Ready(Struct, frozen=True, tag="ready", array_like=True):
     """child -> supervisor: this process serves. Ranks tell their KV capacity in tokens, fronts 0."""
 
     process: str
@@ -198,19 +198,19 @@ class Ready(Struct, frozen=True, tag="ready"):
     port: int = 0
 
 
-class ServiceReady(Struct, frozen=True, tag="service_ready"):
+class ServiceReady(Struct, frozen=True, tag="service_ready", array_like=True):
     """supervisor -> api: every process is ready."""
 
     kv_tokens: int
 
 
-class Drain(Struct, frozen=True, tag="drain"):
+class Drain(Struct, frozen=True, tag="drain", array_like=True):
     """supervisor -> api: refuse new requests, finish the others, then exit."""
 
     timeout_seconds: float
 
 
-class ServiceFailed(Struct, frozen=True, tag="service_failed"):
+class ServiceFailed(Struct, frozen=True, tag="service_failed", array_like=True):
     """supervisor -> api: end every request with this message, then exit."""
 
     message: str
