@@ -1,0 +1,95 @@
+"""The FastAPI application: which path is served by what, and errors in OpenAI's shape wherever they arise."""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from skiff_runtime import contract
+from skiff_runtime.api.chat import prepare_chat
+from skiff_runtime.api.completions import prepare_completion
+from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
+from skiff_runtime.api.error_replies import error_body, failed
+from skiff_runtime.api.generate import prepare_generate
+from skiff_runtime.api.generation import ServedModel
+from skiff_runtime.api.probes import JSON, HealthEndpoint, Probes, SimpleEndpoint
+from skiff_runtime.api.status import ServiceStatus
+from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
+from skiff_runtime.exposition import CONTENT_TYPE
+from skiff_runtime.launch import Launch
+from skiff_runtime.metrics import Endpoint, Metrics
+
+
+def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> FastAPI:
+    """Assemble the application. No middleware of its own: requests reach their endpoint untouched."""
+    model = ServedModel.of(launch)
+
+    def generation(path: str, name: Endpoint, prepare: Prepare) -> Route:
+        endpoint = GenerationEndpoint(
+            name,
+            prepare,
+            model=model,
+            dispatcher=dispatcher,
+            metrics=metrics,
+            max_request_bytes=launch.config.max_request_bytes,
+        )
+        return Route(path, endpoint, methods=["POST"])
+
+    routes: list[BaseRoute] = [
+        generation(contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
+        generation(contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
+        generation(contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+        *_probe_routes(Probes(launch, model, status, metrics)),
+        Route(contract.PATH_HEALTH_GENERATE, HealthEndpoint(dispatcher), methods=["GET"]),
+    ]
+    return FastAPI(
+        title="Skiff",
+        routes=routes,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: _http_error, Exception: _unexpected},
+    )
+
+
+def _probe_routes(probes: Probes) -> list[Route]:
+    simple = {
+        contract.PATH_LIVEZ: probes.livez,
+        contract.PATH_READYZ: probes.readyz,
+        contract.PATH_STARTUPZ: probes.startupz,
+        contract.PATH_SERVER_INFO: probes.server_info,
+        contract.PATH_MODELS: probes.models,
+        contract.PATH_MODELS + "/{name:path}": probes.one_model,
+    }
+    routes = [Route(path, SimpleEndpoint(handler), methods=["GET"]) for path, handler in simple.items()]
+    page = SimpleEndpoint(probes.metrics, content_type=CONTENT_TYPE)
+    return [*routes, Route(contract.PATH_METRICS, page, methods=["GET"])]
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        refusal = InvalidRequest(
+            f"there is no {path}; GET {contract.PATH_MODELS} tells what is served", code="not_found"
+        )
+    else:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        refusal = InvalidRequest(
+            f"{path} does not take {request.method}; use {allowed}", code="method_not_allowed"
+        )
+    return _response(refusal, error.status_code, error.headers)
+
+
+async def _unexpected(_request: Request, _error: Exception) -> Response:
+    """A fault of ours: the client learns that, the log learns the rest from the server."""
+    return _response(InternalError("an internal error; the log of the server tells more"), 500, None)
+
+
+def _response(error: RequestError, status: int, headers: object) -> Response:
+    extra = dict(headers) if isinstance(headers, dict) else None
+    return Response(error_body(failed(error)), status_code=status, media_type=JSON, headers=extra)

@@ -1,0 +1,97 @@
+"""A generation endpoint as an ASGI application: body in, request dispatched, reply written by its sink.
+
+The request's own task does nothing but wait for the client to leave. Rows are written from the reader's callback;
+the server ends the wait when the response is complete, or when the client disconnects, which aborts the request.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from skiff_runtime import log
+from skiff_runtime.api.body import REQUEST_ID_HEADER, ClientGone, Receive, Scope, read_body, request_id
+from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.error_replies import failed
+from skiff_runtime.api.generation import Generation, ServedModel
+from skiff_runtime.api.sinks import StreamSink, WholeSink, write_error
+from skiff_runtime.api.writer import Send, Writer
+from skiff_runtime.errors import RequestError
+from skiff_runtime.metrics import Endpoint, Metrics, Outcome
+
+Prepare = Callable[[bytes, ServedModel], Generation]
+
+
+class GenerationEndpoint:
+    """One path. ``prepare`` makes a generation of a raw body, or raises ``RequestError``."""
+
+    def __init__(
+        self,
+        name: Endpoint,
+        prepare: Prepare,
+        *,
+        model: ServedModel,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        max_request_bytes: int,
+    ) -> None:
+        self._name = name
+        self._prepare = prepare
+        self._model = model
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._max_request_bytes = max_request_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = _Exchange(request_id(scope["headers"]), send)
+        try:
+            raw = await read_body(scope["headers"], receive, self._max_request_bytes)
+            generation = self._prepare(raw, self._model)
+            kind = StreamSink if generation.stream else WholeSink
+            uid = self._dispatcher.submit(
+                generation,
+                kind(exchange.writer, generation.reply, exchange.headers),
+                endpoint=self._name,
+                request_id=exchange.id,
+            )
+        except ClientGone:
+            return
+        except RequestError as error:
+            self._metrics.note_request(self._name, Outcome.REJECTED, 0.0)
+            log.event(
+                "request_rejected",
+                id=exchange.id,
+                endpoint=self._name,
+                status=error.status,
+                error=error.message,
+            )
+            write_error(exchange.writer, failed(error), exchange.headers)
+            await exchange.ended(receive)
+            return
+        try:
+            await exchange.ended(receive)
+        finally:
+            self._dispatcher.abort(uid)
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, request_id: str, send: Send) -> None:
+        self.id = request_id
+        self.headers = [(REQUEST_ID_HEADER, request_id.encode())]
+        self.writer = Writer(send, on_overflow=self._give_up)
+        self._task = asyncio.current_task()
+
+    async def ended(self, receive: Receive) -> None:
+        """Wait until the response is complete, the client has left, or it reads too slowly."""
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        except asyncio.CancelledError:
+            if not self.writer.closed:
+                raise
+            log.warning("client_too_slow", id=self.id)
+
+    def _give_up(self) -> None:
+        assert self._task is not None
+        self._task.cancel()

@@ -1,0 +1,87 @@
+"""Where the service stands: which start phase each process is in, whether it is ready, draining or failed."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from skiff_runtime.contract import PHASES
+from skiff_runtime.errors import Unavailable
+from skiff_runtime.messages import PhaseReport
+
+
+class State(StrEnum):
+    """Life of a service."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+_REFUSALS = {
+    State.STARTING: "the model is still being loaded; /startupz tells how far it is",
+    State.DRAINING: "the service is shutting down; retry with another replica",
+    State.FAILED: "the service failed and restarts; retry shortly",
+}
+
+
+@dataclass(slots=True)
+class ProcessStart:
+    """How far one process is, and how many seconds its earlier phases took."""
+
+    phase: str = PHASES[0]
+    progress: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class ServiceStatus:
+    """What the probes tell."""
+
+    def __init__(self) -> None:
+        self.state = State.STARTING
+        self.kv_tokens = 0
+        self._began = time.monotonic()
+        self._processes: dict[str, ProcessStart] = {}
+
+    def check_open(self) -> None:
+        """Raise ``Unavailable`` unless new requests are served."""
+        if self.state is not State.READY:
+            raise Unavailable(_REFUSALS[self.state])
+
+    def note(self, report: PhaseReport) -> None:
+        """A process entered a phase, or came further in it."""
+        process = self._processes.setdefault(report.process, ProcessStart())
+        if report.phase != process.phase:
+            process.seconds[process.phase] = report.seconds
+            process.phase = report.phase
+        process.progress = report.progress
+
+    def make_ready(self, kv_tokens: int) -> None:
+        """Every process serves."""
+        self.kv_tokens = kv_tokens
+        for process in self._processes.values():
+            process.phase, process.progress = PHASES[-1], 1.0
+        if self.state is State.STARTING:
+            self.state = State.READY
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds that each finished phase took in the process that was slowest in it."""
+        slowest: dict[str, float] = {}
+        for process in self._processes.values():
+            for phase, seconds in process.seconds.items():
+                slowest[phase] = max(seconds, slowest.get(phase, 0.0))
+        return {phase: slowest[phase] for phase in PHASES if phase in slowest}
+
+    def report(self) -> dict[str, Any]:
+        """For /startupz."""
+        processes = {
+            name: {
+                "phase": process.phase,
+                "progress": round(process.progress, 4),
+                "seconds": {phase: round(seconds, 3) for phase, seconds in process.seconds.items()},
+            }
+            for name, process in sorted(self._processes.items())
+        }
+        elapsed = round(time.monotonic() - self._began, 3)
+        return {"status": self.state, "elapsed_seconds": elapsed, "processes": processes}

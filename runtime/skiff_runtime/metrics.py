@@ -1,0 +1,176 @@
+"""Every metric of the runtime, defined once, and the page that Prometheus reads, made when it is asked for."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+from skiff_runtime import contract
+from skiff_runtime.exposition import Counter, Distribution, Family, Gauge, Histogram
+from skiff_runtime.messages import StepStats, Usage
+
+_TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_DURATION: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEP: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Endpoint(StrEnum):
+    """Label ``endpoint`` of requests."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    GENERATE = "generate"
+
+
+class Outcome(StrEnum):
+    """Label ``outcome`` of requests. Rejected: refused with a 4xx or 503. Failed: the service is to blame."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+class StepKind(StrEnum):
+    """Label ``kind`` of steps: what they computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class _Gauges:
+    """What is set anew for each page."""
+
+    def __init__(self) -> None:
+        self.queued = Gauge(contract.METRIC_QUEUED, "Requests that wait for a place in the batch.")
+        self.running = Gauge(contract.METRIC_RUNNING, "Requests that are being computed.")
+        self.in_flight = Gauge(contract.METRIC_IN_FLIGHT, "Requests that were accepted and have not ended.")
+        self.ready = Gauge(contract.METRIC_READY, "1 while new requests are served, else 0.")
+        self.usage = Gauge(contract.METRIC_KV_USAGE, "Share of the KV pages that running requests hold.")
+        self.pages = Gauge(contract.METRIC_KV_PAGES, "Pages of the KV cache by state.", ("state",))
+        self.phases = Gauge(
+            contract.METRIC_START_PHASE, "Seconds that each phase of the start took.", ("phase",)
+        )
+        self.routing_queued = Gauge(contract.ROUTING_QUEUED, "Requests that wait, for routers.")
+        self.routing_running = Gauge(contract.ROUTING_RUNNING, "Requests that run, for routers.")
+        self.routing_usage = Gauge(contract.ROUTING_USAGE, "Share of the KV cache in use, for routers.")
+        self.routing_cache = Gauge(
+            contract.ROUTING_CACHE_INFO, "Shape of the KV cache, for routers.", ("page_size", "num_pages")
+        )
+
+    def set(self, stats: StepStats) -> None:
+        """Take over the scheduler's gauges."""
+        used = stats.pages_total - stats.pages_free - stats.pages_cached
+        usage = used / stats.pages_total if stats.pages_total else 0.0
+        for queued in (self.queued, self.routing_queued):
+            queued.set(stats.queued)
+        for running in (self.running, self.routing_running):
+            running.set(stats.running)
+        for share in (self.usage, self.routing_usage):
+            share.set(usage)
+        for state, pages in (("free", stats.pages_free), ("cached", stats.pages_cached), ("used", used)):
+            self.pages.set(pages, state)
+        self.routing_cache.clear()
+        self.routing_cache.set(1, str(stats.page_size), str(stats.pages_total))
+
+
+class Metrics:
+    """The numbers of one service. The callables tell, at the moment of a scrape, what others keep."""
+
+    def __init__(
+        self,
+        *,
+        in_flight: Callable[[], int],
+        ready: Callable[[], bool],
+        phase_seconds: Callable[[], dict[str, float]],
+    ) -> None:
+        self._in_flight = in_flight
+        self._ready = ready
+        self._phase_seconds = phase_seconds
+        self._stats = StepStats()
+        self._gauges = _Gauges()
+        self._define_requests()
+        self._define_steps()
+        self.ttft: Distribution = self._ttft.of()
+        self.itl: Distribution = self._itl.of()
+
+    def _define_requests(self) -> None:
+        self._requests = Counter(
+            contract.METRIC_REQUESTS, "Requests by outcome and endpoint.", ("outcome", "endpoint")
+        )
+        for outcome in Outcome:
+            for endpoint in Endpoint:
+                self._requests.add(0, outcome, endpoint)
+        self._duration = Histogram(
+            contract.METRIC_REQUEST_DURATION,
+            "Time from request to last token, of finished requests.",
+            _DURATION,
+            ("endpoint",),
+            [(endpoint,) for endpoint in Endpoint],
+        )
+        self._ttft = Histogram(contract.METRIC_TTFT, "Time from request to first token.", _TTFT)
+        self._itl = Histogram(contract.METRIC_ITL, "Time between two tokens of a request.", _ITL)
+        self._prompt = Counter(contract.METRIC_PROMPT_TOKENS, "Prompt tokens of ended requests.")
+        self._cached = Counter(
+            contract.METRIC_CACHED_TOKENS, "Prompt tokens of ended requests that the KV cache held already."
+        )
+        self._generated = Counter(contract.METRIC_GENERATED_TOKENS, "Tokens generated.")
+
+    def _define_steps(self) -> None:
+        kinds = [(kind,) for kind in StepKind]
+        self._steps = Histogram(contract.METRIC_STEP_DURATION, "Time of one step.", _STEP, ("kind",), kinds)
+        self._step_tokens = Histogram(contract.METRIC_BATCH_TOKENS, "Tokens computed in one step.", _TOKENS)
+        self._retracted = Counter(
+            contract.METRIC_RETRACTIONS, "Running requests that were put back to make room."
+        )
+        self._evicted = Counter(
+            contract.METRIC_EVICTED_PAGES, "Cached pages that were given up to make room."
+        )
+
+    def note_request(self, endpoint: Endpoint, outcome: Outcome, seconds: float) -> None:
+        """A request ended after ``seconds``."""
+        self._requests.add(1, outcome, endpoint)
+        if outcome is Outcome.FINISHED:
+            self._duration.of(endpoint).observe(seconds)
+
+    def note_usage(self, usage: Usage) -> None:
+        """A request ended with these token counts."""
+        self._prompt.add(usage.prompt_tokens)
+        self._cached.add(usage.cached_tokens)
+
+    def note_capacity(self, kv_tokens: int, page_size: int) -> None:
+        """The KV cache was made; until the first step all of it is free."""
+        if not self._stats.pages_total:
+            pages = kv_tokens // page_size
+            self._stats = StepStats(pages_total=pages, pages_free=pages, page_size=page_size)
+
+    def note_step(self, stats: StepStats, *, generated: int) -> None:
+        """A step ended: its gauges, what it adds to the counters, and how many tokens it gave."""
+        self._stats = stats
+        self._generated.add(generated)
+        self._retracted.add(stats.retracted)
+        self._evicted.add(stats.evicted_pages)
+        kind = _kind(stats)
+        if kind is not None:
+            self._steps.of(kind).observe(stats.step_seconds)
+            self._step_tokens.of().observe(stats.prefill_tokens + stats.decode_tokens)
+
+    def page(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        self._gauges.set(self._stats)
+        self._gauges.in_flight.set(self._in_flight())
+        self._gauges.ready.set(int(self._ready()))
+        for phase, seconds in self._phase_seconds().items():
+            self._gauges.phases.set(seconds, phase)
+        owners = (vars(self), vars(self._gauges))
+        families = [each for owner in owners for each in owner.values() if isinstance(each, Family)]
+        return "".join(family.render() for family in families).encode()
+
+
+def _kind(stats: StepStats) -> StepKind | None:
+    """None for a batch that reports no computed step."""
+    if stats.prefill_tokens:
+        return StepKind.MIXED if stats.decode_tokens else StepKind.PREFILL
+    return StepKind.DECODE if stats.decode_tokens else None

@@ -1,0 +1,250 @@
+"""The front processes for real (api, tokenizers, detokenizer), with the test in place of supervisor and rank 0."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import EllipsisType
+from typing import Final
+
+import httpx
+import numpy as np
+from tiny_config import write_config
+from tiny_tokenizer import write_tokenizer
+from tokenizers import Tokenizer
+
+from skiff_runtime.config import Config
+from skiff_runtime.launch import Launch, Role
+from skiff_runtime.messages import (
+    NO_TOKEN,
+    AbortRequest,
+    Finish,
+    GenerateRequest,
+    PhaseReport,
+    Ready,
+    RequestFailed,
+    ServiceReady,
+    StepStats,
+    StreamOpened,
+    TokenBatch,
+    ToScheduler,
+    ToSupervisor,
+    Wire,
+)
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.process import process_name
+from skiff_runtime.transport import Endpoints, Receiver, Sender
+
+NAME: Final = "tiny"
+CONTEXT: Final = 512
+TIMEOUT_SECONDS: Final = 30.0
+Row = tuple[int, int, Finish]
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory without weights, for nothing computes here."""
+    write_config(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+class Rank:
+    """What the test says in place of rank 0's scheduler."""
+
+    def __init__(self, endpoints: Endpoints, model: Path) -> None:
+        self._inbox: Receiver[GenerateRequest | AbortRequest] = Receiver(endpoints.rank(0), ToScheduler)
+        self._detokenizer = Sender(endpoints.detokenizer)
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def receive(self, timeout_seconds: float = TIMEOUT_SECONDS) -> GenerateRequest | AbortRequest:
+        """The next message; fails the test when none comes."""
+        message = self._inbox.receive(timeout_seconds)
+        assert message is not None, "the scheduler was told nothing"
+        return message
+
+    def request(self) -> GenerateRequest:
+        """The next message, which must be a request."""
+        message = self.receive()
+        assert isinstance(message, GenerateRequest), message
+        return message
+
+    def poll(self) -> list[GenerateRequest | AbortRequest]:
+        """What is there, or arrives soon."""
+        first = self._inbox.receive(0.02)
+        return [] if first is None else [first, *self._inbox.drain(10_000)]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, request: GenerateRequest) -> list[int]:
+        return [int(token) for token in np.frombuffer(request.token_ids, dtype=Wire.TOKEN)]
+
+    def open(self, *requests: GenerateRequest, cached: int = 0) -> None:
+        """Tell that these requests run."""
+        opened = [StreamOpened(r.uid, len(r.token_ids) // 4, cached, r.text) for r in requests]
+        self.step([], opened=opened)
+
+    def step(
+        self,
+        rows: Sequence[Row],
+        *,
+        opened: Sequence[StreamOpened] = (),
+        failed: Sequence[RequestFailed] = (),
+        stats: StepStats | EllipsisType = ...,
+    ) -> None:
+        """One step's batch."""
+        uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
+        self._detokenizer.send(
+            TokenBatch(
+                opened=list(opened),
+                uids=np.array(uids, dtype=Wire.UID).tobytes(),
+                tokens=np.array(tokens, dtype=Wire.TOKEN).tobytes(),
+                finishes=bytes(finishes),
+                failed=list(failed),
+                stats=StepStats() if stats is ... else stats,
+            )
+        )
+
+    def say(self, uid: int, text: str, finish: Finish = Finish.RUNNING) -> None:
+        """Tokens of ``text``, one a step; the last one ends the request where ``finish`` says so."""
+        ids = self.ids(text)
+        for token in ids[:-1]:
+            self.step([(uid, token, Finish.RUNNING)])
+        self.step([(uid, ids[-1], finish)])
+
+    def end(self, uid: int, finish: Finish = Finish.ABORT) -> None:
+        self.step([(uid, NO_TOKEN, finish)])
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._detokenizer.close()
+
+
+class Echo(threading.Thread):
+    """Serves every request: repeats its prompt, one token a step for all running ones, then ends it."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(daemon=True)
+        self._rank = rank
+        self._running: dict[int, list[int]] = {}
+        self._stop_it = threading.Event()
+        self.aborted: list[int] = []
+
+    def run(self) -> None:
+        while not self._stop_it.is_set():
+            self._take(self._rank.poll())
+            rows = []
+            for uid, left in list(self._running.items()):
+                token = left.pop(0)
+                rows.append((uid, token, Finish.RUNNING if left else Finish.LENGTH))
+                if not left:
+                    del self._running[uid]
+            if rows:
+                self._rank.step(rows, stats=StepStats(running=len(rows), decode_tokens=len(rows)))
+
+    def _take(self, messages: list[GenerateRequest | AbortRequest]) -> None:
+        for message in messages:
+            if isinstance(message, GenerateRequest):
+                self._rank.open(message)
+                self._running[message.uid] = self._rank.prompt(message)
+            elif self._running.pop(message.uid, None) is not None:
+                self.aborted.append(message.uid)
+                self._rank.end(message.uid, message.finish)
+
+    def stop(self) -> None:
+        self._stop_it.set()
+        self.join()
+
+
+@dataclass
+class Front:
+    """Running front processes."""
+
+    endpoints: Endpoints
+    rank: Rank
+    api: Sender
+    supervisor: "Receiver[object]"
+    processes: dict[str, "subprocess.Popen[bytes]"]
+    url: str = ""
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=TIMEOUT_SECONDS)
+
+    def metric(self, line: str) -> float:
+        """The value of the sample that begins with ``line``."""
+        page = httpx.get(self.url + "/metrics").text.splitlines()
+        [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
+        return float(value)
+
+    def wait_exit(self, name: str = "api") -> int:
+        return self.processes[name].wait(TIMEOUT_SECONDS)
+
+
+@contextmanager
+def running_front(model: Path, *, ready: bool = True, **options: object) -> Iterator[Front]:
+    """Start the front processes on a free port; end them and all their files afterwards."""
+    config = Config(model=str(model), port=0, served_model_name=NAME, max_model_len=CONTEXT)
+    config = replace(config, log_level="debug", **options)  # type: ignore[arg-type]
+    run_dir = Path(tempfile.mkdtemp(prefix="skiff-test-"))
+    launch = Launch(config=config, model=read_model_config(model), run_dir=run_dir)
+    launch.write()
+    endpoints = Endpoints(run_dir)
+    supervisor: Receiver[object] = Receiver(endpoints.supervisor, ToSupervisor)
+    front = Front(endpoints, Rank(endpoints, model), Sender(endpoints.api), supervisor, {})
+    try:
+        for role, index in _roles(config.tokenizers):
+            front.processes[process_name(role, index)] = _spawn(role, index, run_dir)
+        front.url = f"http://127.0.0.1:{_await_ready(front)}"
+        if ready:
+            front.api.send(ServiceReady(kv_tokens=1024))
+            _await(lambda: httpx.get(front.url + "/readyz").status_code == 200)
+        yield front
+    finally:
+        for process in front.processes.values():
+            process.kill()
+            process.wait()
+        front.rank.close()
+        front.api.close()
+        supervisor.close()
+        shutil.rmtree(run_dir)
+
+
+def _roles(tokenizers: int) -> list[tuple[Role, int]]:
+    return [
+        (Role.API, 0),
+        (Role.DETOKENIZER, 0),
+        *((Role.TOKENIZER, index) for index in range(tokenizers)),
+    ]
+
+
+def _spawn(role: Role, index: int, run_dir: Path) -> "subprocess.Popen[bytes]":
+    arguments = [role, str(index), str(run_dir), str(os.getpid())]
+    return subprocess.Popen([sys.executable, "-m", "skiff_runtime.process", *arguments])
+
+
+def _await_ready(front: Front) -> int:
+    """Wait until every process told that it serves; phases are passed on as the supervisor does. The API's port."""
+    ports: dict[str, int] = {}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(ports) < len(front.processes):
+        assert time.monotonic() < deadline, f"ready are only {sorted(ports)}"
+        message = front.supervisor.receive(0.2)
+        if isinstance(message, Ready):
+            ports[message.process] = message.port
+        elif isinstance(message, PhaseReport):
+            front.api.send(message)
+    return ports["api"]
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
