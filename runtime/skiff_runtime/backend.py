@@ -85,7 +85,7 @@ class Backend:
         for message in self._reports.drain(1024):
             if isinstance(message, Ready):
                 self._ready += 1
-            elif isinstance(message, PhaseReport) and self._on_phase is not None:
+            elif isinstance(message, PhaseReport) and message.progress == 0 and self._on_phase is not None:
                 self._on_phase(message.process, message.phase)
         ended = self._children.reap()
         if ended:
