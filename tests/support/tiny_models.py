@@ -13,6 +13,10 @@ import torch
 from tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from skiff_runtime.engine.cpu import avoid_trapping_amx
+
+avoid_trapping_amx()  # before the process's first product, which may be one of the oracle's
+
 _SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -86,6 +90,32 @@ def greedy_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
         cache, ids = step.past_key_values, step.logits[:, -1:].argmax(-1)
         output.append(int(ids))
     return output
+
+
+@torch.inference_mode()
+def oracle_logits(
+    model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """For each prompt, the logits float32 [len(output), vocab] from which each of its output tokens is chosen."""
+    rows = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    logits = model(ids, attention_mask=torch.ones_like(ids)).logits.float()
+    return [
+        logits[number, len(prompt) - 1 : len(prompt) + len(output) - 1]
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def oracle_choices(
+    model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The oracle's greedy token at each place of each output, given what stands before it.
+
+    All outputs are greedy if and only if this equals ``outputs``; one forward pass
+    (rows padded at their ends, which causal attention never sees) instead of one per token.
+    """
+    return [logits.argmax(-1).tolist() for logits in oracle_logits(model, prompts, outputs)]
 
 
 def _config(family: str, overrides: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.batch import Tables
+from skiff_runtime.engine.cpu import avoid_trapping_amx
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.messages import SamplingParams
@@ -58,6 +59,8 @@ class Engine:
         """Load the model and allocate the KV cache; ``on_phase`` is told each start phase and progress in it."""
         self._on_phase = on_phase
         self._page_size = config.page_size
+        if group.device.type == "cpu" and config.dtype != "float32":
+            avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
