@@ -14,7 +14,7 @@ REPORT_SECONDS: Final = 5.0
 
 
 class Counter:
-    """Counts requests and tokens that are done."""
+    """Counts what is done of ``total`` (requests or tokens), and tokens."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title = title
@@ -37,9 +37,9 @@ class Counter:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, *, requests: int = 1, tokens: int = 0, failed: bool = False) -> None:
+    def advance(self, *, done: int = 1, tokens: int = 0, failed: bool = False) -> None:
         """So much more is done."""
-        self._done += requests
+        self._done += done
         self._tokens += tokens
         self._failed += failed
         if self._bar is not None and self._task is not None:

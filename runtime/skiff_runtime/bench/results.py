@@ -13,7 +13,7 @@ PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = {
     "ttft_ms": "time to first token",
     "itl_ms": "inter-token latency",
-    "tpot_ms": "time per token after the first",
+    "tpot_ms": "time per further token",
     "e2e_ms": "end to end",
     "client_lag_ms": "client's own lag",
 }

@@ -3,11 +3,11 @@
 import argparse
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 
-MAX_COUNT = 1_000_000
+MAX_COUNT: Final = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Span:
 
 
 def positive_int(text: str) -> int:
-    """A whole number from 1 to a million."""
+    """A whole number from 1 to ten million."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_COUNT}, not {text!r}")
@@ -46,7 +46,7 @@ def positive_int(text: str) -> int:
 
 
 def natural_int(text: str) -> int:
-    """A whole number from 0 to a million."""
+    """A whole number from 0 to ten million."""
     return 0 if text == "0" else positive_int(text)
 
 

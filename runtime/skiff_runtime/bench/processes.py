@@ -1,0 +1,57 @@
+"""The processes of one service, and the CPU time that each has used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from skiff_runtime.errors import SkiffError
+from skiff_runtime.launch import Role
+
+SUPERVISOR: Final = "supervisor"
+FRONTS: Final = (Role.API, Role.TOKENIZER, Role.DETOKENIZER)
+_MODULE: Final = "skiff_runtime.process"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the service. ``role`` is one of ``Role`` or "supervisor"."""
+
+    name: str
+    role: str
+    handle: psutil.Process
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all its threads so far."""
+        times = self.handle.cpu_times()
+        return float(times.user + times.system)
+
+
+def service_processes(pid: int) -> list[Process]:
+    """The supervisor ``pid`` and its children, in order of name; SkiffError where that is no service."""
+    try:
+        root = psutil.Process(pid)
+        found = [each for child in root.children() if (each := _known(child)) is not None]
+    except psutil.Error as error:
+        raise SkiffError(f"--pid {pid} cannot be watched: {error}") from error
+    if not any(each.role == Role.API for each in found):
+        raise SkiffError(f"--pid {pid} has no children of a service; give the process id of `skiff serve`")
+    return [Process(SUPERVISOR, SUPERVISOR, root), *sorted(found, key=lambda each: each.name)]
+
+
+def cpu_seconds(processes: list[Process]) -> Mapping[str, float]:
+    """By name: the CPU time used so far; SkiffError when one has ended."""
+    try:
+        return {each.name: each.cpu_seconds() for each in processes}
+    except psutil.Error as error:
+        raise SkiffError(f"a process of the service ended while it was watched: {error}") from error
+
+
+def _known(child: psutil.Process) -> Process | None:
+    words = child.cmdline()
+    if _MODULE not in words:
+        return None
+    role, index = words[words.index(_MODULE) + 1 :][:2]
+    numbered = role in (Role.TOKENIZER, Role.RANK)
+    return Process(f"{role}{index}" if numbered else role, role, child)

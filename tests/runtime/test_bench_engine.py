@@ -1,0 +1,158 @@
+"""The benchmarks and the chat with a whole real service beneath them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_models import make_model
+
+from skiff_runtime.bench.cost import Sampled, costs
+from skiff_runtime.errors import StartupError
+from skiff_runtime.local_server import LocalServer
+
+SMALL = ["--kv-cache-tokens", "4096", "--cpu-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LocalServer]:
+    with LocalServer(["--model", str(model), *SMALL]) as running:
+        yield running
+
+
+def skiff(*words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "skiff_runtime", *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def figures(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def test_chat_gets_the_same_answer_to_the_same_seed(server: LocalServer) -> None:
+    flags = ["chat", "--url", server.url, "--seed", "5", "--max-tokens", "8"]
+    done = skiff(*flags, stdin="hello\n/reset\nhello\n")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split("The conversation starts afresh.\n")
+    assert first == second and first.strip()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_serve_measures_real_answers(server: LocalServer, tmp_path: Path, endpoint: str) -> None:
+    output = tmp_path / "serve.json"
+    load = ["--num-prompts", "16", "--request-rate", "100", "--input-len", "4:20", "--output-len", "2:9"]
+    done = skiff(
+        "bench",
+        "serve",
+        "--url",
+        server.url,
+        "--endpoint",
+        endpoint,
+        "--vocabulary",
+        "200",
+        *load,
+        "--output",
+        str(output),
+    )
+    assert done.returncode == 0, done.stderr
+    result = figures(output)
+    assert result["succeeded"] == 16 and result["failures"] == {}
+    assert 16 * 2 <= result["output_tokens"] <= 16 * 9
+
+
+def test_overhead_sums_over_the_real_processes(server: LocalServer, tmp_path: Path) -> None:
+    output = tmp_path / "overhead.json"
+    load = ["--num-prompts", "40", "--concurrency", "8", "--input-len", "8", "--output-len", "12"]
+    done = skiff(
+        "bench", "overhead", "--url", server.url, "--pid", str(server.pid), *load, "--output", str(output)
+    )
+    assert done.returncode == 0, done.stderr
+    result = figures(output)
+    assert sorted(result["processes"]) == ["api", "detokenizer", "rank0", "supervisor", "tokenizer0"]
+    assert result["output_tokens"] == 40 * 1 + 40 * 12
+    assert result["processes"]["rank0"]["us_per_token"] > 0
+    assert result["fronts"]["busy_ratio"] > 0
+    assert "api + tokenizers + detokenizer" in done.stdout
+
+
+def test_overhead_refuses_a_process_that_is_no_service(server: LocalServer) -> None:
+    done = skiff("bench", "overhead", "--url", server.url, "--pid", str(os.getpid()))
+    assert done.returncode == 2 and "process id of `skiff serve`" in done.stderr
+    done = skiff("bench", "overhead", "--url", server.url)
+    assert done.returncode == 2 and "--pid belong together" in done.stderr
+
+
+def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "offline.json"
+    load = ["--requests", "8", "--input-len", "4:20", "--output-len", "3:9", "--rounds", "2"]
+    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    first, second = figures(output)["rounds"]
+    assert first["prompt_tokens"] != second["prompt_tokens"]  # new prompts each round
+    assert all(8 * 3 <= each["output_tokens"] <= 8 * 9 for each in (first, second))
+    assert figures(output)["output_tokens_per_second"] == pytest.approx(second["output_tokens_per_second"])
+
+
+def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:
+    done = skiff("bench", "offline", "--model", str(model), "--input-len", "400", "--output-len", "200")
+    assert done.returncode == 2 and "--input-len 400 and --output-len 200 together exceed 512" in done.stderr
+
+
+def test_costs_are_the_difference_of_two_loads() -> None:
+    short = Sampled(1.0, 10, 10, {"api": 0.011})
+    long = Sampled(3.0, 10, 110, {"api": 0.021})
+    cost = costs(short, long)["api"]
+    assert cost.us_per_token == pytest.approx(100.0)
+    assert cost.us_per_request == pytest.approx(1000.0)
+    assert cost.busy_ratio == pytest.approx(0.008)
+
+
+def test_a_local_server_tells_why_it_did_not_start() -> None:
+    with pytest.raises(StartupError, match="/no/such/model"), LocalServer(["--model", "/no/such/model"]):
+        pass
+
+
+def test_a_local_server_ends_with_its_parent(model: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from skiff_runtime.local_server import LocalServer\n"
+        f"with LocalServer(['--model', {str(model)!r}, *{SMALL}]) as server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(120)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    children = server.children(recursive=True)
+    assert len(children) >= 4
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while any(_lives(each) for each in [server, *children]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
