@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from skiff_operator import events, plan
-from skiff_operator.cache import Entry
+from skiff_operator.cache import Entry, Objects
 from skiff_operator.client import Client
 from skiff_operator.errors import ApiConflict, ApiNotFound, OperatorError, Permanent
 from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
@@ -31,7 +31,7 @@ class Applier:
         self._observer = observer
         self._reporter = reporter
 
-    async def run(self, key: Key, steps: list[plan.Step], objects: plan.Objects) -> None:
+    async def run(self, key: Key, steps: list[plan.Step], objects: Objects) -> None:
         """Take the steps in their order.
 
         Raises:

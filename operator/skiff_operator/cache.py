@@ -4,7 +4,7 @@ Only `observe` fills it from what the API server said; planning and status read 
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,9 @@ from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
 from skiff_operator.workqueue import Key
+
+Objects = dict[tuple[Kind, str], dict[str, Any]]
+"""Built objects by kind and name, in the order of creation."""
 
 
 class Child(msgspec.Struct, frozen=True, gc=False):
@@ -51,7 +54,8 @@ class Entry(msgspec.Struct):
     """All that is known of one InferenceService and of what carries its label.
 
     `service` is None while the object is absent or its spec was never valid; then `invalid` may say why.
-    `wanted` is derived from `service` when first needed. `problem` is what the API server last refused.
+    `wanted` is derived from `service` when first needed; `draft` holds the built objects for as long as some
+    are missing. `problem` is what the API server last refused.
     """
 
     service: InferenceService | None = None
@@ -62,6 +66,7 @@ class Entry(msgspec.Struct):
     invalid: InvalidSpec | None = None
     status: Status | None = None
     wanted: Wanted | None = None
+    draft: Objects | None = None
     problem: Problem | None = None
     children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
     rollout: Rollout | None = None
@@ -74,7 +79,7 @@ class Entry(msgspec.Struct):
 
     def leave(self) -> None:
         """Forget the InferenceService itself; its children may still be there."""
-        self.service = self.status = self.wanted = self.problem = self.invalid = None
+        self.service = self.status = self.wanted = self.draft = self.problem = self.invalid = None
         self.uid, self.deleting = "", False
 
     @property

@@ -52,6 +52,8 @@ class Client:
     def __init__(self, configuration: Configuration, *, connections: int) -> None:
         """Open at most `connections` at a time."""
         configuration.connection_pool_maxsize = connections
+        # By default each request looks for a netrc file and for proxies in a thread; `configuration` knows already.
+        configuration.client_session_kwargs = {"trust_env": False}
         self._api = ApiClient(configuration)
         self._agent = f"{FIELD_MANAGER}/skiff"
 

@@ -64,7 +64,7 @@ class Observer:
         """Fill `cache`; `settings` decide which namespaces are read and what is desired."""
         self.cache = cache
         self._settings = settings
-        self._drafts: dict[Key, plan.Objects] | None = None
+        self._priming = False
         self._relists: dict[Kind, Relist] = {}
 
     async def prime(self, client: Client) -> None:
@@ -73,7 +73,7 @@ class Observer:
         Raises:
             OperatorError: the CustomResourceDefinition is missing, or the API server refuses to list.
         """
-        self._drafts = {}
+        self._priming = True
         for kind in (INFERENCE_SERVICE, *CHILDREN, POD):
             selector = "" if kind == INFERENCE_SERVICE else contract.LABEL_SERVICE
             for namespace in self._settings.namespaces or (None,):
@@ -85,7 +85,7 @@ class Observer:
                         f"the API server does not know {kind.plural}.{kind.group}; "
                         "apply manifests/crds first (the chart does it by itself)"
                     ) from error
-        self._drafts = None
+        self._priming = False
 
     def relisted(self, kind: Kind, uid: str, now: float) -> None:
         """Note that a watch began anew and showed this object; `now` is in seconds of a monotonic clock."""
@@ -200,25 +200,18 @@ class Observer:
         if entry.service is None or entry.invalid is not None:
             return True
         try:
-            draft = self._draft(key, entry.service)
+            draft = entry.draft or plan.objects(entry.service, self._settings)
         except InvalidSpec:
             return True
+        if self._priming and entry.draft is None:  # each kind's list will ask for it again
+            entry.draft, entry.wanted = draft, plan.summarize(draft)
         desired = draft.get((kind, obj["metadata"]["name"]))
         return desired is None or covers(desired, obj)
-
-    def _draft(self, key: Key, service: spec.InferenceService) -> plan.Objects:
-        """The desired objects; while everything is listed they are kept, for each kind asks for them again."""
-        if self._drafts is None:
-            return plan.objects(service, self._settings)
-        if key not in self._drafts:
-            self._drafts[key] = plan.objects(service, self._settings)
-            self.cache.touch(key).wanted = plan.summarize(self._drafts[key])
-        return self._drafts[key]
 
 
 def _take_spec(entry: Entry, obj: dict[str, Any]) -> None:
     """Parse a new generation. An impossible one leaves the last valid one at work and is reported."""
-    entry.wanted = entry.problem = entry.invalid = None
+    entry.wanted = entry.draft = entry.problem = entry.invalid = None
     try:
         entry.service = spec.parse(obj)
     except InvalidSpec as error:

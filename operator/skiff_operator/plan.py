@@ -1,9 +1,9 @@
 """What must exist for a spec, and the next steps from what does exist. Pure: no I/O, no clock."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from skiff_operator import policy
-from skiff_operator.cache import Child, Entry, Wanted
+from skiff_operator.cache import Child, Entry, Objects, Wanted
 from skiff_operator.kinds import BY_NAME, DEPLOYMENT, Kind, Stage
 from skiff_operator.resources import (
     cache_claim,
@@ -16,9 +16,6 @@ from skiff_operator.resources import (
 from skiff_operator.resources.metadata import stamp, stamp_of
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
-
-Objects = dict[tuple[Kind, str], dict[str, Any]]
-"""Built objects by kind and name, in the order of creation."""
 
 
 class Step(NamedTuple):

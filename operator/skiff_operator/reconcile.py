@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from skiff_operator import plan, status
 from skiff_operator.apply import Applier, clock
-from skiff_operator.cache import Entry
+from skiff_operator.cache import Entry, Objects
 from skiff_operator.errors import InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, Stage
 from skiff_operator.observe import Observer
@@ -41,10 +41,11 @@ class Reconciler:
         try:
             steps, later = plan.first_stage(self._pending(entry))
             if steps:
-                await self._applier.run(key, steps, self._objects(entry))
+                await self._applier.run(key, steps, self._draft(entry))
             entry.problem = None
             if steps:
                 return Outcome(stage=later)
+            entry.draft = None
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
         except Permanent as error:
@@ -59,15 +60,18 @@ class Reconciler:
             raise entry.invalid
         if entry.wanted is None:
             try:
-                entry.wanted = plan.summarize(self._objects(entry))
+                entry.wanted = plan.summarize(self._draft(entry))
             except InvalidSpec as error:
                 entry.invalid = error
                 raise
         return plan.steps(entry, entry.wanted)
 
-    def _objects(self, entry: Entry) -> plan.Objects:
+    def _draft(self, entry: Entry) -> Objects:
+        """The built objects, kept until all of them exist."""
         assert entry.service is not None, "an entry that is present is valid or says why it is not"
-        return plan.objects(entry.service, self._settings)
+        if entry.draft is None:
+            entry.draft = plan.objects(entry.service, self._settings)
+        return entry.draft
 
     async def _report(self, key: Key, entry: Entry) -> None:
         new = status.report(_facts(key, entry), entry.status, clock())

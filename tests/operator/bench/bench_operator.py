@@ -1,0 +1,191 @@
+"""The operator under load: 1, 100 and 1,000 InferenceServices on a real API server and etcd.
+
+    python tests/operator/bench/bench_operator.py [--sizes 1,100,1000] [--json FILE]
+
+For each size a fresh control plane (without the controller manager, whose work is not the operator's) and a fresh
+operator process: a burst of creations, then creations at a steady rate, a minute of nothing, and a restart.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("support", "cluster")]
+
+from apiserver import ApiServer  # noqa: E402
+from controlplane import ControlPlane  # noqa: E402
+from creation_load import DeploymentWatch, create_all  # noqa: E402
+from operator_process import LEASE_NAMESPACE, OperatorProcess, eventually  # noqa: E402
+
+CRD = HERE.parents[3] / "manifests/crds/inferenceservices.yaml"
+NAMESPACE = "bench"
+STEADY_RATE = 16.0
+STEADY_SECONDS = 15.0
+IDLE_SECONDS = 60.0
+TARGETS = {
+    "last_deployment_seconds": 10.0,
+    "steady_p95_ms": 50.0,
+    "cpu_ms_per_object": 5.0,
+    "requests_per_object": 3.2,
+    "resident_mib": 100.0,
+    "restart_cpu_seconds": 2.0,
+    "restart_writes": 0.0,
+    "idle_requests_per_minute": 12.0,
+}
+"""What the design asks of 1,000 objects. The idle requests are the Lease's: one read and one write each 10 s."""
+
+
+@dataclasses.dataclass
+class Result:
+    """One size's measurements; CPU and memory are the operator's."""
+
+    objects: int
+    last_deployment_seconds: float = 0.0
+    steady_p50_ms: float = 0.0
+    steady_p95_ms: float = 0.0
+    cpu_ms_per_object: float = 0.0
+    requests_per_object: float = 0.0
+    resident_mib: float = 0.0
+    restart_cpu_seconds: float = 0.0
+    restart_writes: int = 0
+    idle_requests_per_minute: float = 0.0
+    idle_cpu_ms_per_second: float = 0.0
+
+
+def cpu_seconds(operator: OperatorProcess) -> float:
+    """CPU that the process has used."""
+    times = operator.process.cpu_times()
+    used: float = times.user + times.system
+    return used
+
+
+def settle(operator: OperatorProcess, total: int) -> None:
+    """Wait until every object has its status and nothing is queued."""
+
+    def settled() -> bool:
+        values = operator.metrics()
+        known = values["skiff_operator_objects{condition=Ready,status=False}"]
+        return known == total and values["skiff_operator_queue_depth"] == 0
+
+    eventually(settled, f"{total} statuses written", 180, every_seconds=1.0)
+    time.sleep(1.0)
+
+
+def burst(kubeconfig: Path, operator: OperatorProcess, result: Result) -> None:
+    """Create everything as fast as the API server takes it; until the last Deployment exists."""
+    cpu, requests = cpu_seconds(operator), sum(operator.requests().values())
+    names = [f"burst-{number:04d}" for number in range(result.objects)]
+
+    async def run() -> float:
+        async with DeploymentWatch(kubeconfig, NAMESPACE) as watch:
+            started = time.perf_counter()
+            await create_all(kubeconfig, NAMESPACE, names, rate=None)
+            return max((await watch.wait_for(names)).values()) - started
+
+    result.last_deployment_seconds = asyncio.run(run())
+    settle(operator, result.objects)
+    result.cpu_ms_per_object = (cpu_seconds(operator) - cpu) * 1e3 / result.objects
+    result.requests_per_object = (sum(operator.requests().values()) - requests) / result.objects
+    result.resident_mib = operator.process.memory_info().rss / 2**20
+
+
+def steady(kubeconfig: Path, operator: OperatorProcess, result: Result) -> int:
+    """Create more at a steady rate; from sending each creation until its Deployment is seen."""
+    count = min(max(result.objects, 16), int(STEADY_RATE * STEADY_SECONDS))
+    names = [f"steady-{number:04d}" for number in range(count)]
+
+    async def run() -> list[float]:
+        async with DeploymentWatch(kubeconfig, NAMESPACE) as watch:
+            sent = await create_all(kubeconfig, NAMESPACE, names, rate=STEADY_RATE)
+            seen = await watch.wait_for(names)
+            return [(seen[name] - sent[name]) * 1e3 for name in names]
+
+    delays = asyncio.run(run())
+    result.steady_p50_ms = statistics.median(delays)
+    result.steady_p95_ms = statistics.quantiles(delays, n=20)[-1]
+    settle(operator, result.objects + count)
+    return result.objects + count
+
+
+def idle(operator: OperatorProcess, result: Result) -> None:
+    """Nothing changes for a minute."""
+    cpu, requests = cpu_seconds(operator), sum(operator.requests().values())
+    time.sleep(IDLE_SECONDS)
+    minutes = IDLE_SECONDS / 60
+    result.idle_requests_per_minute = (sum(operator.requests().values()) - requests) / minutes
+    result.idle_cpu_ms_per_second = (cpu_seconds(operator) - cpu) * 1e3 / IDLE_SECONDS
+
+
+def restart(operator: OperatorProcess, result: Result, total: int) -> None:
+    """Stop and start; all of the new process's CPU until it has looked at everything and is quiet."""
+    operator.stop()
+    operator.start()
+    settle(operator, total)
+    time.sleep(3.0)
+    result.restart_cpu_seconds = cpu_seconds(operator)
+    result.restart_writes = operator.writes()
+
+
+def measure(size: int, scratch: Path) -> Result:
+    """All measurements of one size."""
+    result = Result(size)
+    plane = ControlPlane()
+    plane.start()
+    try:
+        plane.daemons["kube-controller-manager"].stop()
+        server = ApiServer(plane.kubeconfig, NAMESPACE)
+        server.install(CRD)
+        server.create_namespace()
+        server.in_namespace(LEASE_NAMESPACE).create_namespace()
+        with OperatorProcess(plane.kubeconfig, scratch / f"operator-{size}.log") as operator:
+            time.sleep(3.0)
+            burst(plane.kubeconfig, operator, result)
+            total = steady(plane.kubeconfig, operator, result)
+            restart(operator, result, total)
+            idle(operator, result)
+    finally:
+        plane.stop()
+    return result
+
+
+def table(results: list[Result]) -> str:
+    """The results as a Markdown table, with the design's figures for the largest size."""
+    heads = ["measure", *(f"{result.objects:,}" for result in results), "aim at 1,000"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for field in dataclasses.fields(Result)[1:]:
+        values = [f"{getattr(result, field.name):.1f}" for result in results]
+        target = TARGETS.get(field.name)
+        aim = "" if target is None else f"{target:g}"
+        lines.append(f"| {field.name.replace('_', ' ')} | {' | '.join(values)} | {aim} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the bench and print what it found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default="1,100,1000", help="numbers of InferenceServices (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="skiff-bench-") as scratch:
+        for size in map(int, arguments.sizes.split(",")):
+            print(f"bench: {size} InferenceServices ...", file=sys.stderr, flush=True)
+            results.append(measure(size, Path(scratch)))
+    print(table(results))
+    content = json.dumps([dataclasses.asdict(result) for result in results], indent=1)
+    if arguments.json is not None:
+        arguments.json.write_text(content + "\n")
+    print(content)
+
+
+if __name__ == "__main__":
+    main()
