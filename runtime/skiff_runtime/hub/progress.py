@@ -50,7 +50,8 @@ class LogProgress:
             self._report()
 
     def close(self) -> None:
-        self._report()
+        if self._sizes:
+            self._report()
 
     def _report(self) -> None:
         now, received, total = time.monotonic(), sum(list(self._received.values())), sum(self._sizes.values())
