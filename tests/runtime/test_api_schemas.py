@@ -1,0 +1,228 @@
+"""Request bodies: what is accepted, and one clear sentence about what is not."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+
+from skiff_runtime.api.schemas import UNSERVED, ChatRequest, CompletionRequest, GenerateBody, Strict
+from skiff_runtime.api.validation import parse
+from skiff_runtime.errors import InvalidRequest
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def parsed(kind: type[Strict], body: dict[str, Any]) -> Any:
+    return parse(kind, json.dumps(body).encode())
+
+
+def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, raw)
+    assert caught.value.status == 400
+    message = caught.value.message
+    assert len(message) < 400
+    assert "pydantic" not in message and "Traceback" not in message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatRequest, chat.CompletionCreateParamsStreaming),
+        (CompletionRequest, completions.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(kind: type[Strict], params: Any) -> None:
+    names = set(params.__annotations__)
+    for base in params.__orig_bases__:
+        names |= set(getattr(base, "__annotations__", {}))
+    assert len(names) > 15
+    assert names - set(kind.model_fields) == set()
+
+
+def test_advice_is_only_given_on_known_fields() -> None:
+    nested = {"name", "tool_calls"}
+    assert set(UNSERVED) - set(ChatRequest.model_fields) - set(CompletionRequest.model_fields) == nested
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "x", "format": "wav"}),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("function_call", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("top_logprobs", 2),
+        ("metadata", {"a": "b"}),
+        ("modalities", ["text", "audio"]),
+        ("n", 2),
+        ("parallel_tool_calls", False),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "low"),
+        ("response_format", {"type": "json_object"}),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("tool_choice", "auto"),
+        ("tools", [{"type": "function"}]),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(field: str, value: object) -> None:
+    error = refused(ChatRequest, json.dumps({**CHAT, field: value}).encode())
+    assert error.message.startswith(f"'{field}") and "is not supported yet: " in error.message
+    assert error.code == "unsupported_parameter"
+    assert error.param is not None and error.param.startswith(field)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0.0},
+        {"tools": None, "tool_choice": "none", "logit_bias": {}, "functions": []},
+        {"tools": [], "response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]},
+        {"stop": None, "seed": None, "temperature": None, "top_p": None, "stream": None, "max_tokens": None},
+        {"stop": "x", "seed": -(2**63), "temperature": 2, "top_p": 1, "top_k": -1, "min_p": 0},
+        {"max_tokens": 7, "max_completion_tokens": 7, "stop_token_ids": [5], "ignore_eos": True, "user": "u"},
+    ],
+)
+def test_values_that_mean_the_default_are_accepted(extra: dict[str, Any]) -> None:
+    parsed(ChatRequest, {**CHAT, **extra})
+
+
+def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parsed(ChatRequest, {**CHAT, "messages": [answer, {"role": "developer", "content": parts}]})
+    assert [part.text for part in body.messages[1].content] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"temperature": 2.1}, "temperature", "less than or equal to 2, not 2.1"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0, not 0"),
+        ({"min_p": -0.1}, "min_p", "greater than or equal to 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -5}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": 10**12}, "max_tokens", "less than or equal to"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "send only the latter"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"stop": ""}, "stop[0]", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ["a" * 257]}, "stop[0]", "at most 256 characters"),
+        ({"stop": 5}, "stop", "must be a string or a list"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, None, 'needs "stream": true'),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        (
+            {"temprature": 1},
+            "temprature",
+            "unknown field 'temprature'; remove it; known fields are ignore_eos",
+        ),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": [5]}, "messages[0]", "object"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role",
+            "'system', 'developer', 'user'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "must be a string or a list",
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "should be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "bob"}]},
+            "messages[0].name",
+            "not supported yet",
+        ),
+        ({"model": None}, "model", "valid string"),
+    ],
+)
+def test_one_sentence_names_the_fault(changes: dict[str, Any], param: str | None, says: str) -> None:
+    error = refused(ChatRequest, json.dumps({**CHAT, **changes}).encode())
+    assert (error.param, says in error.message) == (param, True), error.message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        json.dumps({f"k{n}": n for n in range(10_000)}).encode(),
+        json.dumps({**CHAT, "messages": [1] * 10_000}).encode(),
+    ],
+)
+def test_bodies_that_are_not_even_json(raw: bytes) -> None:
+    refused(ChatRequest, raw)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "meaning"),
+    [("x", "x"), (["x"], "x"), ([5, 6], [5, 6]), ([[5, 6]], [5, 6]), ("", ""), ([], [])],
+)
+def test_spellings_of_one_prompt(prompt: object, meaning: object) -> None:
+    assert parsed(CompletionRequest, {"model": "m", "prompt": prompt}).prompt == meaning
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"prompt": ["x", "y"]}, "prompt", "several prompts in one request are not supported yet"),
+        ({"prompt": [[1], [2]]}, "prompt", "several prompts"),
+        ({"prompt": [1, -5]}, "prompt[1]", "greater than or equal to 0, not -5"),
+        ({"prompt": [1, "x"]}, "prompt[1]", "valid integer"),
+        ({"prompt": 5}, "prompt", "must be a string or a list of token ids"),
+        ({"prompt": ...}, "prompt", "is missing"),
+        ({"best_of": 3}, "best_of", "not supported yet"),
+        ({"echo": True}, "echo", "not supported yet"),
+        ({"logprobs": 1}, "logprobs", "not supported yet"),
+        ({"suffix": "end"}, "suffix", "not supported yet"),
+    ],
+)
+def test_completions(changes: dict[str, Any], param: str, says: str) -> None:
+    body = {key: value for key, value in {**TEXT, **changes}.items() if value is not ...}
+    error = refused(CompletionRequest, json.dumps(body).encode())
+    assert (error.param, says in error.message) == (param, True), error.message
+
+
+@pytest.mark.parametrize("body", [{}, {"text": "x", "token_ids": [1]}])
+def test_the_native_endpoint_takes_one_input(body: dict[str, Any]) -> None:
+    assert "either 'text' or 'token_ids'" in refused(GenerateBody, json.dumps(body).encode()).message

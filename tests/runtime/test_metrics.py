@@ -1,0 +1,119 @@
+"""The exposition: well formed, true to what was noted, every metric of the contract on it."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from skiff_runtime import contract
+from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.metrics import Endpoint, Metrics, Outcome
+
+STATS = StepStats(
+    queued=3,
+    running=2,
+    pages_total=100,
+    pages_free=60,
+    pages_cached=15,
+    page_size=16,
+    step_seconds=0.02,
+    prefill_tokens=30,
+    decode_tokens=2,
+    retracted=1,
+    evicted_pages=4,
+)
+
+
+def make() -> Metrics:
+    return Metrics(in_flight=lambda: 7, ready=lambda: True, phase_seconds=lambda: {"weights": 1.5})
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.page().decode()):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in found, "a series appears twice"
+            found[key] = sample.value
+    return found
+
+
+def test_every_metric_of_the_contract_is_exposed() -> None:
+    names = {
+        value
+        for name, value in vars(contract).items()
+        if name.startswith(("METRIC_", "ROUTING_")) and isinstance(value, str)
+    }
+    exposed = {key.partition("{")[0] for key in samples(make())}
+    plain = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in exposed}
+    assert names - plain == set()
+    assert plain - names == set()
+
+
+def test_gauges_are_those_of_the_last_step() -> None:
+    metrics = make()
+    metrics.note_step(StepStats(running=50), generated=0)
+    metrics.note_step(STATS, generated=2)
+    found = samples(metrics)
+    assert found["skiff_requests_queued"] == found["sglang:num_queue_reqs"] == 3
+    assert found["skiff_requests_running"] == found["sglang:num_running_reqs"] == 2
+    assert found["skiff_kv_usage_ratio"] == found["sglang:token_usage"] == 0.25
+    assert found["sglang:cache_config_info{num_pages=100,page_size=16}"] == 1
+    assert [found[f"skiff_kv_pages{{state={state}}}"] for state in ("free", "cached", "used")] == [60, 15, 25]
+    assert found["skiff_requests_in_flight"] == 7
+    assert found["skiff_ready"] == 1
+    assert found["skiff_start_phase_seconds{phase=weights}"] == 1.5
+
+
+def test_counters_add_up() -> None:
+    metrics = make()
+    for _ in range(3):
+        metrics.note_step(STATS, generated=2)
+        metrics.note_usage(Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4))
+    metrics.note_request(Endpoint.CHAT, Outcome.FINISHED, 0.3)
+    metrics.note_request(Endpoint.CHAT, Outcome.REJECTED, 0.0)
+    found = samples(metrics)
+    assert found["skiff_generated_tokens_total"] == 6
+    assert found["skiff_prompt_tokens_total"] == 30
+    assert found["skiff_cached_prompt_tokens_total"] == 12
+    assert found["skiff_retractions_total"] == 3
+    assert found["skiff_evicted_pages_total"] == 12
+    assert found["skiff_requests_total{endpoint=chat,outcome=finished}"] == 1
+    assert found["skiff_requests_total{endpoint=chat,outcome=rejected}"] == 1
+    assert found["skiff_requests_total{endpoint=generate,outcome=failed}"] == 0
+    assert found["skiff_request_duration_seconds_count{endpoint=chat}"] == 1
+
+
+def test_steps_are_told_apart_by_kind() -> None:
+    metrics = make()
+    metrics.note_step(STATS, generated=2)
+    metrics.note_step(StepStats(step_seconds=0.5, prefill_tokens=9), generated=0)
+    metrics.note_step(StepStats(step_seconds=0.5, decode_tokens=9), generated=9)
+    metrics.note_step(StepStats(), generated=0)
+    found = samples(metrics)
+    counts = [
+        found[f"skiff_step_duration_seconds_count{{kind={kind}}}"] for kind in ("prefill", "decode", "mixed")
+    ]
+    assert counts == [1, 1, 1]
+    assert found["skiff_step_tokens_sum"] == 32 + 9 + 9
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    metrics = make()
+    values = [0.0005, 0.001, 0.0011, 0.0011, 0.02, 100.0]
+    for value in values:
+        metrics.itl.observe(value)
+    found = samples(metrics)
+    buckets = {
+        float(key.partition("le=")[2].rstrip("}")): value
+        for key, value in found.items()
+        if key.startswith("skiff_inter_token_latency_seconds_bucket")
+    }
+    assert buckets == {bound: sum(v <= bound for v in values) for bound in buckets}
+    assert buckets[float("inf")] == found["skiff_inter_token_latency_seconds_count"] == len(values)
+    assert found["skiff_inter_token_latency_seconds_sum"] == sum(values)
+
+
+def test_capacity_is_known_before_the_first_step() -> None:
+    metrics = make()
+    metrics.note_capacity(1024, 16)
+    assert samples(metrics)["skiff_kv_pages{state=free}"] == 64
