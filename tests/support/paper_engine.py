@@ -1,7 +1,7 @@
 """An engine on paper: KV memory as numbers, so that any fault in the page tables shows in the tokens.
 
-The KV cell of a token is a hash of the token and of the cell before it, *as read through
-the page table*; the next token is a function of the last cell. A row that points at a
+The KV cell of a token is a hash of the token and of all cells before it, *as read through
+the page table*; the next token is a function of all cells. A row that points at a
 wrong page, a page that was freed and overwritten, or a chunk that was never computed
 gives other tokens than ``continuation``. Steps run only when their result is asked for,
 in order of launch: a plan that still changes after its launch is found out, too.
@@ -20,24 +20,33 @@ _START: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
 
-def _cell(before: int, token: int) -> int:
-    mixed = ((before ^ token) * 0xD6E8FEB86659FD93 + token + 1) & _MASK
+def _mix(state: int, value: int) -> int:
+    mixed = ((state ^ value) * 0xD6E8FEB86659FD93 + value + 1) & _MASK
     return mixed ^ (mixed >> 29)
 
 
-def _token(cell: int) -> int:
-    return (cell >> 7) % VOCAB
+def _token(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+def cells(tokens: Sequence[int]) -> list[int]:
+    """What KV memory must hold for a sequence."""
+    state, result = _START, []
+    for token in tokens:
+        result.append(_mix(state, token))
+        state = _mix(state, result[-1])
+    return result
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
     """What a right engine answers: ``count`` tokens after ``prompt``."""
-    cell = _START
-    for token in prompt:
-        cell = _cell(cell, token)
+    state = _START
+    for cell in cells(prompt):
+        state = _mix(state, cell)
     output: list[int] = []
     for _ in range(count):
-        output.append(_token(cell))
-        cell = _cell(cell, output[-1])
+        output.append(_token(state))
+        state = _mix(state, _mix(state, output[-1]))
     return output
 
 
@@ -61,7 +70,8 @@ class PaperEngine:
     def __init__(self, *, num_pages: int, page_size: int, slots: int, max_model_len: int) -> None:
         self.plans: list[StepPlan] = []
         self._page_size = page_size
-        self._cells = [[-1] * page_size for _ in range(num_pages)]
+        self.memory = [[-1] * page_size for _ in range(num_pages)]
+        """Cells by page and offset."""
         self._pages = [[-1] * (-(-max_model_len // page_size)) for _ in range(slots)]
         self._tokens = [[-1] * (max_model_len + 1) for _ in range(slots)]
         self._pending: deque[PaperStep] = deque()
@@ -80,23 +90,29 @@ class PaperEngine:
             self._tokens[opened.slot][: len(opened.tokens)] = opened.tokens.tolist()
         for slot, column, page in zip(plan.page_slots, plan.page_columns, plan.page_ids, strict=True):
             self._pages[slot][column] = int(page)
-        sampled = []
-        for slot, start, length, samples in zip(
-            plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples, strict=True
-        ):
-            token = self._row(slot, start, length)
-            if samples:
-                self._tokens[slot][start + length] = token
-                sampled.append(token)
-        step.tokens = np.array(sampled, np.int32)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        for row in rows:
+            self._compute(*row)
+        # Only now does any row sample: a page that two rows write is wrong for one of them.
+        sampled = [row for row, samples in zip(rows, plan.samples, strict=True) if samples]
+        for slot, start, length in sampled:
+            self._tokens[slot][start + length] = _token(self._read(slot, start + length))
+        step.tokens = np.array(
+            [self._tokens[slot][start + length] for slot, start, length in sampled], np.int32
+        )
 
-    def _row(self, slot: int, start: int, length: int) -> int:
-        """Write the cells of one row, reading all before them; its next token."""
-        cell = _START
-        for position in range(start + length):
-            page = self._cells[self._pages[slot][position // self._page_size]]
-            offset = position % self._page_size
-            if position >= start:
-                page[offset] = _cell(cell, self._tokens[slot][position])
-            cell = page[offset]
-        return _token(cell)
+    def _read(self, slot: int, end: int) -> int:
+        """The state after all cells before position ``end``."""
+        state = _START
+        for position in range(end):
+            page = self.memory[self._pages[slot][position // self._page_size]]
+            state = _mix(state, page[position % self._page_size])
+        return state
+
+    def _compute(self, slot: int, start: int, length: int) -> None:
+        """Write the cells of one row."""
+        state = self._read(slot, start)
+        for position in range(start, start + length):
+            cell = _mix(state, self._tokens[slot][position])
+            self.memory[self._pages[slot][position // self._page_size]][position % self._page_size] = cell
+            state = _mix(state, cell)

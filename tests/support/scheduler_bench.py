@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from paper_engine import VOCAB, PaperEngine
+from paper_engine import VOCAB, PaperEngine, cells
 
 from skiff_runtime.config import Config
+from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
@@ -124,19 +125,30 @@ class SchedulerBench:
         return goes_on
 
     def finish(self) -> None:
-        """Turn until nothing is left to do; all memory must be free or cached then."""
+        """Turn until nothing is left to do; then all memory is free, or cached with the right content."""
         for _ in range(MAX_TURNS):
             if self.scheduler.idle and not self.channel.arriving:
                 break
             self.turn()
         assert self.scheduler.idle, "requests are stuck"
-        self.put(AbortRequest(-1))
+        self.put(generate(-1, [1], max_tokens=0))
         self.turn()
-        self.put(generate(-2, [1], max_tokens=0))
-        self.turn()
+        assert self.replies.pop(-1).failed is not None  # it only asked for the gauges
         last = self.stats[-1]
         assert (last.queued, last.running) == (0, 0)
         assert last.pages_free + last.pages_cached == last.pages_total
+        self._check_cached_content()
+
+    def _check_cached_content(self) -> None:
+        """Each page of the tree holds what its tokens say."""
+        cache = self.scheduler._memory.cache
+        stack = [(cache._root, list[int]())] if isinstance(cache, RadixCache) else []
+        while stack:
+            node, before = stack.pop()
+            tokens = before + node.tokens.tolist()
+            held = [cell for page in node.pages.tolist() for cell in self.engine.memory[page]]
+            assert held == cells(tokens)[len(before) :]
+            stack.extend((child, tokens) for child in node.children.values())
 
     def total(self, counter: str) -> int:
         """A counter of ``StepStats``, over all steps."""

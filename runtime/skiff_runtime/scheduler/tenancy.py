@@ -85,11 +85,16 @@ class Tenancy:
         return np.concatenate(rows)
 
     def _insert(self, request: Request) -> tuple[Int32, Int32]:
-        """Insert the whole pages computed so far, and hold the longer prefix instead of the old one."""
+        """Insert the whole pages computed so far, and hold the longer prefix instead of the old one.
+
+        Their tokens are known: a step computes prompt tokens, or what a retired step sampled
+        by the time that its own request may leave.
+        """
         slot, slots, before = request.slot, self._slots, request.handle
         assert before is not None
         size = self._cache.page_size
-        whole = min(int(slots.computed[slot]), int(slots.known[slot])) // size
+        assert slots.computed[slot] <= slots.known[slot]
+        whole = int(slots.computed[slot]) // size
         inserted = self._cache.insert(
             slots.tokens[slot, : whole * size], slots.pages[slot, :whole], after=before, salt=request.salt
         )
