@@ -78,8 +78,15 @@ def cluster(*words: str) -> str:
 def install_operator(helm: str, kubeconfig: str) -> None:
     """Install or upgrade the operator with Helm, with the image that was just built."""
     repository, _, tag = cluster("image", "operator").rpartition(":")
-    runtime = cluster("image", "runtime-cpu")
-    words = ["upgrade", "--install", "skiff", str(CHART.relative_to(REPOSITORY)), "--namespace", OPERATOR_NAMESPACE]
+    runtime = cluster("image", "runtime")
+    words = [
+        "upgrade",
+        "--install",
+        "skiff",
+        str(CHART.relative_to(REPOSITORY)),
+        "--namespace",
+        OPERATOR_NAMESPACE,
+    ]
     words += ["--create-namespace", "--wait", "--timeout", "3m"]
     words += ["--set", f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"]
     say(f"$ helm {' '.join(words)}")
@@ -102,13 +109,25 @@ def wait_ready(kubectl: Kubectl) -> None:
         if ready.get("status") == "True":
             return
         time.sleep(POLL_SECONDS)
-    raise ClusterError(f"inferenceservice/{SERVICE} is not Ready after {READY_SECONDS:.0f} s; last seen: {shown}")
+    raise ClusterError(
+        f"inferenceservice/{SERVICE} is not Ready after {READY_SECONDS:.0f} s; last seen: {shown}"
+    )
 
 
 def ask(kubectl: Kubectl, image: str) -> None:
     """Ask one question from a pod, through the Service; the answer streams to the terminal."""
     say(f"\nA pod asks http://{SERVICE}.{NAMESPACE}: {QUESTION}\n")
-    words = ["-n", NAMESPACE, "run", f"question-{os.getpid()}", "--image", image, "--restart=Never", "--rm", "-i"]
+    words = [
+        "-n",
+        NAMESPACE,
+        "run",
+        f"question-{os.getpid()}",
+        "--image",
+        image,
+        "--restart=Never",
+        "--rm",
+        "-i",
+    ]
     words += ["--image-pull-policy=IfNotPresent", "--quiet", "--pod-running-timeout=2m"]
     command = kubectl.command(*words, "--", "chat", "--url", f"http://{SERVICE}", "--temperature", "0")
     done = subprocess.run(command, input=QUESTION + "\n", text=True, timeout=ANSWER_SECONDS, check=False)
@@ -127,7 +146,7 @@ def up() -> None:
     kubectl.show("apply", "-n", NAMESPACE, "-f", SAMPLE.relative_to(REPOSITORY))
     wait_ready(kubectl)
     kubectl.show("-n", NAMESPACE, "get", "inferenceservices")
-    image = cluster("image", "runtime-cpu")
+    image = cluster("image", "runtime")
     ask(kubectl, image)
     say(f"\nThe demo took {time.monotonic() - started:.0f} s.")
     bin_dir = Path(helm).parent
@@ -145,12 +164,17 @@ def down() -> None:
     kubectl = Kubectl(cluster("kubectl-path"), kubeconfig)
     if succeeds(kubectl.command("get", "--raw", "/readyz")):
         with step("removing the service and the operator"):
-            output(kubectl.command("delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE), timeout_seconds=180)
+            output(
+                kubectl.command("delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE),
+                timeout_seconds=180,
+            )
             output([cluster("helm-path"), "--kubeconfig", kubeconfig, "uninstall", "skiff", "--ignore-not-found", "--wait",
                     "--namespace", OPERATOR_NAMESPACE], timeout_seconds=180)  # fmt: skip
             crd = "inferenceservices.serving.skiff.dev"
             output(kubectl.command("delete", "--ignore-not-found", "crd", crd), timeout_seconds=120)
-            output(kubectl.command("delete", "--ignore-not-found", "ns", OPERATOR_NAMESPACE), timeout_seconds=180)
+            output(
+                kubectl.command("delete", "--ignore-not-found", "ns", OPERATOR_NAMESPACE), timeout_seconds=180
+            )
     cluster("down")
 
 

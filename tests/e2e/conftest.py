@@ -1,0 +1,96 @@
+"""One operator, installed with Helm, and one namespace with a client pod, for the whole session."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kube import Kube, tool, wait
+
+ROOT = Path(__file__).parents[2]
+OPERATOR_NAMESPACE = "skiff-system"
+NAMESPACE = "skiff-e2e"
+CLIENT = "client"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs a cluster."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+def helm(*words: str) -> None:
+    """Run helm against the cluster."""
+    command = [tool("helm-path"), "--kubeconfig", tool("kubeconfig"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def operator() -> Kube:
+    """The operator's namespace, with the operator running in it."""
+    repository, _, tag = tool("image", "operator").rpartition(":")
+    runtime = tool("image", "runtime")
+    values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime},crd.keep=false"
+    helm(
+        "upgrade", "--install", "skiff", str(ROOT / "charts/skiff"), "--namespace", OPERATOR_NAMESPACE,
+        "--create-namespace", "--wait", "--timeout", "4m", "--set", values,
+    )  # fmt: skip
+    return Kube(OPERATOR_NAMESPACE)
+
+
+@pytest.fixture(scope="session")
+def kube(operator: Kube) -> Iterator[Kube]:
+    """A namespace under the restricted Pod Security level, removed afterwards."""
+    made = Kube(NAMESPACE)
+    made.run("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=120s", timeout_seconds=150)
+    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+    made.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": restricted}}
+    )
+    wait(lambda: made.get("serviceaccount", "default") is not None, timeout_seconds=30)
+    yield made
+    made.run("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_seconds=150)
+
+
+@pytest.fixture(scope="session")
+def client(kube: Kube) -> str:
+    """A pod with curl and the openai package, which does nothing by itself."""
+    kube.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": CLIENT},
+            "spec": {
+                "automountServiceAccountToken": False,
+                "terminationGracePeriodSeconds": 1,
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "runAsUser": 65532,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "containers": [
+                    {
+                        "name": CLIENT,
+                        "image": tool("image", "client"),
+                        "command": ["sleep", "infinity"],
+                        "securityContext": {
+                            "allowPrivilegeEscalation": False,
+                            "capabilities": {"drop": ["ALL"]},
+                        },
+                    }
+                ],
+            },
+        }
+    )
+    kube.run("wait", "--for=condition=Ready", f"pod/{CLIENT}", "--timeout=120s", timeout_seconds=150)
+    return CLIENT
+
+
+@pytest.fixture(scope="session")
+def llama(kube: Kube) -> str:
+    """The sample of the README, Ready."""
+    kube.run("apply", "-f", str(ROOT / "manifests/samples/llama-service.yaml"))
+    kube.wait_ready("llama")
+    return "llama"

@@ -1,0 +1,94 @@
+"""An hf:// model, downloaded once by an init container into a claim, from a stand-in of the hub in the cluster."""
+
+from pathlib import Path
+
+import pytest
+from kube import Kube, inference_service, tool, wait
+
+STAND_IN = (Path(__file__).parents[1] / "support" / "fake_hub.py").read_text()
+PORT = 8900
+MODEL = "skiff/demo"
+START = """
+set -e
+mkdir -p /tmp/models/skiff
+ln -s "$(python3 -c 'from skiff_runtime import demo; print(demo.DIRECTORY)')" /tmp/models/skiff/demo
+exec python3 /stand-in/fake_hub.py --directory /tmp/models --host 0.0.0.0 --port 8900
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(kube: Kube) -> str:
+    """The stand-in's URL; a headless Service, for it sends clients on to a second port."""
+    kube.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "hub"},
+            "data": {"fake_hub.py": STAND_IN},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "hub"},
+            "spec": {"clusterIP": "None", "selector": {"app": "hub"}, "ports": [{"port": PORT}]},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "hub", "labels": {"app": "hub"}},
+            "spec": {
+                "automountServiceAccountToken": False,
+                "terminationGracePeriodSeconds": 1,
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "runAsUser": 65532,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "volumes": [{"name": "stand-in", "configMap": {"name": "hub"}}],
+                "containers": [
+                    {
+                        "name": "hub",
+                        "image": tool("image", "runtime"),
+                        "command": ["sh", "-c", START],
+                        "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
+                        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
+                        "securityContext": {
+                            "allowPrivilegeEscalation": False,
+                            "capabilities": {"drop": ["ALL"]},
+                        },
+                    }
+                ],
+            },
+        },
+    )
+    kube.run("wait", "--for=condition=Ready", "pod/hub", "--timeout=120s", timeout_seconds=150)
+    return f"http://hub.{kube.namespace}.svc.cluster.local:{PORT}"
+
+
+def test_it_is_fetched_once_and_served(kube: Kube, hub: str) -> None:
+    runtime = {"device": "cpu", "env": [{"name": "HF_ENDPOINT", "value": hub}]}
+    kube.apply(
+        inference_service("fetched", model={"uri": f"hf://{MODEL}"}, runtime=runtime, cache={"size": "1Gi"})
+    )
+    kube.wait_ready("fetched")
+    (pod,) = kube.list("pods", "serving.skiff.dev/inferenceservice=fetched")
+    assert "config.json" in kube.run("logs", pod["metadata"]["name"], "-c", "fetch")
+    # The hub is gone, the pod starts again from the claim alone.
+    kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
+    kube.run("delete", "pod", pod["metadata"]["name"])
+    wait(lambda: not kube.is_ready("fetched"), timeout_seconds=60)
+    kube.wait_ready("fetched")
+    kube.run("delete", "infsvc", "fetched", "--timeout=60s")
+
+
+def test_a_download_that_fails_is_named(kube: Kube, operator: Kube) -> None:
+    env = [{"name": "HF_ENDPOINT", "value": "http://127.0.0.1:9"}]
+    kube.apply(
+        inference_service("unfetched", model={"uri": f"hf://{MODEL}"}, runtime={"device": "cpu", "env": env})
+    )
+    wait(
+        lambda: kube.condition("unfetched").get("reason") == "WeightsDownloadFailed",
+        timeout_seconds=240,
+        explain=lambda: str(kube.condition("unfetched")),
+    )
+    kube.run("delete", "infsvc", "unfetched", "--timeout=60s")

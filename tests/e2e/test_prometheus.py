@@ -1,0 +1,114 @@
+"""Dashboards and alerts against what a serving pod and the operator really expose, in a real Prometheus."""
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kube import Kube, inference_service, tool
+from prometheus import Prometheus, port_forward, running
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts/skiff"
+RULES = CHART / "rules/skiff.yaml"
+TRAFFIC = (ROOT / "tests/support/traffic.py").read_text()
+LOAD_SECONDS = 30
+WINDOW = "25s"
+RUNTIME_PORT = 8000
+OPERATOR_PORT = 9090
+
+
+def panels(dashboard: str) -> list[dict[str, Any]]:
+    """Panels of one dashboard that query something."""
+    loaded = json.loads((CHART / "dashboards" / f"{dashboard}.json").read_text())
+    return [panel for panel in loaded["panels"] if panel.get("targets")]
+
+
+def expressions(panel: dict[str, Any]) -> list[str]:
+    """A panel's queries as Grafana would send them, with all namespaces and services chosen."""
+    filled = []
+    for target in panel["targets"]:
+        text = target["expr"].replace("$__rate_interval", WINDOW)
+        filled.append(text.replace("$namespace", ".*").replace("$service", ".*"))
+    return filled
+
+
+@pytest.fixture(scope="module")
+def ports(kube: Kube, operator: Kube) -> Iterator[dict[str, tuple[int, dict[str, str]]]]:
+    """Local ports into a serving pod and into the operator, with the labels that a PodMonitor would give."""
+    kube.apply(inference_service("watched"))
+    kube.wait_ready("watched")
+    (pod,) = kube.list("pods", "serving.skiff.dev/inferenceservice=watched")
+    name = pod["metadata"]["name"]
+    labels = {"namespace": kube.namespace, "pod": name, "inferenceservice": "watched"}
+    target = "deployment/skiff-operator"
+    with (
+        port_forward(kube, f"pod/{name}", RUNTIME_PORT) as serving,
+        port_forward(operator, target, OPERATOR_PORT) as control,
+    ):
+        yield {"serving": (serving, labels), "operator": (control, {"namespace": operator.namespace})}
+    kube.run("delete", "infsvc", "watched", "--timeout=60s")
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    kube: Kube,
+    client: str,
+    ports: dict[str, tuple[int, dict[str, str]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Prometheus]:
+    """Prometheus after half a minute of load, and an edit for the operator to reconcile."""
+    with running(tmp_path_factory.mktemp("prometheus"), ports, RULES) as server:
+        command = ("python3", "-", "http://watched/v1", "skiff-demo", str(LOAD_SECONDS), "4")
+        kube.run("label", "infsvc", "watched", "edited=yes", "--overwrite")
+        report = json.loads(kube.execute(client, *command, text=TRAFFIC, timeout_seconds=LOAD_SECONDS + 60))
+        assert report["failed"] == 0 and report["requests"] > 10, report
+        time.sleep(2)
+        yield server
+
+
+def test_both_targets_are_up(prometheus: Prometheus) -> None:
+    assert {sample["metric"]["job"]: sample["value"][1] for sample in prometheus.query("up")} == {
+        "serving": "1",
+        "operator": "1",
+    }
+
+
+@pytest.mark.parametrize("dashboard", ["serving", "operator"])
+def test_every_panel_returns_data(prometheus: Prometheus, dashboard: str) -> None:
+    empty = [
+        (panel["title"], expression)
+        for panel in panels(dashboard)
+        for expression in expressions(panel)
+        if not any(sample["value"][1] != "NaN" for sample in prometheus.query(expression))
+    ]
+    assert not empty, empty
+
+
+def test_every_alert_rule_evaluates(prometheus: Prometheus) -> None:
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) > 5
+    assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
+    firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
+    assert not firing, firing
+
+
+def test_promtool_accepts_the_rules() -> None:
+    done = subprocess.run(
+        [tool("promtool-path"), "check", "rules", RULES], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("job", ["serving", "operator"])
+def test_promtool_accepts_the_exposition(ports: dict[str, tuple[int, dict[str, str]]], job: str) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[job][0]}/metrics", timeout=10) as response:
+        page = response.read()
+    done = subprocess.run(
+        [tool("promtool-path"), "check", "metrics"], input=page, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
