@@ -1,6 +1,7 @@
 """One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -16,6 +17,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.models.weights import load_weights, weight_bytes
+
+MIB: Final = 1 << 20
 
 OnPhase = Callable[[str, float], None]
 
@@ -60,7 +63,7 @@ class ModelRunner:
         free = self._share(free_bytes(placement.device))
         if needed > free:
             raise ConfigError(
-                f"the weights take {needed >> 20} MiB on each rank in {self._config.dtype}, but {free >> 20} MiB "
+                f"the weights take {needed / MIB:.4g} MiB on each rank in {self._config.dtype}, but {free / MIB:.4g} MiB "
                 "are free; use a smaller model, a shorter --dtype, more memory, or a larger --tp"
             )
 

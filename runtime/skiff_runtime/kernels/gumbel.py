@@ -11,13 +11,14 @@ import torch
 
 BLOCK_ELEMENTS: Final = 1 << 18
 """Elements hashed at a time, so that the work stays in a CPU's cache."""
-_LOW32: Final = 0xFFFFFFFF
+_LOW32: Final = (1 << 32) - 1
+_LOW33: Final = (1 << 33) - 1
 _BITS: Final = 23
 
 
 def add_gumbel(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64[S]; returns logits."""
-    first = _mix64(seeds * -7046029254386353131 + positions)
+    first = _mix64(seeds * _signed(0x9E3779B97F4A7C15, 64) + positions)
     second = _mix64(first + positions)
     vocab = logits.shape[1]
     tokens = _wrap(torch.arange(vocab, device=logits.device) * 0x9E3779B1)
@@ -40,10 +41,10 @@ def _hash(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> to
     """int32 [V], [S, 1], [S, 1] -> int32 [S, V]; Murmur3's finalizer, with a second key between its rounds."""
     mixed = tokens ^ first
     mixed ^= _shifted(mixed, 16)
-    mixed *= _int32(0x85EBCA6B)
+    mixed *= _signed(0x85EBCA6B, 32)
     mixed += second
     mixed ^= _shifted(mixed, 13)
-    mixed *= _int32(0xC2B2AE35)
+    mixed *= _signed(0xC2B2AE35, 32)
     mixed ^= _shifted(mixed, 16)
     return mixed
 
@@ -55,9 +56,9 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _mix64(values: torch.Tensor) -> torch.Tensor:
     """Two rounds of a 64-bit multiply-and-shift finalizer (after SplitMix64); int64, wrapping."""
-    for factor in (-4658895280553007687, -7723592293110705685):
-        values = (values ^ ((values >> 31) & (_LOW32 << 1 | 1))) * factor
-    return values ^ ((values >> 31) & (_LOW32 << 1 | 1))
+    for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        values = (values ^ ((values >> 31) & _LOW33)) * _signed(factor, 64)
+    return values ^ ((values >> 31) & _LOW33)
 
 
 def _wrap(values: torch.Tensor) -> torch.Tensor:
@@ -66,5 +67,6 @@ def _wrap(values: torch.Tensor) -> torch.Tensor:
     return torch.where(low >= 1 << 31, low - (1 << 32), low).int()
 
 
-def _int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
+def _signed(value: int, bits: int) -> int:
+    """The number whose two's complement is ``value``."""
+    return value - (1 << bits) if value >> (bits - 1) else value

@@ -1,0 +1,120 @@
+"""The torch attention backend against attention written out: any mix of rows, pages and heads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skiff_runtime.attention import torch_backend
+from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.registry import make_backend
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.kvcache.pool import KVLayout, KVPool
+
+CPU = torch.device("cpu")
+DIM = 8
+
+
+@dataclass
+class Case:
+    """Rows of (cached tokens, new tokens) over shuffled pages, with their whole contexts' K and V."""
+
+    rows: list[tuple[int, int]]
+    page_size: int
+    kv_heads: int
+    group: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        pages = [-(-(cached + new) // self.page_size) for cached, new in self.rows]
+        layout = KVLayout(2, self.kv_heads, DIM, self.page_size, torch.float32)
+        self.pool = KVPool(layout, sum(pages) + 1, CPU)
+        ids = iter(rng.permutation(sum(pages) + 1).tolist())
+        self.table = torch.zeros((len(self.rows) + 2, max(pages) + 1), dtype=torch.int32)
+        self.slots = torch.from_numpy(rng.permutation(len(self.rows) + 2)[: len(self.rows)])
+        for slot, count in zip(self.slots.tolist(), pages, strict=True):
+            self.table[slot, :count] = torch.tensor([next(ids) for _ in range(count)])
+        self.contexts = [torch.randn(2, cached + new, self.kv_heads, DIM) for cached, new in self.rows]
+        self.q = torch.randn(sum(new for _, new in self.rows), self.kv_heads * self.group, DIM)
+
+    def places(self, row: int) -> torch.Tensor:
+        """Where the row's tokens are in the flat pool."""
+        positions = torch.arange(sum(self.rows[row]))
+        pages = self.table[self.slots[row]][positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
+
+    def attend(self, layer: int) -> torch.Tensor:
+        """The backend's answer, with the cached part of every context put into the pool first."""
+        for side in self.pool.tokens(layer):
+            side[: self.pool.padding_location] = torch.nan
+        for number, (cached, _) in enumerate(self.rows):
+            for side, values in zip(self.pool.tokens(layer), self.contexts[number], strict=True):
+                side[self.places(number)[:cached]] = values[:cached]
+        backend = make_backend("torch", self.pool)
+        backend.prepare(
+            AttentionBatch(
+                starts=np.array([cached for cached, _ in self.rows], dtype=np.int32),
+                lengths=np.array([new for _, new in self.rows], dtype=np.int32),
+                slots=self.slots,
+                page_table=self.table,
+                locations=torch.cat([self.places(i)[cached:] for i, (cached, _) in enumerate(self.rows)]),
+            )
+        )
+        k, v = (
+            torch.cat(
+                [
+                    context[side, cached:]
+                    for context, (cached, _) in zip(self.contexts, self.rows, strict=True)
+                ]
+            )
+            for side in (0, 1)
+        )
+        return backend.forward(layer, self.q, k, v)
+
+    def expected(self) -> torch.Tensor:
+        """softmax(q k / sqrt(d)) v, query by query and head by head."""
+        answers, at = [], 0
+        for (cached, new), (keys, values) in zip(self.rows, self.contexts, strict=True):
+            for position in range(cached, cached + new):
+                for head in range(self.kv_heads * self.group):
+                    seen = slice(0, position + 1), head // self.group
+                    weights = torch.softmax(keys[seen] @ self.q[at, head] / DIM**0.5, 0)
+                    answers.append(weights @ values[seen])
+                at += 1
+        return torch.stack(answers).view(at, -1, DIM)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_any_mix_of_rows(
+    rows: list[tuple[int, int]], page_size: int, kv_heads: int, group: int, seed: int
+) -> None:
+    """Memory that belongs to nobody in the batch is NaN here, so that reading it at all shows."""
+    case = Case(rows, page_size, kv_heads, group, seed)
+    torch.testing.assert_close(case.attend(1), case.expected())
+
+
+def test_groups_and_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small limits, rows split into several groups and a chunk into several blocks."""
+    monkeypatch.setattr(torch_backend, "MIN_BUCKET", 4)
+    monkeypatch.setattr(torch_backend, "MAX_GATHERED", 40)
+    monkeypatch.setattr(torch_backend, "MAX_SCORES", 100)
+    case = Case([(3, 1), (30, 1), (19, 1), (0, 1), (28, 1), (25, 20), (0, 30), (17, 1)], 4, 2, 2, seed=7)
+    torch.testing.assert_close(case.attend(0), case.expected())
+
+
+def test_an_unknown_backend_is_named() -> None:
+    pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
+    with pytest.raises(ConfigError, match="--attention nonsense is unknown"):
+        make_backend("nonsense", pool)

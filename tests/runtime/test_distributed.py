@@ -1,0 +1,59 @@
+"""Tensor parallelism on real processes: collectives, and models that answer as one rank or transformers would."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_functions import collectives, generated
+from rank_processes import on_ranks
+from tiny_models import load_reference, make_model, oracle_choices
+from tiny_tokenizer import VOCAB_SIZE
+
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.errors import StartupError
+
+COUNT = 8
+
+
+def test_collectives_of_two_ranks(tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, collectives)
+    assert first == second
+    assert first == {
+        "sum": [3.0, 3.0],
+        "short": [3.0, 3.0],
+        "dtype": "torch.bfloat16",
+        "gathered": [[1.0, 0.0, 2.0, 0.0], [10.0, 1.0, 20.0, 1.0]],
+        "minimum": 9,
+    }
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    group = TensorParallel.start(rank=0, size=1, device="cpu", run_dir=Path("/nonexistent"))
+    tensor = torch.ones(2, 3)
+    assert group.all_reduce(tensor) is tensor
+    assert group.all_gather(tensor) is tensor
+    assert group.minimum(7) == 7
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_rank_that_is_alone_gives_up(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="rank 0 of 2 could not meet the others"):
+        TensorParallel.start(rank=0, size=2, device="cpu", run_dir=tmp_path, timeout_seconds=1)
+
+
+def test_two_ranks_equal_transformers_and_one_rank(tmp_path: Path) -> None:
+    """All families, KV heads divided and (one for two ranks) replicated, an odd vocabulary."""
+    paths = [
+        str(make_model(tmp_path / family, family, seed=7, num_key_value_heads=kv_heads))
+        for family, kv_heads in (("llama", 2), ("llama_tied", 1), ("qwen2", 1), ("qwen3", 2), ("mistral", 2))
+    ]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in (1, 5, 16, 33, 70, 90, 12)]
+    arguments = (paths, prompts, COUNT, 16)
+    first, second = on_ranks(2, tmp_path, generated, *arguments)
+    assert first == second
+    alone = generated(TensorParallel(), *arguments)
+    assert first == alone
+    for path, greedy in zip(paths, first[::2], strict=True):
+        assert greedy == oracle_choices(load_reference(Path(path)), prompts, greedy)

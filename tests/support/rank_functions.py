@@ -1,0 +1,46 @@
+"""What the ranks of a test do; importable by the processes that ``rank_processes`` spawns."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_driver import generate, make_engine
+
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.messages import SamplingParams
+
+
+def collectives(group: TensorParallel) -> dict[str, Any]:
+    """Every collective once, with values that tell the ranks apart."""
+    mine = float(group.rank + 1)
+    return {
+        "sum": group.all_reduce(torch.full((2,), mine)).tolist(),
+        "short": group.all_reduce(torch.full((2,), mine, dtype=torch.bfloat16)).tolist(),
+        "dtype": str(group.all_reduce(torch.ones(1, dtype=torch.bfloat16)).dtype),
+        "gathered": group.all_gather(torch.tensor([[mine, 0.0], [mine * 10, 1.0]])).tolist(),
+        "minimum": group.minimum(10 - group.rank),
+    }
+
+
+def generated(
+    group: TensorParallel, paths: list[str], prompts: list[list[int]], count: int, page_size: int
+) -> list[list[list[int]]]:
+    """Greedy tokens, then sampled ones, of every model."""
+    samplings = [
+        SamplingParams(max_tokens=count, seed=number, temperature=1.0, top_k=number % 3 * 8)
+        for number in range(len(prompts))
+    ]
+    outputs = []
+    for path in paths:
+        engine = make_engine(Path(path), group, page_size=page_size)
+        try:
+            engine.warmup()
+            for chosen in (None, samplings):
+                outputs.append(
+                    generate(
+                        engine, prompts, count, page_size=page_size, budget=48, slots=6, samplings=chosen
+                    )
+                )
+        finally:
+            engine.close()
+    return outputs
