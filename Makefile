@@ -74,6 +74,7 @@ bench: setup ## Front-process overhead and radix tree, on CPU
 bench-operator: setup ## The operator at 1, 100 and 1,000 InferenceServices
 	$(BIN)/python tests/operator/bench/bench_operator.py
 
-clean: ## Remove the virtual environment and caches of the clone
+clean: ## Remove the virtual environment, the caches of the clone, and the test cluster with all that was built for it
+	$(CLUSTER) down --purge
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
 	find operator runtime tests -name __pycache__ -type d -prune -exec rm -rf {} +

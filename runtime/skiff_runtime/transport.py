@@ -51,7 +51,7 @@ class Endpoints:
 
 def bind(address: str) -> zmq.Socket[bytes]:
     """A bounded PULL socket that listens at ``address``."""
-    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
@@ -64,7 +64,7 @@ class Sender:
 
     def __init__(self, address: str, *, timeout_seconds: float = SEND_TIMEOUT_SECONDS) -> None:
         self._address = address
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_seconds * 1000))
         self._socket.setsockopt(zmq.LINGER, int(LINGER_SECONDS * 1000))

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import delivery
 from commands import ClusterError, output, say, step, succeeds
 from paths import REPOSITORY, layout
 from providers import made
