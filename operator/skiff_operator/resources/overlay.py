@@ -101,14 +101,14 @@ def _merge_list(base: list[Any], patch: Any, *, list_name: str) -> list[Any]:
 
 
 def _mapping(parent: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = parent.get(key) or {}
+    value = parent.get(key, {})
     if not isinstance(value, dict):
         raise InvalidSpec(f"{where}: must be a map, not {type(value).__name__}")
     return value
 
 
 def _named(pod: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    entries = pod.get(group) or []
+    entries = pod.get(group, [])
     if not isinstance(entries, list) or any(not isinstance(e, dict) or not e.get("name") for e in entries):
         raise InvalidSpec(f"spec.podTemplate.spec.{group}: must be a list whose entries have a name")
     return entries

@@ -1,0 +1,172 @@
+"""What is built for a spec: the pod's command, volumes, probes and security, and the objects around it."""
+
+from typing import Any
+
+import pytest
+from services import hub, service
+
+from skiff_operator import plan
+from skiff_operator.resources import deployment
+from skiff_operator.settings import Settings
+
+SETTINGS = Settings(runtime_image_cpu="cpu:1", runtime_image_cuda="cuda:1", allow_host_path=True)
+
+
+def built(**fields: Any) -> dict[str, dict[str, Any]]:
+    """The objects by kind."""
+    return {kind.name: obj for (kind, _), obj in plan.objects(service(**fields), SETTINGS).items()}
+
+
+def pod(**fields: Any) -> dict[str, Any]:
+    """The pod spec."""
+    spec: dict[str, Any] = built(**fields)["Deployment"]["spec"]["template"]["spec"]
+    return spec
+
+
+def runtime(**fields: Any) -> dict[str, Any]:
+    """The serving container."""
+    container: dict[str, Any] = pod(**fields)["containers"][0]
+    return container
+
+
+def volume(name: str, **fields: Any) -> dict[str, Any] | None:
+    """One of the pod's volumes."""
+    return next((each for each in pod(**fields)["volumes"] if each["name"] == name), None)
+
+
+def test_the_demo_model_needs_no_volume_and_no_download() -> None:
+    container = runtime(runtime={"device": "cpu"})
+    assert container["command"] == ["skiff"]
+    assert container["args"][:5] == ["serve", "--model", "demo://", "--served-model-name", "llama"]
+    assert container["image"] == "cpu:1"
+    assert "initContainers" not in pod()
+    assert [each["name"] for each in pod()["volumes"]] == ["tmp"]
+
+
+def test_arguments_follow_the_spec_and_the_users_come_last() -> None:
+    fields = {"dtype": "bfloat16", "maxModelLen": 4096, "args": ["--page-size", "16"]}
+    arguments = runtime(
+        model={"uri": "demo://", "name": "m"},
+        runtime=fields,
+        parallelism={"tensor": 2},
+        drain={"timeoutSeconds": 7},
+    )["args"]
+    pairs = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    assert pairs["--served-model-name"] == "m"
+    assert (pairs["--tp"], pairs["--device"], pairs["--port"]) == ("2", "cuda", "8000")
+    assert (pairs["--dtype"], pairs["--max-model-len"]) == ("bfloat16", "4096")
+    assert pairs["--drain-timeout-seconds"] == "7"
+    assert arguments[-2:] == ["--page-size", "16"]
+
+
+def test_a_hub_model_is_fetched_first_and_only_the_download_sees_the_token() -> None:
+    fields = {
+        "model": hub(revision="abc", credentialsSecretRef={"name": "hub", "key": "t"}),
+        "runtime": {"env": [{"name": "HF_ENDPOINT", "value": "http://hub"}]},
+    }
+    fetch = pod(**fields)["initContainers"][0]
+    where = ["--model", fields["model"]["uri"], "--revision", "abc", "--cache-dir", "/cache"]
+    assert fetch["args"] == ["fetch", *where]
+    assert runtime(**fields)["args"][1:7] == where
+    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "t"}}}
+    assert token in fetch["env"] and token not in runtime(**fields)["env"]
+    assert {"name": "HF_ENDPOINT", "value": "http://hub"} in fetch["env"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "source"),
+    [
+        ({}, {"emptyDir": {}}),
+        ({"claimName": "weights"}, {"persistentVolumeClaim": {"claimName": "weights"}}),
+        ({"hostPath": "/srv"}, {"hostPath": {"path": "/srv", "type": "Directory"}}),
+        ({"size": "40Gi"}, {"persistentVolumeClaim": {"claimName": "llama-cache"}}),
+    ],
+)
+def test_the_cache_is_what_was_asked_for(cache: dict[str, Any], source: dict[str, Any]) -> None:
+    assert volume("cache", model=hub(), cache=cache) == {"name": "cache", **source}
+    objects = built(model=hub(), cache=cache)
+    assert ("PersistentVolumeClaim" in objects) == ("size" in cache)
+    assert ("affinity" in pod(model=hub(), cache=cache)) == ("size" in cache)
+
+
+def test_models_in_volumes_are_mounted_read_only() -> None:
+    container = runtime(model={"uri": "pvc://models/llama/8b"})
+    assert container["args"][1:3] == ["--model", "/model/llama/8b"]
+    assert {"name": "model", "mountPath": "/model", "readOnly": True} in container["volumeMounts"]
+    claim = {"claimName": "models", "readOnly": True}
+    assert volume("model", model={"uri": "pvc://models/llama/8b"}) == {
+        "name": "model",
+        "persistentVolumeClaim": claim,
+    }
+    assert runtime(model={"uri": "file:///srv/llama"})["args"][2] == "/model"
+
+
+def test_gpus_come_from_parallelism() -> None:
+    assert runtime(parallelism={"tensor": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert "limits" not in runtime(runtime={"device": "cpu"})["resources"]
+    assert volume("dshm", parallelism={"tensor": 2}) is not None
+    assert volume("dshm") is None
+
+
+def test_a_limit_is_the_default_request() -> None:
+    container = runtime(runtime={"device": "cpu"}, resources={"limits": {"memory": "1Gi"}})
+    assert container["resources"] == {
+        "requests": {"cpu": "1", "memory": "1Gi"},
+        "limits": {"memory": "1Gi"},
+    }
+
+
+def test_probes_and_grace_follow_the_timeouts() -> None:
+    fields = {"startup": {"timeoutSeconds": 61}, "drain": {"timeoutSeconds": 100}}
+    container = runtime(**fields)
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 61
+    assert probe["httpGet"] == {"path": "/startupz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod(**fields)["terminationGracePeriodSeconds"] > 100 + pause
+    assert built(**fields)["Deployment"]["spec"]["progressDeadlineSeconds"] > 61
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"model": hub(), "cache": {"size": "1Gi"}}, {"parallelism": {"tensor": 2}}]
+)
+def test_pods_meet_the_restricted_level(fields: dict[str, Any]) -> None:
+    spec = pod(**fields)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert security["readOnlyRootFilesystem"] is True
+    assert not [each for each in spec["volumes"] if "hostPath" in each]
+
+
+def test_everything_is_owned_and_labelled() -> None:
+    for obj in built(model=hub(), cache={"size": "1Gi"}, replicas=2).values():
+        owner = obj["metadata"]["ownerReferences"][0]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("InferenceService", "u1", True)
+        assert obj["metadata"]["labels"]["serving.skiff.dev/inferenceservice"] == "llama"
+        assert obj["metadata"]["annotations"]["serving.skiff.dev/desired-hash"]
+
+
+def test_a_budget_exists_only_for_more_than_one_replica() -> None:
+    assert "PodDisruptionBudget" not in built()
+    assert built(replicas=2)["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+
+
+def test_the_revision_is_the_pods_and_not_the_number_of_them() -> None:
+    def revision(**fields: Any) -> str:
+        return deployment.revision(built(**fields)["Deployment"])
+
+    assert revision() == revision(replicas=3)
+    assert revision() != revision(runtime={"dtype": "bfloat16"})
+    assert revision() != revision(podTemplate={"metadata": {"annotations": {"a": "b"}}})
+
+
+def test_building_twice_gives_the_same_objects() -> None:
+    fields = {"model": hub(), "cache": {"size": "1Gi"}, "resources": {"requests": {"cpu": 2}}}
+    assert built(**fields) == built(**fields)

@@ -1,0 +1,144 @@
+"""Raw objects become structs with defaults; what is impossible is refused with a message that helps."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from services import hub, raw, service
+
+from skiff_operator import model_uri, plan, policy, spec
+from skiff_operator.errors import InvalidSpec
+from skiff_operator.settings import Settings
+
+
+def test_only_the_uri_is_needed() -> None:
+    parsed = service()
+    assert parsed.spec.replicas == 1
+    assert parsed.spec.runtime.device == "cuda"
+    assert parsed.spec.startup.timeout_seconds == 1800
+    assert parsed.model_name == "llama"
+
+
+def test_there_and_back_again() -> None:
+    fields: dict[str, Any] = {
+        "model": hub(revision="main", credentialsSecretRef={"name": "hub"}),
+        "runtime": {"args": ["--page-size", "16"], "env": [{"name": "A", "value": "b"}], "maxModelLen": 4096},
+        "cache": {"size": "40Gi"},
+        "podTemplate": {"metadata": {"labels": {"team": "a"}}},
+    }
+    parsed = service(**fields)
+    again = raw()
+    again["spec"] = spec.to_dict(parsed.spec)
+    assert spec.parse(again) == parsed
+
+
+@pytest.mark.parametrize(
+    ("uri", "source"),
+    [
+        ("demo://", ("demo", "", "")),
+        ("hf://Qwen/Qwen3-0.6B", ("hf", "Qwen/Qwen3-0.6B", "")),
+        ("pvc://models", ("pvc", "models", "")),
+        ("pvc://models/a/b/", ("pvc", "models", "a/b")),
+        ("file:///srv/llama", ("file", "/srv/llama", "")),
+    ],
+)
+def test_model_uris(uri: str, source: tuple[str, str, str]) -> None:
+    assert model_uri.parse(uri) == source
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_model_uri_or_invalid(text: str) -> None:
+    try:
+        assert model_uri.parse(text).scheme in text
+    except InvalidSpec as error:
+        assert "spec.model.uri" in str(error)
+
+
+NAMES = st.sampled_from(
+    [
+        "name",
+        "metadata",
+        "labels",
+        "spec",
+        "containers",
+        "runtime",
+        "env",
+        "volumes",
+        "limits",
+        "cpu",
+        "size",
+        "x",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(
+    ["model", "runtime", "replicas", "cache", "resources", "podTemplate", "tolerations", "x"]
+)
+
+
+@given(st.dictionaries(FIELDS, JSON, max_size=3))
+def test_no_spec_does_more_harm_than_being_refused(fields: dict[str, Any]) -> None:
+    obj = raw()
+    obj["spec"] = {**obj["spec"], **fields}
+    try:
+        built = plan.objects(spec.parse(obj), Settings())
+    except InvalidSpec as error:
+        assert str(error).startswith("spec")
+    else:
+        assert len(built) >= 3
+
+
+BAD = [
+    ({"replica": 2}, "unknown field `replica`"),
+    ({"replicas": "two"}, "Expected `int`"),
+    ({"replicas": -1}, "0 or more"),
+    ({"model": {"uri": "s3://bucket"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "pvc://a/../b"}}, "must not contain '..'"),
+    ({"model": {"uri": "demo://", "revision": "main"}}, "only hf:// models have revisions"),
+    ({"runtime": {"device": "tpu"}}, "Invalid enum value 'tpu'"),
+    ({"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}}, "only one of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_bad_specs_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSpec, match=message):
+        service(**fields)
+
+
+UNWELCOME = [
+    ({"model": {"uri": "file:///models/a"}}, "--allow-host-path"),
+    ({"model": hub(), "cache": {"hostPath": "/srv"}}, "--allow-host-path"),
+    ({"runtime": {"args": ["--port=1"]}}, "--port is set by the operator"),
+    ({"runtime": {"args": ["--tp", "2"]}}, "use spec.parallelism.tensor"),
+    ({"resources": {"limits": {"nvidia.com/gpu": 2}}}, "the pod needs 1"),
+    ({"runtime": {"device": "cpu"}, "resources": {"limits": {"nvidia.com/gpu": 1}}}, "the pod needs 0"),
+    ({"podTemplate": {"kind": "Pod"}}, "podTemplate.kind: not supported"),
+    ({"podTemplate": {"metadata": {"name": "a"}}}, "only labels and annotations"),
+    ({"podTemplate": {"metadata": {"labels": {"app.kubernetes.io/name": "a"}}}}, "set by the operator"),
+    ({"podTemplate": {"spec": {"restartPolicy": "Never"}}}, "restartPolicy: is set by the operator"),
+    ({"podTemplate": {"spec": {"containers": [{"name": "runtime", "args": []}]}}}, "use spec.runtime.args"),
+    ({"podTemplate": {"spec": {"containers": [{"image": "a"}]}}}, "entries have a name"),
+    ({"podTemplate": {"spec": {"containers": None}}}, "must be a list"),
+    ({"podTemplate": {"metadata": {"labels": None}}}, "must be a map"),
+    (
+        {"podTemplate": {"spec": {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}}},
+        "hostPath volumes are off",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), UNWELCOME)
+def test_what_this_operator_cannot_serve_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSpec, match=message):
+        policy.check(service(**fields), Settings())
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_host_paths_are_served_when_allowed(number: int) -> None:
+    policy.check(service(**UNWELCOME[number][0]), Settings(allow_host_path=True))
