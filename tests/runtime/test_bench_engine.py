@@ -15,6 +15,7 @@ import pytest
 from tiny_models import make_model
 
 from skiff_runtime.bench.cost import Sampled, costs
+from skiff_runtime.bench.processes import service_processes
 from skiff_runtime.errors import StartupError
 from skiff_runtime.local_server import LocalServer
 
@@ -114,6 +115,12 @@ def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> 
 def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:
     done = skiff("bench", "offline", "--model", str(model), "--input-len", "400", "--output-len", "200")
     assert done.returncode == 2 and "--input-len 400 and --output-len 200 together exceed 512" in done.stderr
+
+
+def test_cpu_time_is_that_which_the_system_counts(server: LocalServer) -> None:
+    for each in service_processes(server.pid):
+        ticks = each.handle.cpu_times()
+        assert each.cpu_seconds() == pytest.approx(ticks.user + ticks.system, abs=0.25)
 
 
 def test_costs_are_the_difference_of_two_loads() -> None:

@@ -70,7 +70,7 @@ class Meter:
         before = cpu_seconds(self._processes)
         seconds, tokens = self._load(output_tokens=output_tokens, seed=seed, count=self._traffic.count)
         after = cpu_seconds(self._processes)
-        cpu = {name: max(0.0, after[name] - before[name] - self._idle[name] * seconds) for name in before}
+        cpu = {name: after[name] - before[name] - self._idle[name] * seconds for name in before}
         return Sampled(seconds, self._traffic.count, tokens, cpu)
 
     def _load(self, *, output_tokens: int, seed: int, count: int) -> tuple[float, int]:

@@ -136,7 +136,7 @@ def _show(figures: Figures) -> None:
             name,
             f"{cost['us_per_request']:,.0f}",
             f"{cost['us_per_token']:,.1f}",
-            f"{100 * cost['busy_ratio']:.0f}%",
+            f"{round(100 * cost['busy_ratio'])}%",
         )
         for name, cost in named
     ]
