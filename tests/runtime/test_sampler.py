@@ -138,7 +138,9 @@ def test_a_row_does_not_depend_on_its_batch(order: list[int], size: int, seed: i
 def test_greedy_takes_the_maximum() -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     samplings = [params(temperature=0.0)] * 4 + [params(top_k=1, seed=9)]
-    assert draw(logits, samplings, [0] * 5) == logits.argmax(-1).tolist()
+    samplings += [params(temperature=1e-30), params(top_p=0.0), params(min_p=1.0, top_k=1 << 40)]
+    logits = logits[[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert draw(logits, samplings, [0] * 8) == logits.argmax(-1).tolist()
 
 
 def test_a_slot_used_again_has_the_new_parameters() -> None:

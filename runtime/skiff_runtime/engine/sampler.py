@@ -17,6 +17,10 @@ from skiff_runtime.step import Int32, SlotOpened
 
 NARROW_TOP_K: Final = 1024
 """Up to this top_k a partial selection is enough; beyond, rows are sorted."""
+MIN_TEMPERATURE: Final = 1e-5
+"""Below it a draw takes the maximum anyway, but its arithmetic would overflow."""
+MAX_TOP_K: Final = 1 << 24
+"""More than any vocabulary has, and exact in float32."""
 _GREEDY: Final = 0
 _DRAW: Final = 1
 _NARROW: Final = 2
@@ -41,7 +45,7 @@ class Sampler:
         slots = np.array([each.slot for each in opened], dtype=np.int64)
         for each in opened:
             self._kinds[each.slot] = _kind(each.sampling)
-            self._narrow_k[each.slot] = each.sampling.top_k
+            self._narrow_k[each.slot] = min(each.sampling.top_k, MAX_TOP_K)
         where = torch.from_numpy(slots).to(self._device)
         seeds = np.array([_signed(each.sampling.seed) for each in opened], dtype=np.int64)
         filters = np.array([_row(each.sampling) for each in opened], dtype=np.float32)
@@ -110,7 +114,7 @@ def _lowest_kept(ranked: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
 
 
 def _kind(sampling: SamplingParams) -> int:
-    if sampling.temperature <= 0 or sampling.top_k == 1:
+    if sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1:
         return _GREEDY
     if 0 < sampling.top_k <= NARROW_TOP_K:
         return _NARROW
@@ -118,8 +122,8 @@ def _kind(sampling: SamplingParams) -> int:
 
 
 def _row(sampling: SamplingParams) -> tuple[float, int, float, float]:
-    """Temperature, top_k, top_p, min_p as ``_draw`` unpacks them; exact in float32 up to a top_k of 2**24."""
-    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    """Temperature, top_k, top_p, min_p as ``_draw`` unpacks them."""
+    return sampling.temperature, min(sampling.top_k, MAX_TOP_K), sampling.top_p, sampling.min_p
 
 
 def _signed(seed: int) -> int:

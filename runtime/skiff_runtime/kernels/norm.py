@@ -1,10 +1,16 @@
 """RMS normalization on any device. A fused version for a device type is chosen here, by ``x.device``."""
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., n] over its root mean square along n, times ``weight`` [n]; the mean is taken in float32."""
+    """x [..., n] over its root mean square along n, times ``weight``, which broadcasts; the mean is taken in float32.
+
+    Short types are rounded before they are weighted, as the models were trained.
+    """
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * scale).to(x.dtype) * weight

@@ -4,6 +4,8 @@ import torch
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [T, heads, d] by the angles of ``cos`` and ``sin`` [T, 1, d/2]; component i pairs with i + d/2."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotate [T, heads, d]; component i pairs with i + d/2.
+
+    ``cos`` and ``sin`` [T, 1, d] hold each angle twice, the sine's first half negated.
+    """
+    return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * sin

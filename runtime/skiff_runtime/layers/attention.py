@@ -8,7 +8,7 @@ import torch
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.kernels.rotary import rotate
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut, replicated_cut
-from skiff_runtime.layers.norm import RMSNorm
+from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.placement import Piece, Placement
 
 
@@ -45,7 +45,7 @@ class Attention:
     ) -> None:
         ranks = placement.group.size
         self._layer = layer
-        self._heads = [heads.local_query(ranks), heads.local_kv(ranks), heads.local_kv(ranks)]
+        self._query, self._kv = heads.local_query(ranks), heads.local_kv(ranks)
         self._head_dim = heads.size
         cuts = [
             even_cut("q_proj", heads.query * heads.size, placement),
@@ -56,26 +56,23 @@ class Attention:
         self._output = RowParallelLinear(
             "o_proj", heads.query * heads.size, hidden_size, bias=output_bias, placement=placement
         )
-        self._norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._norm = None
         if qk_norm_eps is not None:
-            eps = qk_norm_eps
-            self._norms = (RMSNorm(heads.size, eps, placement), RMSNorm(heads.size, eps, placement))
+            self._norm = QKNorm(self._query, self._kv, heads.size, qk_norm_eps, placement)
 
     def __call__(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], backend: AttentionBackend
     ) -> torch.Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        q, k, v = torch.split(heads, self._heads, dim=1)
-        if self._norms is not None:
-            q, k = self._norms[0](q), self._norms[1](k)
-        cos, sin = rotary
-        mixed = backend.forward(self._layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self._output(mixed.flatten(1))
+        qk, v = torch.split(heads, [self._query + self._kv, self._kv], dim=1)
+        if self._norm is not None:
+            qk = self._norm(qk)
+        q, k = torch.split(rotate(qk, *rotary), [self._query, self._kv], dim=1)
+        return self._output(backend.forward(self._layer, q, k, v).flatten(1))
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this block."""
         yield from self._qkv.pieces(prefix)
         yield from self._output.pieces(prefix)
-        if self._norms is not None:
-            yield from self._norms[0].pieces(f"{prefix}q_norm")
-            yield from self._norms[1].pieces(f"{prefix}k_norm")
+        if self._norm is not None:
+            yield from self._norm.pieces(prefix)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalization (Zhang and Sennrich, 2019), alone or after a residual sum."""
+"""Root-mean-square normalization (Zhang and Sennrich, 2019), alone, after a residual sum, or per head."""
 
 from collections.abc import Iterator
 
@@ -25,3 +25,20 @@ class RMSNorm:
     def pieces(self, name: str) -> Iterator[Piece]:
         """The checkpoint tensor that fills this layer."""
         yield whole(f"{name}.weight", self.weight)
+
+
+class QKNorm:
+    """[T, query + kv heads, size] -> the same shape: every head normalized, with one weight for q and one for k."""
+
+    def __init__(self, query: int, kv: int, size: int, eps: float, placement: Placement) -> None:
+        self._weights = placement.empty(2, size)
+        self._kinds = torch.tensor([0] * query + [1] * kv, device=placement.device)
+        self._eps = eps
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        return rms_norm(heads, self._weights[self._kinds], self._eps)
+
+    def pieces(self, prefix: str) -> Iterator[Piece]:
+        """The checkpoint tensors that fill this layer."""
+        yield whole(f"{prefix}q_norm.weight", self._weights[0])
+        yield whole(f"{prefix}k_norm.weight", self._weights[1])

@@ -16,11 +16,12 @@ class RotaryTable:
     ) -> None:
         positions = torch.arange(length, dtype=torch.float32)
         angles = torch.outer(positions, scaled_frequencies(head_dim, theta, scaling))
-        table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
         self._table = table.to(device=placement.device, dtype=placement.dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, head_dim / 2] of ``positions`` [T], to be shared by all layers of a step."""
+        """Cosines and sines [T, 1, head_dim] of ``positions`` [T], as ``kernels.rotary`` takes them, for all layers."""
         cos, sin = torch.split(self._table.index_select(0, positions), 1, dim=1)
         return cos, sin
 
