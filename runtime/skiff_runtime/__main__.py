@@ -92,6 +92,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     config = config_from(arguments)
     log.configure("supervisor", config.log_level)
+    # PID 1 has no default action for SIGTERM, and a download may take minutes before the supervisor takes over.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     resolved, model = resolve(config)
     return serve(resolved, model)
 
