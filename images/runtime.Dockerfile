@@ -28,18 +28,20 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
 
 FROM dependencies AS application
 WORKDIR /source
-COPY . .
+COPY pyproject.toml README.md LICENSE ./
+COPY runtime/skiff_runtime runtime/skiff_runtime
 RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && /opt/build/bin/pip --python /opt/skiff/bin/python install \
         --quiet --no-deps --no-index --no-compile --target /opt/app /wheels/*.whl \
     && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/app \
+    && rm /opt/app/bin/skiff-operator \
     && PYTHONPATH=/opt/app /opt/app/bin/skiff --help > /dev/null
 
 FROM ${BASE}
 RUN echo 'skiff:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'skiff:x:65532:' >> /etc/group
-COPY --from=dependencies /opt/skiff /opt/skiff
-COPY --from=application /opt/app /opt/app
 ENV HOME=/tmp PATH=/opt/app/bin:/opt/skiff/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /opt/app
 USER 65532:65532
 ENTRYPOINT ["skiff"]
+COPY --from=dependencies /opt/skiff /opt/skiff
+COPY --from=application /opt/app /opt/app

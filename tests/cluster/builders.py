@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import debian
 import kind
 from commands import ClusterError, output, run, succeeds
 from paths import Layout
 
-KEY_LABEL = "dev.skiff.key"
 BUILD_SECONDS = 1800
 
 
@@ -25,20 +23,12 @@ class Recipe:
     reference: str
     dockerfile: Path
     context: Path
-    key: str
     target: str = ""
     arguments: tuple[tuple[str, str], ...] = ()
 
     def options(self, secrets: Mapping[str, Path]) -> list[str]:
         """Return the options that Docker and Buildah have in common."""
-        words = [
-            "--tag",
-            self.reference,
-            "--file",
-            str(self.dockerfile),
-            "--label",
-            f"{KEY_LABEL}={self.key}",
-        ]
+        words = ["--tag", self.reference, "--file", str(self.dockerfile)]
         if self.target:
             words += ["--target", self.target]
         for name, value in self.arguments:
@@ -54,8 +44,8 @@ class Builder(Protocol):
     def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
         """Build an image."""
 
-    def key(self, reference: str) -> str | None:
-        """Return the content key that an image was built with, or None when there is no such image."""
+    def identity(self, reference: str) -> str | None:
+        """Return the id of an image, or None when there is no such image."""
 
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """Push an image to a registry under another name."""
@@ -70,13 +60,12 @@ class Docker:
         argv = ["docker", "build", *recipe.options(secrets)]
         run(argv, log=log, env={"DOCKER_BUILDKIT": "1"}, timeout_seconds=BUILD_SECONDS)
 
-    def key(self, reference: str) -> str | None:
+    def identity(self, reference: str) -> str | None:
         """See Builder."""
         try:
-            text = output(["docker", "image", "inspect", "--format", "{{json .Config.Labels}}", reference])
+            return output(["docker", "image", "inspect", "--format", "{{.Id}}", reference])
         except ClusterError:
             return None
-        return (json.loads(text) or {}).get(KEY_LABEL)
 
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """See Builder."""
@@ -111,21 +100,16 @@ class Buildah:
         options = ["--isolation", "chroot", "--layers", "--pull-never", *recipe.options(secrets)]
         run(self.command("build", *options), log=log, timeout_seconds=BUILD_SECONDS)
 
-    def inspect(self, reference: str) -> dict[str, Any]:
-        """Return what Buildah knows of an image; raises ClusterError when there is no such image."""
-        found: dict[str, Any] = json.loads(output(self.command("inspect", "--type", "image", reference)))
-        return found
-
-    def key(self, reference: str) -> str | None:
+    def identity(self, reference: str) -> str | None:
         """See Builder."""
         if not (self.layout.images / "storage").exists():
             return None
         try:
-            labels = self.inspect(reference)["OCIv1"]["config"].get("Labels") or {}
+            return output(
+                self.command("inspect", "--type", "image", "--format", "{{.FromImageID}}", reference)
+            )
         except ClusterError:
             return None
-        found: str | None = labels.get(KEY_LABEL)
-        return found
 
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """See Builder."""

@@ -47,15 +47,16 @@ def deliver(layout: Layout, provider: Provider) -> None:
         say("the images are built; no cluster is up to bring them to")
     else:
         for name in NAMES:
-            bring(IMAGES[name].reference, images.key(IMAGES[name]), layout, provider)
+            bring(IMAGES[name].reference, layout, provider)
 
 
-def bring(name: str, key: str, layout: Layout, provider: Kind | OneNode) -> None:
+def bring(name: str, layout: Layout, provider: Kind | OneNode) -> None:
     """Bring one image to a cluster made here, unless it got this very image before."""
     mark = layout.state / "images" / name.replace("/", "_")
-    if mark.exists() and mark.read_text() == key:
+    built = images.note(name, layout).read_text()
+    if mark.exists() and mark.read_text() == built:
         return
     with step(f"bringing {name} to the cluster"):
         provider.load(name)
     mark.parent.mkdir(exist_ok=True)
-    mark.write_text(key)
+    mark.write_text(built)

@@ -63,55 +63,71 @@ def version() -> str:
     return match[1]
 
 
-def context_files(repository: Path) -> list[Path]:
-    """Return the files that enter a build's context: those that .dockerignore lets in."""
-    lines = (repository / ".dockerignore").read_text().splitlines()
+def sources(dockerfile: Path, repository: Path) -> list[Path]:
+    """Return the files of the repository that a Dockerfile copies into its image, folders walked."""
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", dockerfile.read_text(), re.MULTILINE)
     files: list[Path] = []
-    for line in lines:
-        if line.startswith("!"):
-            entry = repository / line[1:]
-            files += [entry] if entry.is_file() else entry.rglob("*")
-    return sorted(each for each in files if each.is_file() and "__pycache__" not in each.parts)
+    for word in " ".join(copied).split():
+        entry = repository / word
+        if not entry.exists():
+            raise ClusterError(f"{dockerfile.name} copies {word}, which does not exist")
+        files += [entry] if entry.is_file() else (each for each in entry.rglob("*") if each.is_file())
+    return sorted(each for each in files if "__pycache__" not in each.parts)
 
 
-def source_key(repository: Path) -> str:
-    """Return a digest of the names and contents of the context's files."""
-    digest = hashlib.sha256()
-    for file in context_files(repository):
+def source_key(dockerfile: Path, repository: Path) -> str:
+    """Return a digest of a Dockerfile and of the names and contents of what it copies."""
+    digest = hashlib.sha256(dockerfile.read_bytes())
+    for file in sources(dockerfile, repository):
         digest.update(f"{file.relative_to(repository)}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def key(image: Image) -> str:
-    """Return the content key of an image: its Dockerfile's, its base's and, where it holds them, the sources'."""
+    """Return the content key of an image: of its Dockerfile, the sources that it copies, and its base."""
     base = IMAGES.get(image.base)
-    parts = [
-        hashlib.sha256((DOCKERFILES / image.dockerfile).read_bytes()).hexdigest(),
-        key(base) if base else f"{image.base}:{SUITE}",
-        image.target,
-        source_key(REPOSITORY) if image.holds_source else "",
-    ]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    below = key(base) if base else f"{image.base}:{SUITE}"
+    return hashlib.sha256(
+        f"{source_key(DOCKERFILES / image.dockerfile, REPOSITORY)} {image.target} {below}".encode()
+    ).hexdigest()
+
+
+def note(reference: str, layout: Layout) -> Path:
+    """Return the file that says with which key an image was built and which id it got."""
+    return layout.images / "keys" / reference.replace("/", "_")
+
+
+def current(reference: str, wanted: str, layout: Layout, builder: Builder) -> bool:
+    """Say whether the builder's store holds the very image that was built with the key `wanted`."""
+    known = note(reference, layout)
+    return known.exists() and known.read_text() == f"{wanted} {builder.identity(reference)}"
+
+
+def record(reference: str, key: str, layout: Layout, builder: Builder) -> None:
+    """Note with which key an image was built."""
+    known = note(reference, layout)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.write_text(f"{key} {builder.identity(reference)}")
 
 
 def build(layout: Layout, builder: Builder) -> None:
     """Build those images that are absent or out of date, bases first."""
     for image in IMAGES.values():
         wanted = key(image)
-        if builder.key(image.reference) == wanted:
+        if current(image.reference, wanted, layout, builder):
             continue
         base = base_reference(image, layout, builder)
         recipe = Recipe(
             reference=image.reference,
             dockerfile=DOCKERFILES / image.dockerfile,
             context=REPOSITORY if image.holds_source else DOCKERFILES,
-            key=wanted,
             target=image.target,
             arguments=((image.argument, base),),
         )
         with step(f"building the image {image.reference}"), hostconfig.secrets() as secrets:
             builder.build(recipe, secrets, layout.logs / f"image-{image.name}.log")
+            record(image.reference, wanted, layout, builder)
 
 
 def base_reference(image: Image, layout: Layout, builder: Builder) -> str:
@@ -125,7 +141,7 @@ def base_reference(image: Image, layout: Layout, builder: Builder) -> str:
 def ensure_debian(layout: Layout, builder: Buildah) -> str:
     """Return the name of a minimal Debian, made by debootstrap from this machine's mirror: no registry is needed."""
     reference, wanted = f"{PREFIX}/debian:{SUITE}", " ".join([*DEBOOTSTRAP, SUITE])
-    if builder.key(reference) == wanted:
+    if current(reference, wanted, layout, builder):
         return reference
     with step(f"making a minimal Debian {SUITE} (once; about 30 s)"), scratch(layout) as folder:
         root = folder / "root"
@@ -143,7 +159,7 @@ def ensure_debian(layout: Layout, builder: Buildah) -> str:
 def ensure_pause(layout: Layout, builder: Buildah) -> str:
     """Return the name of the image that holds pods' namespaces."""
     wanted = next(toolchain.key(tool) for tool in toolchain.NODE if tool.name == "pause")
-    if builder.key(PAUSE) != wanted:
+    if not current(PAUSE, wanted, layout, builder):
         with step("building the pause image"), scratch(layout) as folder:
             shutil.copy(layout.bin / "pause", folder / "pause")
             (folder / "Dockerfile").write_text(
@@ -162,5 +178,6 @@ def scratch(layout: Layout) -> Iterator[Path]:
 
 
 def _build_folder(folder: Path, reference: str, wanted: str, layout: Layout, builder: Buildah) -> None:
-    recipe = Recipe(reference=reference, dockerfile=folder / "Dockerfile", context=folder, key=wanted)
+    recipe = Recipe(reference=reference, dockerfile=folder / "Dockerfile", context=folder)
     builder.build(recipe, {}, layout.logs / f"image-{reference.split('/')[-1].split(':')[0]}.log")
+    record(reference, wanted, layout, builder)
