@@ -20,6 +20,9 @@ from skiff_runtime.models.weights import load_weights, weight_bytes
 
 MIB: Final = 1 << 20
 
+SAMPLER_BYTES: Final = 40
+"""Per logit: float32 copies, and values with int64 places and float64 sums where rows are sorted."""
+
 OnPhase = Callable[[str, float], None]
 
 
@@ -108,7 +111,7 @@ def working_bytes(config: Config, model: ModelConfig, layout: KVLayout, ranks: i
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
     )
     activations = config.max_batch_tokens * width * 4
-    logits = 4 * config.max_running_requests * model.vocab_size * 4
+    logits = config.max_running_requests * model.vocab_size * SAMPLER_BYTES
     context = longest(config, model)
     gathered = 2 * context * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)

@@ -40,24 +40,19 @@ class KVPool:
         self.num_pages = num_pages
         self.device = device
         shape = (2, num_pages + 1, layout.page_size, layout.kv_heads, layout.head_dim)
-        self._layers = [
-            torch.zeros(shape, dtype=layout.dtype, device=device).unbind() for _ in range(layout.layers)
-        ]
-        self._flat = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._layers]
+        self._layers = []
+        for _ in range(layout.layers):
+            k, v = torch.zeros(shape, dtype=layout.dtype, device=device).flatten(1, 2).unbind()
+            self._layers.append((k, v))
 
     @property
     def padding_location(self) -> int:
         """The first token place of the page that stays zero."""
         return self.num_pages * self.layout.page_size
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer by page."""
-        k, v = self._layers[layer]
-        return k, v
-
     def tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer by token place: [(num_pages + 1) * page_size, kv_heads, head_dim]."""
-        return self._flat[layer]
+        return self._layers[layer]
 
 
 def plan_capacity(
