@@ -44,7 +44,7 @@ def build(
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.name,
-        "metadata": {"generateName": f"{name}.", "namespace": namespace},
+        "metadata": {"generateName": f"{name}-", "namespace": namespace},
         "eventTime": now,
         "type": news.type,
         "reason": news.reason,

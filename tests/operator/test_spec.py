@@ -93,7 +93,7 @@ def test_no_spec_does_more_harm_than_being_refused(fields: dict[str, Any]) -> No
         assert len(built) >= 3
 
 
-BAD = [
+BAD: list[tuple[dict[str, Any], str]] = [
     ({"replica": 2}, "unknown field `replica`"),
     ({"replicas": "two"}, "Expected `int`"),
     ({"replicas": -1}, "0 or more"),
@@ -111,7 +111,7 @@ def test_bad_specs_are_refused_by_name(fields: dict[str, Any], message: str) -> 
         service(**fields)
 
 
-UNWELCOME = [
+UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"model": {"uri": "file:///models/a"}}, "--allow-host-path"),
     ({"model": hub(), "cache": {"hostPath": "/srv"}}, "--allow-host-path"),
     ({"runtime": {"args": ["--port=1"]}}, "--port is set by the operator"),

@@ -62,9 +62,9 @@ class Histories(RuleBasedStateMachine):
             self.schedule.finish(key, self.now)
         self.now += LAST_RETRY_SECONDS + 200
         seen = set()
-        while (key := self.schedule.take(self.now)) is not None:
-            seen.add(key)
-            self.schedule.finish(key, self.now)
+        while (due := self.schedule.take(self.now)) is not None:
+            seen.add(due)
+            self.schedule.finish(due, self.now)
         assert seen == self.asked
 
 

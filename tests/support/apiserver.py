@@ -94,6 +94,11 @@ class ApiServer:
         items: list[Any] = self.request("GET", f"{self.path(plural)}?labelSelector={selector}")["items"]
         return items
 
+    def table(self, plural: str) -> Any:
+        """The collection as `kubectl get` asks for it."""
+        accept = "application/json;as=Table;v=v1;g=meta.k8s.io"
+        return self._http.get(self.path(plural), headers={"Accept": accept}).json()
+
     def create(self, plural: str, body: Any) -> Any:
         """Create, strictly: unknown fields are refused."""
         return self.request("POST", f"{self.path(plural)}?fieldValidation=Strict", body)
