@@ -97,10 +97,10 @@ def main(arguments: list[str]) -> int:
         run(child)
     except SkiffError as error:
         log.error("process_failed", error=type(error).__name__, message=str(error))
-        return EXIT_FAILURE
+        os._exit(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))
-        return EXIT_FAILURE
+        os._exit(EXIT_FAILURE)  # at once: a thread of this process may hang
     return EXIT_OK
 
 

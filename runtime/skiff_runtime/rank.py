@@ -79,19 +79,22 @@ class FollowerChannel(Channel):
 
 
 def run(child: Child) -> None:
-    """Main function of a rank's process."""
+    """Main function of a rank's process.
+
+    After an error nothing is closed: another step may wait in a collective for ever, so the
+    process just ends, and the supervisor ends the other ranks.
+    """
     config, model = child.launch.config, child.launch.model
     channel = _channel(child)
     child.phase("config")
-    with TensorParallel.start(
+    group = TensorParallel.start(
         rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
-    ) as group:
-        engine = Engine(config, model, group, on_phase=child.phase)
-        try:
-            engine.warmup()
-            _serve(child, engine, channel)
-        finally:
-            engine.close()
+    )
+    engine = Engine(config, model, group, on_phase=child.phase)
+    engine.warmup()
+    _serve(child, engine, channel)
+    engine.close()
+    group.close()
 
 
 def _channel(child: Child) -> Channel:
