@@ -15,10 +15,16 @@ TIMEOUT_SECONDS: Final = 120.0
 RankFunction = Callable[..., Any]
 
 
-def on_ranks(size: int, run_dir: Path, function: RankFunction, *arguments: Any) -> list[Any]:
+def on_ranks(
+    size: int,
+    run_dir: Path,
+    function: RankFunction,
+    *arguments: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> list[Any]:
     """``function(group, *arguments)`` on ``size`` ranks; what each returned, through JSON.
 
-    ``function`` must be importable by name. Raises RuntimeError when a rank fails.
+    ``function`` must be importable by name. Raises RuntimeError when a rank fails or takes too long.
     """
     context = multiprocessing.get_context("spawn")
     ranks = [
@@ -28,7 +34,7 @@ def on_ranks(size: int, run_dir: Path, function: RankFunction, *arguments: Any) 
         process.start()
     try:
         for process in ranks:
-            process.join(TIMEOUT_SECONDS)
+            process.join(timeout_seconds)
         if any(process.exitcode != 0 for process in ranks):
             raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}")
     finally:

@@ -53,7 +53,7 @@ class Scheduler:
         self._checks = config.log_level == "debug"
         self._memory = memory = KVMemory(num_pages=num_pages, page_size=config.page_size, cache=config.cache)
         self._slots = slots = Slots(
-            count=config.max_running_requests,
+            count=config.running_limit,
             max_tokens=config.max_model_len,
             max_pages=-(-config.max_model_len // config.page_size),
         )

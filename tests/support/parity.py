@@ -1,0 +1,179 @@
+"""Serves one crowd of prompts under one choice of engine settings: scheduler, engine and channels as in a service."""
+
+import itertools
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from engine_driver import make_config
+from scheduler_bench import Replies, generate
+from tiny_tokenizer import VOCAB_SIZE
+
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.engine import Engine
+from skiff_runtime.messages import AbortRequest, TokenBatch
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.rank import FollowerChannel, LeaderChannel
+from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.transport import Endpoints, Sender
+
+PROMPTS: Final = 64
+TOKENS: Final = 32
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
+MAX_TURNS: Final = 20_000
+KV_TOKENS: Final = {1: 192, 16: 192, 64: 256}
+"""By page size: so few that requests evict and retract each other, though each alone fits."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the product."""
+
+    family: str
+    cache: str
+    tp: int
+    overlap: bool
+    budget: int
+    page_size: int
+
+    def __str__(self) -> str:
+        mode = "overlap" if self.overlap else "lockstep"
+        return f"{self.family}-{self.cache}-tp{self.tp}-{mode}-budget{self.budget}-page{self.page_size}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Greedy tokens by prompt, and what the step counters came to."""
+
+    outputs: list[list[int]]
+    retracted: int = 0
+    evicted_pages: int = 0
+    cached_tokens: int = 0
+
+
+_VALUES: Final[tuple[tuple[Any, ...], ...]] = (
+    FAMILIES,
+    ("radix", "naive"),
+    (1, 2),
+    (True, False),
+    (16, 1024),
+    tuple(KV_TOKENS),
+)
+
+
+def product() -> list[Setting]:
+    """Every combination."""
+    return [Setting(*values) for values in itertools.product(*_VALUES)]
+
+
+def covering() -> list[Setting]:
+    """A few settings among which every pair of values of any two options occurs (found greedily)."""
+
+    def pairs(setting: Setting) -> set[tuple[tuple[str, Any], ...]]:
+        return set(itertools.combinations(asdict(setting).items(), 2))
+
+    candidates = product()
+    missing = set().union(*map(pairs, candidates))
+    chosen: list[Setting] = []
+    while missing:
+        best = max(candidates, key=lambda setting: len(pairs(setting) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Prompts of 1 to some 100 tokens: stems cut anywhere or at page ends, many with a tail of their own."""
+    random = np.random.default_rng(seed)
+    stems = [random.integers(2, VOCAB_SIZE, 80).tolist() for _ in range(4)]
+    crowd = []
+    for number in range(PROMPTS):
+        cut = int(random.choice([16, 32, 64, 80])) if number % 3 == 0 else int(random.integers(1, 80))
+        tail = int(random.integers(0, 24)) if number % 4 else 0
+        crowd.append(stems[number % 4][:cut] + random.integers(2, VOCAB_SIZE, tail).tolist())
+    return crowd
+
+
+class Front(LeaderChannel):
+    """Rank 0's channel with the clients at its other end: they come in waves, and leave when all are served."""
+
+    def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]]) -> None:
+        super().__init__(endpoints, ranks, lambda: self._done)
+        self._requests = Sender(endpoints.rank(0))
+        self._waiting = list(enumerate(crowd))
+        self._done = False
+        self.replies = Replies()
+        self.counters: Counter[str] = Counter()
+        self._let_in(len(crowd) // 2)
+
+    def send(self, batch: TokenBatch) -> None:
+        """Hear what a step brought; one more client comes, or the last has gone."""
+        self.replies.take(batch)
+        self.counters["retracted"] += batch.stats.retracted
+        self.counters["evicted_pages"] += batch.stats.evicted_pages
+        self.counters["cached_tokens"] += sum(opened.cached_tokens for opened in batch.opened)
+        self._let_in(1)
+        if not self._done and len(self.replies) == PROMPTS and all(r.ended for r in self.replies.values()):
+            self._done = True
+            self._requests.send(AbortRequest(uid=-1))  # wakes the loop, which is idle now
+
+    def outcome(self) -> Outcome:
+        outputs = [self.replies[uid].tokens for uid in range(PROMPTS)]
+        return Outcome(outputs=outputs, **self.counters)
+
+    def _let_in(self, count: int) -> None:
+        arriving, self._waiting = self._waiting[:count], self._waiting[count:]
+        for uid, prompt in arriving:
+            self._requests.send(generate(uid, prompt, max_tokens=TOKENS))
+
+
+def serve(
+    group: TensorParallel, setting: Setting, path: Path, crowd: list[list[int]], run_dir: Path
+) -> Outcome | None:
+    """Run the whole crowd on this rank; the outcome on rank 0, None on the others.
+
+    ``run_dir`` is where the ranks meet; it must be new.
+    """
+    run_dir.mkdir(exist_ok=True)
+    config = make_config(
+        path,
+        max_model_len=160,
+        max_running_requests=16,
+        max_batch_tokens=setting.budget,
+        disable_overlap=not setting.overlap,
+        page_size=setting.page_size,
+        kv_cache_tokens=KV_TOKENS[setting.page_size],
+        cache=setting.cache,
+        tp=setting.tp,
+    )
+    model = read_model_config(path, max_model_len=config.max_model_len)
+    engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
+    endpoints = Endpoints(run_dir)
+    front = Front(endpoints, group.size, crowd) if group.rank == 0 else None
+    channel = front or FollowerChannel(endpoints, group.rank, lambda: None)
+    scheduler = Scheduler(
+        config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=channel
+    )
+    try:
+        turns = 0
+        while scheduler.turn():
+            scheduler.check()
+            turns += 1
+            assert turns < MAX_TURNS, "the requests do not come to an end"
+    finally:
+        engine.close()
+    return front.outcome() if front else None
+
+
+def serve_all(
+    group: TensorParallel, settings: list[dict[str, Any]], models: str, crowd: list[list[int]], run_dir: str
+) -> list[dict[str, Any]]:
+    """All settings one after another on the ranks of ``group``; rank 0 returns the outcomes."""
+    outcomes = []
+    for number, fields in enumerate(settings):
+        setting = Setting(**fields)
+        outcome = serve(group, setting, Path(models) / setting.family, crowd, Path(run_dir) / str(number))
+        outcomes.append(asdict(outcome) if outcome else {})
+    return outcomes
