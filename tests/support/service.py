@@ -1,0 +1,102 @@
+"""A whole ``skiff serve`` with every process, as a user starts it, for tests that watch how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import httpx
+import psutil
+
+START_SECONDS: Final = 120.0
+END_SECONDS: Final = 30.0
+_READY: Final = re.compile(r" service_ready url=(\S+)")
+
+
+@dataclass
+class Service:
+    """A running service. ``children`` are its processes by name, such as ``rank0``."""
+
+    process: "subprocess.Popen[bytes]"
+    log: IO[bytes]
+    url: str = ""
+
+    @property
+    def children(self) -> dict[str, psutil.Process]:
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            role, index = child.cmdline()[3:5]
+            found[f"{role}{index}" if role in ("rank", "tokenizer") else role] = child
+        return found
+
+    def log_text(self) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), size, 0).decode()
+
+    def wait_exit(self) -> int:
+        return self.process.wait(END_SECONDS)
+
+    def metric(self, line: str) -> float:
+        """The value of the sample that begins with ``line``."""
+        page = httpx.get(self.url + "/metrics").text.splitlines()
+        [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
+        return float(value)
+
+
+@contextmanager
+def running_service(model: Path | str, *flags: str, ready: bool = True) -> Iterator[Service]:
+    """Serve ``model`` on a free port; afterwards no process of it is left, however the test went."""
+    command = [sys.executable, "-m", "skiff_runtime", "serve", "--model", str(model), "--port", "0"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, "--cpu-threads", "1", *flags], stdout=log, stderr=log)
+        service = Service(process, log)
+        try:
+            if ready:
+                service.url = _wait_ready(service)
+            yield service
+        finally:
+            family = [process.pid, *(child.pid for child in _descendants(process.pid))]
+            for pid in family:
+                _kill(pid)
+            process.wait()
+
+
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = END_SECONDS) -> None:
+    """Fail the test when ``condition`` does not come true in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "this did not happen in time"
+        time.sleep(0.02)
+
+
+def _wait_ready(service: Service) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        found = _READY.search(service.log_text())
+        if found:
+            return found.group(1)
+        assert service.process.poll() is None, f"the service ended:\n{service.log_text()}"
+        time.sleep(0.05)
+    raise AssertionError(f"the service was not ready in time:\n{service.log_text()}")
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
