@@ -15,6 +15,7 @@ class PageAllocator:
         # The top of the stack is its end: fresh pages come out in ascending order.
         self._stack: Int32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._taken: NDArray[np.bool_] = np.zeros(total, np.bool_)
+        self._marks: Int32 = np.zeros(total, np.int32)
 
     def allocate(self, count: int) -> Int32:
         """Take ``count`` pages int32[count]; the caller has made sure that there are as many."""
@@ -30,7 +31,10 @@ class PageAllocator:
         count = len(pages)
         if not count:
             return
-        assert self._taken[pages].all() and len(np.unique(pages)) == count, f"double free in {pages}"
+        # A page that occurs twice keeps only the last of its marks: cheaper than sorting.
+        marks = np.arange(count, dtype=np.int32)
+        self._marks[pages] = marks
+        assert self._taken[pages].all() and (self._marks[pages] == marks).all(), f"double free in {pages}"
         self._taken[pages] = False
         self._stack[self.free_count : self.free_count + count] = pages[::-1]
         self.free_count += count
