@@ -1,0 +1,72 @@
+"""The estimate behind admission: it never reserves whole outputs, and learns from retractions."""
+
+import numpy as np
+from paper_engine import continuation
+from scheduler_bench import SchedulerBench, generate
+
+from skiff_runtime.messages import SamplingParams, TextOptions
+from skiff_runtime.scheduler.admission import INITIAL_SHARE, LEAST_SHARE, Admission
+from skiff_runtime.scheduler.request import Request
+from skiff_runtime.scheduler.slots import Slots
+
+
+def request(uid: int, prompt: int, max_tokens: int) -> Request:
+    return Request(
+        uid=uid,
+        arrival=uid,
+        tokens=np.zeros(prompt, np.int32),
+        prompt_tokens=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+        text=TextOptions(),
+    )
+
+
+def one_running() -> Slots:
+    """A slot whose request has a prompt of 10 tokens, all computed, and may produce 100."""
+    slots = Slots(count=4, max_tokens=256, max_pages=64)
+    slots.open(request(0, 10, 100), np.zeros(0, np.int32))
+    slots.computed[0], slots.held[0] = 10, 3
+    return slots
+
+
+def fits(admission: Admission, available_pages: int) -> bool:
+    return admission.fits(
+        request(1, 20, 100), cached_pages=2, available_pages=available_pages, slots=one_running()
+    )
+
+
+def test_the_estimate_counts_pages_of_all() -> None:
+    admission = Admission(page_size=4)
+    assert INITIAL_SHARE == 0.7
+    # The running one: ceil((10 + 70) / 4) - 3 held = 17; the new one: ceil((20 + 70) / 4) - 2 cached = 21.
+    assert fits(admission, 38)
+    assert not fits(admission, 37)
+
+
+def test_the_share_falls_with_steps_and_rises_with_retractions() -> None:
+    admission = Admission(page_size=4)
+    for _ in range(1000):
+        admission.after_step()
+    assert admission.share == LEAST_SHARE
+    assert fits(admission, 10)
+    admission.after_retraction(one_running())
+    assert admission.share == 0.32, "32 steps ahead of the 100 tokens it may produce"
+    for _ in range(20):
+        admission.after_retraction(one_running())
+    assert admission.share == 1.0
+
+
+def test_more_run_than_whole_outputs_would_allow() -> None:
+    bench = SchedulerBench(num_pages=40, page_size=4, max_model_len=160)
+    bench.put(*(generate(uid, [uid], max_tokens=100, stops=tuple(range(40))) for uid in range(2)))
+    bench.turn()
+    assert bench.engine.plans[0].slots.tolist() == [0, 1]
+    bench.finish()
+
+
+def test_one_request_runs_whatever_the_estimate_says() -> None:
+    bench = SchedulerBench(num_pages=10, page_size=4, max_model_len=64)
+    bench.put(generate(0, range(8), max_tokens=32), generate(1, range(8, 16), max_tokens=32))
+    bench.finish()
+    for uid, prompt in enumerate((range(8), range(8, 16))):
+        assert bench.replies[uid].tokens == continuation(prompt, 32)

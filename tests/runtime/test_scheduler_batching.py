@@ -1,0 +1,121 @@
+"""What goes into a step: order, budget, sharing, rewriting, room made by retraction."""
+
+import numpy as np
+import pytest
+from paper_engine import continuation
+from scheduler_bench import EOS, SchedulerBench, generate
+
+from skiff_runtime.step import StepPlan
+
+
+def rows(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    """(slot, start, length, samples) of each row."""
+    columns = (plan.slots, plan.starts, plan.lengths, plan.samples)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def cells(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(slot, column, page) of each cell that the step sets."""
+    columns = (plan.page_slots, plan.page_columns, plan.page_ids)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
+    bench = SchedulerBench(max_batch_tokens=8, cache="naive")
+    bench.put(generate(0, range(5), max_tokens=5))
+    bench.turn()
+    bench.put(generate(1, range(10, 30), max_tokens=2), generate(2, range(3), max_tokens=1))
+    for _ in range(4):
+        bench.turn()
+    assert [rows(plan) for plan in bench.engine.plans] == [
+        [(0, 0, 5, True)],
+        [(0, 5, 1, True), (1, 0, 7, False)],
+        [(0, 6, 1, True), (1, 7, 7, False)],
+        [(0, 7, 1, True), (1, 14, 6, True), (2, 0, 1, False)],
+        [(0, 8, 1, True), (1, 20, 1, True), (2, 1, 2, True)],
+    ]
+    assert [plan.decode_rows for plan in bench.engine.plans] == [0, 1, 1, 1, 2]
+    bench.finish()
+    assert len(bench.engine.plans) == 5, "a request that reaches max_tokens gets no further row"
+    assert (bench.total("prefill_tokens"), bench.total("decode_tokens")) == (28, 5)
+
+
+def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
+    bench = SchedulerBench()
+    stem = list(range(16))
+    bench.put(generate(0, [*stem, 20]), generate(1, [*stem, 21, 22]))
+    bench.turn()
+    (plan,) = bench.engine.plans
+    assert rows(plan) == [(0, 0, 17, True), (1, 16, 2, True)]
+    pages = {(slot, column): page for slot, column, page in cells(plan)}
+    assert [pages[0, column] for column in range(4)] == [pages[1, column] for column in range(4)]
+    bench.finish()
+    opened = bench.replies[1].opened
+    assert opened is not None and (opened.prompt_tokens, opened.cached_tokens) == (18, 16)
+    assert bench.replies[1].tokens == continuation([*stem, 21, 22], 4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_cached_whole_computes_its_last_page_and_then_reads_the_cached_one(overlap: bool) -> None:
+    bench = SchedulerBench(disable_overlap=not overlap)
+    prompt = list(range(8))
+    bench.put(generate(0, prompt))
+    bench.finish()
+    first = {column: page for _, column, page in cells(bench.engine.plans[0])}
+    done = len(bench.engine.plans)
+    bench.put(generate(1, prompt))
+    bench.finish()
+    prefill, decode = bench.engine.plans[done : done + 2]
+    assert rows(prefill) == [(0, 4, 4, True)]
+    own = {column: page for _, column, page in cells(prefill)}
+    assert own[0] == first[0] and own[1] != first[1]
+    assert (0, 1, first[1]) in cells(decode)
+    assert bench.replies[1].tokens == continuation(prompt, 4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_youngest_is_retracted_and_comes_back_first(overlap: bool) -> None:
+    bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2, disable_overlap=not overlap)
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    bench.put(*(generate(uid, prompt, max_tokens=12) for uid, prompt in enumerate(prompts)))
+    bench.finish()
+    assert bench.total("retracted") == 1
+    opened = [opened.tokens.tolist() for plan in bench.engine.plans for opened in plan.opened]
+    produced = len(opened[2]) - 2
+    assert 0 < produced < 12
+    assert opened == [[1, 2], [3, 4], [3, 4, *continuation([3, 4], produced)], [5, 6]]
+    for uid, prompt in enumerate(prompts):
+        assert bench.replies[uid].tokens == continuation(prompt, 12)
+
+
+def test_a_chunk_takes_only_the_memory_there_is() -> None:
+    bench = SchedulerBench(num_pages=8, page_size=2, cache="naive", max_running_requests=2)
+    bench.put(generate(0, [1], max_tokens=3), generate(1, range(9), max_tokens=7))
+    bench.finish()
+    assert bench.replies[0].tokens == continuation([1], 3)
+    assert bench.replies[1].tokens == continuation(range(9), 7)
+
+
+def test_slots_and_budget_bound_the_batch() -> None:
+    random = np.random.default_rng(0)
+    bench = SchedulerBench(max_running_requests=3, max_batch_tokens=5, num_pages=100)
+    for uid in range(12):
+        bench.put(generate(uid, random.integers(0, EOS, 1 + uid).tolist(), max_tokens=1 + uid % 5))
+    bench.finish()
+    assert max(plan.tokens for plan in bench.engine.plans) == 5
+    assert max(stats.running for stats in bench.stats) == 3
+    assert all(reply.ended for reply in bench.replies.values())
+
+
+def test_the_result_of_a_step_is_awaited_after_the_next_is_launched() -> None:
+    """Overlap: when a step's tokens are sent, the engine has its successor already."""
+    ahead, behind = SchedulerBench(), SchedulerBench(disable_overlap=True)
+    for bench in (ahead, behind):
+        bench.put(generate(0, [1, 2, 3]))
+        bench.turn()
+    assert ahead.replies[0].tokens == []
+    assert len(behind.replies[0].tokens) == 1
+    for bench in (ahead, behind):
+        bench.finish()
+    assert ahead.replies == behind.replies
+    assert [rows(plan) for plan in ahead.engine.plans] == [rows(plan) for plan in behind.engine.plans]

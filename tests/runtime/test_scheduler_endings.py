@@ -1,0 +1,119 @@
+"""How requests end: by tokens, by length, by abort at any moment, by refusal."""
+
+import pytest
+from paper_engine import continuation
+from scheduler_bench import EOS, SchedulerBench, generate
+
+from skiff_runtime.messages import AbortRequest, Finish, Shutdown
+
+
+def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
+    """A prompt whose continuation has an EOS soon, and where; not as its first token."""
+    for first in range(200):
+        tokens = continuation([first % EOS, first // EOS], within)
+        if EOS in tokens[1:] and tokens[0] != EOS:
+            return [first % EOS, first // EOS], tokens.index(EOS)
+    raise AssertionError("no such prompt")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_end_of_sequence_is_the_last_token(overlap: bool) -> None:
+    prompt, place = prompt_with_eos(within=12)
+    bench = SchedulerBench(disable_overlap=not overlap)
+    bench.put(generate(0, prompt, max_tokens=20, ignore_eos=False), generate(1, prompt, max_tokens=20))
+    bench.finish()
+    assert bench.replies[0].tokens == continuation(prompt, place + 1)
+    assert bench.replies[0].finish == Finish.STOP
+    assert bench.replies[1].tokens == continuation(prompt, 20)
+    assert bench.replies[1].finish == Finish.LENGTH
+
+
+def test_end_of_sequence_as_the_last_allowed_token_counts_as_stop() -> None:
+    prompt, place = prompt_with_eos(within=12)
+    bench = SchedulerBench()
+    bench.put(generate(0, prompt, max_tokens=place + 1, ignore_eos=False))
+    bench.finish()
+    assert bench.replies[0].finish == Finish.STOP
+
+
+def test_stop_tokens_hold_even_where_eos_is_ignored() -> None:
+    tokens = continuation([7, 7], 10)
+    stop = tokens[5]
+    bench = SchedulerBench()
+    bench.put(
+        generate(0, [7, 7], max_tokens=10, stops=(EOS + 1000, stop)), generate(1, [7, 7], max_tokens=10)
+    )
+    bench.finish()
+    assert bench.replies[0].tokens == tokens[: tokens.index(stop) + 1]
+    assert bench.replies[0].finish == Finish.STOP
+    assert bench.replies[1].tokens == tokens
+
+
+def test_a_row_in_flight_of_an_ended_request_keeps_its_pages_until_it_retires() -> None:
+    prompt, place = prompt_with_eos(within=12)
+    bench = SchedulerBench(cache="naive")
+    bench.put(generate(0, prompt, max_tokens=30, ignore_eos=False))
+    while not (0 in bench.replies and bench.replies[0].ended):
+        bench.turn()
+    assert bench.engine.plans[-1].starts.tolist() == [len(prompt) + place]
+    assert bench.stats[-1].pages_free < bench.stats[-1].pages_total
+    bench.finish()
+    assert bench.stats[-1].pages_free == bench.stats[-1].pages_total
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("turns", range(9))
+def test_abort_at_any_moment(turns: int, overlap: bool) -> None:
+    """Queued, between chunks, decoding, in flight, ended: one end each, and nobody else notices."""
+    bench = SchedulerBench(
+        max_batch_tokens=6, max_running_requests=2, num_pages=12, disable_overlap=not overlap
+    )
+    bench.put(*(generate(uid, [uid, *range(9)], max_tokens=6) for uid in range(5)))
+    for _ in range(turns):
+        bench.turn()
+    bench.put(AbortRequest(1), AbortRequest(4, Finish.STOP), AbortRequest(1), AbortRequest(77))
+    bench.finish()
+    assert sorted(bench.replies) == [0, 1, 2, 3, 4]
+    for uid, reply in bench.replies.items():
+        tokens = continuation([uid, *range(9)], 6)
+        if uid in (0, 2, 3):
+            assert (reply.tokens, reply.finish) == (tokens, Finish.LENGTH)
+        else:
+            assert reply.ended and reply.tokens == tokens[: len(reply.tokens)]
+    assert bench.replies[4].finish == Finish.STOP
+    assert bench.replies[4].opened is None
+
+
+def test_what_could_never_run_is_refused_with_numbers() -> None:
+    bench = SchedulerBench(num_pages=5, page_size=4, max_model_len=64)
+    bench.put(
+        generate(0, range(16), max_tokens=5),
+        generate(1, range(16), max_tokens=4),
+        generate(2, range(60), max_tokens=5),
+        generate(3, [], max_tokens=5),
+        generate(4, [1], max_tokens=0),
+    )
+    bench.finish()
+    failures = {uid: reply.failed for uid, reply in bench.replies.items() if reply.failed}
+    assert {uid: (failed.status, failed.code, failed.param) for uid, failed in failures.items()} == {
+        0: (400, "context_length_exceeded", None),
+        2: (400, "context_length_exceeded", None),
+        3: (400, None, "prompt"),
+        4: (400, None, "max_tokens"),
+    }
+    assert "16 tokens and max_tokens is 5, together 21" in failures[0].message
+    assert "KV cache of this server holds 20 tokens" in failures[0].message
+    assert "context is 64 tokens" in failures[2].message
+    assert bench.replies[1].tokens == continuation(range(16), 4)
+
+
+def test_shutdown_lets_the_step_in_flight_land() -> None:
+    bench = SchedulerBench()
+    bench.put(generate(0, [1, 2, 3], max_tokens=50))
+    bench.turn()
+    bench.turn()
+    assert len(bench.engine.plans) == 2
+    bench.channel.arriving.append(Shutdown())
+    assert bench.turn() is False
+    assert len(bench.engine.plans) == 2
+    assert bench.replies[0].tokens == continuation([1, 2, 3], 2)
