@@ -30,6 +30,7 @@ class Leadership:
         self._seen: tuple[str, str] = ("", "")
         self._seen_at = time.monotonic()
         self._renewed_at = 0.0
+        self._mine: dict[str, Any] | None = None
 
     async def acquire(self) -> None:
         """Return when this process leads."""
@@ -79,7 +80,15 @@ class Leadership:
             logger.warning("lease not released", extra={"error": str(error)})
 
     async def _try(self) -> bool:
-        """Take or renew the Lease once; False when someone else holds it."""
+        """Take or renew the Lease once; False when someone else holds it.
+
+        A renewal is one write over what was written last; only a conflict makes it read again.
+        """
+        if self._mine is not None:
+            try:
+                return await self._write(self._mine)
+            except (ApiConflict, ApiNotFound):
+                self._mine = None
         try:
             lease = await self._read()
         except ApiNotFound:
@@ -97,11 +106,9 @@ class Leadership:
         spec["holderIdentity"] = self._settings.identity
         spec["leaseDurationSeconds"] = self._settings.lease_duration_seconds
         try:
-            await self._write(lease)
+            return await self._write(lease)
         except ApiConflict:
             return False
-        self._renewed_at = time.monotonic()
-        return True
 
     async def _create(self) -> bool:
         settings = self._settings
@@ -118,7 +125,7 @@ class Leadership:
             },
         }
         try:
-            await self._client.create(LEASE, settings.lease_namespace, body)
+            self._mine = await self._client.create(LEASE, settings.lease_namespace, body)
         except ApiConflict:
             return False
         self._renewed_at = time.monotonic()
@@ -131,9 +138,13 @@ class Leadership:
     async def _read(self) -> dict[str, Any]:
         return await self._client.get(LEASE, self._settings.lease_namespace, self._settings.lease_name)
 
-    async def _write(self, lease: dict[str, Any]) -> None:
+    async def _write(self, lease: dict[str, Any]) -> bool:
+        asked_at = time.monotonic()
         lease["spec"]["renewTime"] = _micro_time()
-        await self._client.replace(LEASE, self._settings.lease_namespace, self._settings.lease_name, lease)
+        place = self._settings.lease_namespace, self._settings.lease_name
+        self._mine = await self._client.replace(LEASE, *place, lease)
+        self._renewed_at = asked_at
+        return True
 
 
 def _micro_time() -> str:

@@ -116,8 +116,10 @@ class Observer:
 
     def applied(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
         """Take in the API server's answer to our own apply: it holds what we asked for."""
-        entry = self.cache.touch(key)
-        entry.children[(kind, obj["metadata"]["name"])] = _child(obj, intact=True)
+        entry, child = self.cache.touch(key), _child(obj, intact=True)
+        entry.children[(kind, obj["metadata"]["name"])] = child
+        if kind in self._relists:
+            self._relists[kind].add(child.uid)
         if kind == DEPLOYMENT:
             entry.rollout = workload.read_rollout(obj)
 
@@ -174,7 +176,7 @@ class Observer:
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
             child = msgspec.structs.replace(child, intact=self._intact(kind, key, obj))
         entry.children[(kind, meta["name"])] = child
-        same = child.intact and known is not None and known.digest == child.digest
+        same = known is not None and (known.digest, known.intact, child.intact) == (child.digest, True, True)
         if kind == DEPLOYMENT:
             rollout = workload.read_rollout(obj)
             same = same and entry.rollout == rollout

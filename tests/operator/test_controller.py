@@ -1,0 +1,103 @@
+"""The probe fails when work stands still, and one object's bug is only its own."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from services import raw
+
+from skiff_operator.cache import Cache
+from skiff_operator.controller import Controller
+from skiff_operator.errors import ApiUnavailable
+from skiff_operator.kinds import INFERENCE_SERVICE
+from skiff_operator.observe import Observer
+from skiff_operator.reconcile import Outcome
+from skiff_operator.settings import Settings
+from skiff_operator.workqueue import Key
+
+SETTINGS = Settings(workers=2, resync_seconds=0.05, status_delay_seconds=0.01)
+
+
+class Scripted:
+    """A reconciler that does what the test says, by the key's name."""
+
+    def __init__(self, **errors: Exception) -> None:
+        self.turns: list[str] = []
+        self._errors = errors
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """Fail for some keys and be done with all others."""
+        self.turns.append(key[1])
+        if key[1] in self._errors:
+            raise self._errors[key[1]]
+        return Outcome()
+
+
+def controller(reconciler: Any) -> Controller:
+    """A controller around it."""
+    return Controller(Observer(Cache(), SETTINGS), reconciler, SETTINGS)
+
+
+def add(to: Controller, *names: str) -> None:
+    """Events of new InferenceServices."""
+    for name in names:
+        to.on_event(INFERENCE_SERVICE, "ADDED", raw(name))
+
+
+async def run_for(of: Controller, seconds: float) -> None:
+    """Work and resync for a while."""
+    tasks = [asyncio.create_task(of.work()) for _ in range(SETTINGS.workers)]
+    tasks.append(asyncio.create_task(of.resync()))
+    await asyncio.sleep(seconds)
+    ended = [task for task in tasks if task.done()]
+    for task in tasks:
+        task.cancel()
+    assert not ended, "a worker ended"
+
+
+def test_a_bug_or_an_outage_for_one_object_harms_no_other() -> None:
+    async def run() -> list[str]:
+        reconciler = Scripted(buggy=ZeroDivisionError("bug"), unlucky=ApiUnavailable("down"))
+        of = controller(reconciler)
+        of.start()
+        add(of, "buggy", "unlucky", "fine", "good")
+        await run_for(of, 0.3)
+        return reconciler.turns
+
+    turns = asyncio.run(run())
+    assert {"buggy", "unlucky", "fine", "good"} <= set(turns)
+    assert turns.count("fine") > 1, "the resync came again"
+
+
+def test_the_probe_fails_when_the_resync_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> tuple[str, str]:
+        of = controller(Scripted())
+        of.start()
+        before = of.unhealthy()
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + SETTINGS.stale_after_seconds + 1)
+        return before, of.unhealthy()
+
+    before, after = asyncio.run(run())
+    assert before == "" and "resync" in after
+
+
+def test_the_probe_fails_when_all_workers_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> str:
+        of = controller(Scripted())
+        of.start()
+        add(of, "waits")
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: now + 1000)
+        return of.unhealthy()
+
+    assert "waiting for" in asyncio.run(run())
+
+
+def test_a_replica_that_waits_for_the_lease_is_healthy() -> None:
+    async def run() -> str:
+        return controller(Scripted()).unhealthy()
+
+    assert asyncio.run(run()) == ""

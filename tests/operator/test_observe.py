@@ -1,0 +1,140 @@
+"""How events are folded: echoes are no news, late events do not undo newer ones, lost deletions are found."""
+
+from typing import Any
+
+import pytest
+from services import raw, service
+
+from skiff_operator import plan
+from skiff_operator.cache import Cache
+from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, SERVICE, Kind, Stage
+from skiff_operator.observe import Attention, Event, Observer, Relist
+from skiff_operator.settings import Settings
+
+KEY = ("default", "llama")
+CHILDREN = Attention(KEY, Stage.CHILDREN)
+STATUS = Attention(KEY, Stage.STATUS)
+
+
+@pytest.fixture
+def observer() -> Observer:
+    """An observer that knows the service of `services.raw` and nothing else."""
+    observer = Observer(Cache(), Settings())
+    observer.fold(INFERENCE_SERVICE, raw(), "ADDED")
+    return observer
+
+
+def live(kind: Kind, version: int = 10, generation: int = 1, **changes: Any) -> dict[str, Any]:
+    """A child as the API server has it, with changes of top-level fields."""
+    obj: dict[str, Any] = plan.objects(service(), Settings())[(kind, "llama")]
+    meta = {"uid": f"{kind.name}-1", "resourceVersion": str(version), "generation": generation}
+    return {**obj, "metadata": {**obj["metadata"], **meta}, **changes}
+
+
+def child_intact(observer: Observer, kind: Kind) -> bool:
+    """Whether a child is known and holds what is desired."""
+    return observer.cache.touch(KEY).children[(kind, "llama")].intact
+
+
+def test_the_echo_of_our_own_write_is_no_news(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    assert observer.fold(DEPLOYMENT, live(DEPLOYMENT), "ADDED") is None
+
+
+def test_an_event_that_was_overtaken_changes_nothing(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, version=12))
+    drifted = live(DEPLOYMENT, version=11, generation=2, spec={"replicas": 9})
+    assert observer.fold(DEPLOYMENT, drifted, "MODIFIED") is None
+    assert child_intact(observer, DEPLOYMENT)
+
+
+def test_a_changed_spec_is_drift_and_a_changed_status_is_not(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    status = {"observedGeneration": 1, "replicas": 1}
+    assert observer.fold(DEPLOYMENT, live(DEPLOYMENT, 11, status=status), "MODIFIED") == STATUS
+    assert observer.fold(DEPLOYMENT, live(DEPLOYMENT, 12, status=status), "MODIFIED") is None
+    drifted = live(DEPLOYMENT, 13, generation=2, spec={"replicas": 9})
+    assert observer.fold(DEPLOYMENT, drifted, "MODIFIED") == CHILDREN
+    assert not child_intact(observer, DEPLOYMENT)
+
+
+def test_kinds_without_a_generation_are_compared(observer: Observer) -> None:
+    observer.applied(SERVICE, KEY, live(SERVICE, generation=0))
+    assert observer.fold(SERVICE, live(SERVICE, 11, generation=0), "MODIFIED") is None
+    wrong = live(SERVICE, 12, generation=0, spec={"type": "ClusterIP", "selector": {"a": "b"}})
+    assert observer.fold(SERVICE, wrong, "MODIFIED") == CHILDREN
+    assert observer.fold(SERVICE, live(SERVICE, 13, generation=0), "MODIFIED") == STATUS
+    assert child_intact(observer, SERVICE)
+
+
+def test_a_lost_label_or_owner_is_drift(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    orphan = live(DEPLOYMENT, 11)
+    orphan["metadata"]["ownerReferences"] = []
+    assert observer.fold(DEPLOYMENT, orphan, "MODIFIED") == CHILDREN
+
+
+def test_what_is_listed_at_first_is_compared(observer: Observer) -> None:
+    drifted = live(DEPLOYMENT, spec={"replicas": 9})
+    assert observer.fold(DEPLOYMENT, drifted, "LISTED") == CHILDREN
+
+
+def test_the_deletion_of_a_predecessor_does_not_hide_its_successor(observer: Observer) -> None:
+    successor = live(DEPLOYMENT, 20)
+    successor["metadata"]["uid"] = "Deployment-2"
+    observer.fold(DEPLOYMENT, successor, "ADDED")
+    observer.fold(DEPLOYMENT, live(DEPLOYMENT, 21), "DELETED")
+    assert (DEPLOYMENT, "llama") in observer.cache.touch(KEY).children
+
+
+def test_an_edit_is_news_and_our_own_status_is_not(observer: Observer) -> None:
+    edited = raw(replicas=2)
+    edited["metadata"].update(generation=2, resourceVersion="5")
+    assert observer.fold(INFERENCE_SERVICE, edited, "MODIFIED") == CHILDREN
+    found = observer.cache.touch(KEY).service
+    assert found is not None and found.spec.replicas == 2
+
+
+def test_an_impossible_edit_keeps_the_last_good_spec(observer: Observer) -> None:
+    edited = raw(replicas="many")
+    edited["metadata"].update(generation=2, resourceVersion="5")
+    observer.fold(INFERENCE_SERVICE, edited, "MODIFIED")
+    entry = observer.cache.touch(KEY)
+    assert entry.invalid is not None and entry.service is not None
+
+
+def test_nothing_is_remembered_of_what_is_gone(observer: Observer) -> None:
+    pod = {
+        "metadata": {
+            "name": "p",
+            "uid": "p",
+            "namespace": "default",
+            "labels": {"serving.skiff.dev/inferenceservice": "llama"},
+        }
+    }
+    observer.fold(POD, pod, "ADDED")
+    observer.fold(DEPLOYMENT, live(DEPLOYMENT), "ADDED")
+    events: list[tuple[Kind, dict[str, Any], Event]] = [
+        (INFERENCE_SERVICE, raw(), "DELETED"),
+        (DEPLOYMENT, live(DEPLOYMENT), "DELETED"),
+        (POD, pod, "DELETED"),
+    ]
+    for kind, obj, event in events:
+        observer.fold(kind, obj, event)
+    assert observer.cache.get(KEY) is None
+
+
+def test_a_deletion_that_no_watch_told_of_is_found_by_the_next_list(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    observer.applied(SERVICE, KEY, live(SERVICE))
+    observer.relisted(DEPLOYMENT, "another", now=0.0)
+    assert observer.sweep(Relist.QUIET_SECONDS / 2) == []
+    assert observer.sweep(Relist.QUIET_SECONDS + 1) == [CHILDREN]
+    assert list(observer.cache.touch(KEY).children) == [(SERVICE, "llama")]
+    assert observer.sweep(Relist.QUIET_SECONDS + 2) == []
+
+
+def test_what_is_made_while_a_list_goes_on_is_not_swept(observer: Observer) -> None:
+    observer.relisted(DEPLOYMENT, "another", now=0.0)
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    assert observer.sweep(Relist.QUIET_SECONDS + 1) == []
