@@ -65,6 +65,13 @@ class BodyTooLarge(RequestError):
     code = "request_too_large"
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 

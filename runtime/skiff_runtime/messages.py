@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from skiff_runtime.errors import RequestError
+
 MAX_MESSAGE_BYTES: Final = 1 << 30
 NO_TOKEN: Final = -1
 """In a row's ``tokens`` column: this row ends its request without a new token."""
@@ -114,6 +116,11 @@ class RequestFailed(Struct, frozen=True, tag="failed", array_like=True):
     message: str
     code: str | None = None
     param: str | None = None
+
+    @staticmethod
+    def of(uid: int, error: RequestError) -> "RequestFailed":
+        """What ``error`` means for request ``uid``."""
+        return RequestFailed(uid, error.status, error.kind, error.message, error.code, error.param)
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ from skiff_runtime.api.chat import prepare_chat
 from skiff_runtime.api.completions import prepare_completion
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
-from skiff_runtime.api.error_replies import error_body, failed
+from skiff_runtime.api.error_replies import error_body
 from skiff_runtime.api.generate import prepare_generate
 from skiff_runtime.api.generation import ServedModel
 from skiff_runtime.api.probes import JSON, HealthEndpoint, Probes, SimpleEndpoint
@@ -92,4 +92,4 @@ async def _unexpected(_request: Request, _error: Exception) -> Response:
 
 def _response(error: RequestError, status: int, headers: object) -> Response:
     extra = dict(headers) if isinstance(headers, dict) else None
-    return Response(error_body(failed(error)), status_code=status, media_type=JSON, headers=extra)
+    return Response(error_body(error), status_code=status, media_type=JSON, headers=extra)

@@ -8,7 +8,6 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime import log
-from skiff_runtime.api.error_replies import failed
 from skiff_runtime.api.generation import Generation
 from skiff_runtime.api.sinks import NullSink, Sink
 from skiff_runtime.api.status import ServiceStatus
@@ -135,7 +134,7 @@ class Dispatcher:
     def fail_all(self, error: RequestError) -> None:
         """End every request in flight with ``error``."""
         for uid in list(self._flights):
-            self.fail(failed(error, uid))
+            self.fail(RequestFailed.of(uid, error))
 
     def _tokenizer(self, uid: int) -> Sender:
         """Always the same one for a request, so that an abort never overtakes it."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from skiff_runtime import log
 from skiff_runtime.api.body import REQUEST_ID_HEADER, ClientGone, Receive, Scope, read_body, request_id
 from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.error_replies import failed
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.sinks import StreamSink, WholeSink, write_error
 from skiff_runtime.api.writer import Send, Writer
@@ -64,7 +63,7 @@ class GenerationEndpoint:
                 status=error.status,
                 error=error.message,
             )
-            write_error(exchange.writer, failed(error), exchange.headers)
+            write_error(exchange.writer, error, exchange.headers)
             await exchange.ended(receive)
             return
         try:

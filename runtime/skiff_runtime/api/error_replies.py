@@ -10,19 +10,7 @@ RETRY_AFTER_SECONDS: Final = 1
 _RETRY: Final = (429, 503)
 
 
-def failed(error: RequestError, uid: int = 0) -> RequestFailed:
-    """``error`` as the terminal reply of request ``uid``."""
-    return RequestFailed(
-        uid=uid,
-        status=error.status,
-        kind=error.kind,
-        message=error.message,
-        code=error.code,
-        param=error.param,
-    )
-
-
-def error_body(error: RequestFailed) -> bytes:
+def error_body(error: RequestError | RequestFailed) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}``."""
     fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return encode_json({"error": fields})

@@ -9,7 +9,7 @@ from typing import Any, Final
 from skiff_runtime import __version__
 from skiff_runtime.api.body import REQUEST_ID_HEADER, Receive, Scope, request_id
 from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.error_replies import error_body, error_headers, failed
+from skiff_runtime.api.error_replies import error_body, error_headers
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.sse import encode_json
@@ -38,7 +38,7 @@ class SimpleEndpoint:
             status, body = self._handler(scope)
             await reply(scope, send, status, body, self._content_type)
         except RequestError as error:
-            await reply(scope, send, error.status, error_body(failed(error)))
+            await reply(scope, send, error.status, error_body(error))
 
 
 async def reply(scope: Scope, send: Send, status: int, body: bytes, content_type: str = JSON) -> None:
@@ -127,7 +127,7 @@ class HealthEndpoint:
         try:
             await self._one_token()
         except RequestError as error:
-            await reply(scope, send, error.status, error_body(failed(error)))
+            await reply(scope, send, error.status, error_body(error))
             return
         seconds = round(time.perf_counter() - began, 6)
         await reply(scope, send, 200, encode_json({"status": "ok", "seconds": seconds}))

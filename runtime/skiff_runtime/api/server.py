@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -189,7 +190,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
+def raise_file_limit() -> None:
+    """Allow as many open connections as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(child: Child) -> None:
     """Main function of the API process."""
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ApiServer(child).serve())

@@ -8,6 +8,7 @@ from typing import Protocol
 from skiff_runtime.api.error_replies import error_body, error_headers
 from skiff_runtime.api.generation import ReplyFormat
 from skiff_runtime.api.writer import Headers, Writer
+from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import NO_TOKEN, Finish, RequestFailed, Usage
 
 
@@ -114,6 +115,6 @@ def write_json(writer: Writer, status: int, body: bytes, headers: Headers) -> No
     writer.body(body, more=False)
 
 
-def write_error(writer: Writer, error: RequestFailed, headers: Headers) -> None:
+def write_error(writer: Writer, error: RequestError | RequestFailed, headers: Headers) -> None:
     """A whole response with an error body."""
     write_json(writer, error.status, error_body(error), [*headers, *error_headers(error.status)])

@@ -5,6 +5,7 @@ was trained on (as transformers' ``apply_chat_template`` does, so a template tha
 plain text gets the tokenizer's own special tokens; token ids are taken as they come.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,11 @@ Int32 = NDArray[np.int32]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``, without the truncation and padding it may have been saved with."""
+    """The tokenizer in ``path``, without the truncation and padding it may have been saved with.
+
+    It works in the calling thread alone: processes, not threads, share the work.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
@@ -49,7 +54,10 @@ class Encoder:
             raise InvalidRequest(
                 "the prompt holds half of a UTF-16 surrogate pair; send valid Unicode"
             ) from None
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower; one request must not end all)
+            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from None
         return self._checked(np.array(encoding.ids, dtype=np.int64))
 
     def check(self, token_ids: list[int]) -> Int32:

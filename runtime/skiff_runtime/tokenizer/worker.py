@@ -32,21 +32,9 @@ class TokenizerWorker:
         try:
             request = self._builder.build(message)
         except RequestError as error:
-            self._api.send(failure(message.uid, error))
+            self._api.send(RequestFailed.of(message.uid, error))
             return
         self._scheduler.send(request)
-
-
-def failure(uid: int, error: RequestError) -> RequestFailed:
-    """The terminal reply that ``error`` means for a request."""
-    return RequestFailed(
-        uid=uid,
-        status=error.status,
-        kind=error.kind,
-        message=error.message,
-        code=error.code,
-        param=error.param,
-    )
 
 
 def load_builder(launch: Launch) -> PromptBuilder:
