@@ -61,7 +61,12 @@ class StepHandle(Protocol):
 
 
 class StepEngine(Protocol):
-    """What the scheduler needs of an engine. Steps run in the order of their launch."""
+    """What the scheduler needs of an engine.
+
+    Steps run in the order of their launch. Within a step, a row may read pages that another
+    row of it writes (prompts that arrive together share their prefix): every layer stores
+    the K and V of all rows before any row attends.
+    """
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; its input tokens are read on the device."""

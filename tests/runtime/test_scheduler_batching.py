@@ -64,6 +64,8 @@ def test_a_prompt_cached_whole_computes_its_last_page_and_then_reads_the_cached_
     first = {column: page for _, column, page in cells(bench.engine.plans[0])}
     done = len(bench.engine.plans)
     bench.put(generate(1, prompt))
+    bench.turn()
+    assert bench.scheduler._slots.pages[0, :2].tolist() == [first[0], first[1]]
     bench.finish()
     prefill, decode = bench.engine.plans[done : done + 2]
     assert rows(prefill) == [(0, 4, 4, True)]
@@ -71,6 +73,27 @@ def test_a_prompt_cached_whole_computes_its_last_page_and_then_reads_the_cached_
     assert own[0] == first[0] and own[1] != first[1]
     assert (0, 1, first[1]) in cells(decode)
     assert bench.replies[1].tokens == continuation(prompt, 4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_duplicate_page_is_nobody_elses_while_its_step_writes_it(overlap: bool) -> None:
+    bench = SchedulerBench(disable_overlap=not overlap)
+    prompt, other = list(range(8)), list(range(20, 29))
+    bench.put(generate(0, prompt))
+    bench.finish()
+    bench.put(generate(1, prompt), generate(2, other))
+    bench.finish()
+    assert bench.replies[1].tokens == continuation(prompt, 4)
+    assert bench.replies[2].tokens == continuation(other, 4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rewrite_that_is_due_spares_the_next_request_in_the_slot(overlap: bool) -> None:
+    bench = SchedulerBench(max_running_requests=1, disable_overlap=not overlap)
+    prompt, other = list(range(8)), list(range(20, 29))
+    bench.put(generate(0, prompt), generate(1, prompt, max_tokens=1), generate(2, other))
+    bench.finish()
+    assert bench.replies[2].tokens == continuation(other, 4)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -86,6 +109,20 @@ def test_the_youngest_is_retracted_and_comes_back_first(overlap: bool) -> None:
     assert opened == [[1, 2], [3, 4], [3, 4, *continuation([3, 4], produced)], [5, 6]]
     for uid, prompt in enumerate(prompts):
         assert bench.replies[uid].tokens == continuation(prompt, 12)
+
+
+def test_tokens_of_the_retracted_outlive_their_slots() -> None:
+    """Two wait at a time; the older comes back into the slot that the younger left."""
+    bench = SchedulerBench(num_pages=116, page_size=1, max_running_requests=3, max_model_len=128)
+    bench.put(generate(0, [0], max_tokens=110))  # long enough for the estimate to fall below two thirds
+    bench.finish()
+    lengths = {1: 3, 2: 1, 3: 60, 4: 60, 5: 60}
+    bench.put(*(generate(uid, [uid], max_tokens=length) for uid, length in lengths.items()))
+    bench.finish()
+    opened = [(opened.slot, int(opened.tokens[0])) for plan in bench.engine.plans for opened in plan.opened]
+    assert opened == [(0, 0), (0, 1), (1, 2), (2, 3), (1, 4), (0, 5), (0, 4), (0, 5)]
+    for uid, length in lengths.items():
+        assert bench.replies[uid].tokens == continuation([uid], length)
 
 
 def test_a_chunk_takes_only_the_memory_there_is() -> None:

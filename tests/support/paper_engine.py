@@ -78,6 +78,8 @@ class PaperEngine:
 
     def launch(self, plan: StepPlan) -> PaperStep:
         assert plan.number == len(self.plans) + 1
+        columns = (plan.slots, plan.starts, plan.lengths, plan.page_slots, plan.page_columns, plan.page_ids)
+        assert all(column.dtype == np.int32 for column in columns) and plan.samples.dtype == np.bool_
         self.plans.append(plan)
         self._pending.append(PaperStep(self, plan))
         return self._pending[-1]

@@ -1,5 +1,6 @@
 """A scheduler on the paper engine, driven turn by turn, with the books of what it replied."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,7 +23,7 @@ from skiff_runtime.messages import (
     TokenBatch,
     Wire,
 )
-from skiff_runtime.scheduler.channel import MemoryChannel
+from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.loop import Scheduler
 
 EOS: Final = VOCAB - 1
@@ -81,6 +82,23 @@ class Replies(dict[int, Reply]):
             reply = self.setdefault(failed.uid, Reply())
             assert not reply.ended and reply.opened is None
             reply.failed = failed
+
+
+class MemoryChannel(Channel):
+    """A channel within one process."""
+
+    def __init__(self) -> None:
+        self.arriving: deque[Item] = deque()
+        self.sent: deque[TokenBatch] = deque()
+
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        """All that was put into ``arriving``; never blocks, for nobody else could fill it meanwhile."""
+        items = list(self.arriving)
+        self.arriving.clear()
+        return items
+
+    def send(self, batch: TokenBatch) -> None:
+        self.sent.append(batch)
 
 
 class SchedulerBench:

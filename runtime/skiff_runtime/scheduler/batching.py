@@ -65,19 +65,18 @@ class Batcher:
         while self.starved():
             self._retract()
             retracted += 1
-        former, self._rewrites, self._opened = self._rewrites, Rewrites(), []
+        due, self._opened = len(self._rewrites.cells), []
         draft = self._decode()
         budget = self._resume(draft, self._budget - draft.rows)
-        if not retracted:  # else the retracted would come straight back
-            self._admit(draft, budget)
+        self._admit(draft, budget)
         if not draft.rows:
-            self._rewrites = former
             return None
-        self._rewrite(draft, former)
+        self._rewrite(draft, due)
         self._number += 1
         step = draft.build(self._number)
         self._slots.flying[step.slots] += 1
-        return Planned(step, self._opened, self._rewrites.duplicates, retracted)
+        duplicates, self._rewrites.duplicates = self._rewrites.duplicates, []
+        return Planned(step, self._opened, duplicates, retracted)
 
     def _lacks_page(self, rows: Rows) -> NDArray[np.bool_]:
         """Which decoding rows begin a page with their next token."""
@@ -160,12 +159,15 @@ class Batcher:
             slots.planned_samples(np.array([slot]))
         return length
 
-    def _rewrite(self, draft: Draft, former: Rewrites) -> None:
-        """Point rows at the cache's pages where the last step's inserts found duplicates."""
-        for request, columns, pages in former.cells:
+    def _rewrite(self, draft: Draft, due: int) -> None:
+        """Point rows at the cache's pages where inserts of earlier steps found duplicates.
+
+        Not those of this step: it still writes, and reads, the duplicates.
+        """
+        for request, columns, pages in self._rewrites.cells[:due]:
             if self._slots.holds(request):  # else its row may be another's by now
-                self._slots.pages[request.slot, columns] = pages
                 draft.cells(np.full(len(columns), request.slot), columns, pages)
+        del self._rewrites.cells[:due]
 
     def _retract(self) -> None:
         """The youngest request gives up its memory and waits again; its tokens go with it.

@@ -1,7 +1,6 @@
 """Where a scheduler's messages come from and go to: the seam between planning and transport."""
 
 from abc import ABC, abstractmethod
-from collections import deque
 
 from skiff_runtime.messages import Shutdown, TokenBatch, ToScheduler
 
@@ -23,20 +22,3 @@ class Channel(ABC):
     @abstractmethod
     def send(self, batch: TokenBatch) -> None:
         """Hand on what a step brought."""
-
-
-class MemoryChannel(Channel):
-    """A channel within one process: for the offline class and for simulations."""
-
-    def __init__(self) -> None:
-        self.arriving: deque[Item] = deque()
-        self.sent: deque[TokenBatch] = deque()
-
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        """All that was put into ``arriving``; never blocks, for nobody else could fill it meanwhile."""
-        items = list(self.arriving)
-        self.arriving.clear()
-        return items
-
-    def send(self, batch: TokenBatch) -> None:
-        self.sent.append(batch)

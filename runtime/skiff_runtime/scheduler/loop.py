@@ -1,7 +1,6 @@
 """The scheduler's loop: while the engine runs one step, plan and launch the next, then retire the first."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -78,11 +77,6 @@ class Scheduler:
     def digest(self) -> int:
         """Checksum of all that was planned and retired; equal on all ranks after each turn."""
         return self._digest.value
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Turn until told to stop, or until ``until`` is true."""
-        while not until() and self.turn():
-            pass
 
     def turn(self) -> bool:
         """One turn of the loop; False when it was told to stop, with nothing left in flight."""

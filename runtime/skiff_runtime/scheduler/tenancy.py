@@ -16,7 +16,7 @@ from skiff_runtime.scheduler.slots import Slots
 
 @dataclass(slots=True)
 class Rewrites:
-    """Duplicates that inserts of one planned step found."""
+    """Duplicates that inserts of planned steps found."""
 
     cells: list[tuple[Request, Int32, Int32]] = field(default_factory=list)
     """Columns of a request's row that later steps must read from these pages of the cache."""
@@ -62,7 +62,9 @@ class Tenancy:
         columns, pages = self._insert(request)
         if len(columns):
             rewrites.cells.append((request, columns, pages))
-            rewrites.duplicates.append(self._slots.pages[request.slot, columns])
+            row = self._slots.pages[request.slot]
+            rewrites.duplicates.append(row[columns])
+            row[columns] = pages
 
     def leave(self, request: Request) -> None:
         """Take the slot and all pages from a request of which no step is in flight."""
