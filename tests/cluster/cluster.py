@@ -14,7 +14,7 @@ import controlplane
 import debian
 import delivery
 import toolchain
-from commands import ClusterError, locked, output, say
+from commands import ClusterError, locked, output, say, step
 from paths import Layout, layout
 from providers import choose, made
 
@@ -64,12 +64,14 @@ def down(places: Layout, *, purge: bool) -> None:
     if provider is not None:
         provider.down()
     if purge:
-        shutil.rmtree(places.root)
-        return say(f"removed {places.root}")
+        with step(f"removing {places.root}"):
+            shutil.rmtree(places.root)
+        return
     if places.bin.exists():
         size = output(["du", "-sh", places.root], timeout_seconds=300).split()[0]
-        say(f"no cluster is left; {places.root} keeps what was built ({size}): remove it with `make clean`")
-    return None
+        say(
+            f"no cluster is left; {places.root} keeps what was built ({size}): `cluster.py down --purge` removes it"
+        )
 
 
 def control_plane(arguments: argparse.Namespace) -> None:

@@ -52,11 +52,11 @@ def deliver(layout: Layout, provider: Provider) -> None:
 
 def bring(name: str, layout: Layout, provider: Kind | OneNode) -> None:
     """Bring one image to a cluster made here, unless it got this very image before."""
-    mark = layout.state / "images" / name.replace("/", "_")
+    mark = provider.deliveries / name.replace("/", "_")
     built = images.note(name, layout).read_text()
     if mark.exists() and mark.read_text() == built:
         return
     with step(f"bringing {name} to the cluster"):
         provider.load(name)
-    mark.parent.mkdir(exist_ok=True)
+    mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(built)

@@ -34,6 +34,11 @@ class Kind:
         """The administrator's kubeconfig."""
         return self.layout.kubeconfig
 
+    @property
+    def deliveries(self) -> Path:
+        """Where notes of the images that the cluster holds lie."""
+        return self.layout.state / "delivered"
+
     def healthy(self) -> bool:
         """Say whether the cluster exists and its API server answers."""
         if not self.kubeconfig.exists() or CLUSTER not in output(["kind", "get", "clusters"]).split():

@@ -35,9 +35,10 @@ CLEANUP_SECONDS = 20
 
 @dataclass(frozen=True)
 class Node:
-    """The one node whose files lie in `state`."""
+    """The one node whose files lie in `state`; its images lie in `image_store`."""
 
     state: Path
+    image_store: Path
 
     @property
     def init(self) -> Daemon:
@@ -67,7 +68,7 @@ class Node:
         ready.unlink(missing_ok=True)
         unshare = ["unshare", "-m", "-n", "-p", "-f", "--propagation", "private", "--mount-proc"]
         init = self.init
-        init.start([*unshare, sys.executable, HERE / "node_init.py", self.state])
+        init.start([*unshare, sys.executable, HERE / "node_init.py", self.state, self.image_store])
 
         def prepared() -> bool:
             init.require()

@@ -1,6 +1,6 @@
 """The first process of the node's own mount, network and process namespaces: killing it ends everything inside.
 
-Run as `node_init.py STATE` by `unshare`. It makes the namespaces look like a node, says so in STATE/run/init.ready, and then
+Run as `node_init.py STATE IMAGE-STORE` by `unshare`. It makes the namespaces look like a node, says so in STATE/run/init.ready, and then
 only reaps orphans.
 """
 
@@ -23,8 +23,6 @@ KERNEL_DEFAULTS = {
 }
 # Folders in which a node's programs write by habit: empty here, so that nothing of the machine's own is read or changed.
 PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
-# Folders that hold much, kept on disk in the state folder.
-DATA_FOLDERS = {"/var/lib/kubelet": "kubelet", "/var/lib/containerd": "containerd", "/run/volumes": "volumes"}
 
 
 def mount(*arguments: str | Path) -> None:
@@ -32,16 +30,21 @@ def mount(*arguments: str | Path) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
-def make_folders(state: Path) -> None:
-    """Cover the machine's folders by private ones."""
+def make_folders(state: Path, image_store: Path) -> None:
+    """Cover the machine's folders by private ones; what holds much lies on disk, and the images outlive the node."""
     mount("--make-rshared", "/")
     for folder in PRIVATE_FOLDERS:
         mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", folder)
     Path("/run/lock").mkdir()
-    for target, name in DATA_FOLDERS.items():
-        (state / name).mkdir(parents=True, exist_ok=True)
+    on_disk = {
+        "/var/lib/kubelet": state / "kubelet",
+        "/var/lib/containerd": image_store,
+        "/run/volumes": state / "volumes",
+    }
+    for target, source in on_disk.items():
+        source.mkdir(parents=True, exist_ok=True)
         Path(target).mkdir(parents=True)
-        mount("--bind", state / name, target)
+        mount("--bind", source, target)
 
 
 def show_kernel_defaults() -> None:
@@ -68,8 +71,8 @@ def reap() -> None:
 
 def main() -> None:
     """Prepare the node, report, reap."""
-    state = Path(sys.argv[1])
-    make_folders(state)
+    state, image_store = Path(sys.argv[1]), Path(sys.argv[2])
+    make_folders(state, image_store)
     show_kernel_defaults()
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)

@@ -52,7 +52,12 @@ class OneNode:
     @property
     def node(self) -> Node:
         """The namespaces that it runs in."""
-        return Node(self.layout.state)
+        return Node(self.layout.state, self.layout.images / "node")
+
+    @property
+    def deliveries(self) -> Path:
+        """Where notes of the images that the node holds lie: beside its image store, which outlives the cluster."""
+        return self.layout.images / "delivered"
 
     @property
     def kubeconfig(self) -> Path:

@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def images(self) -> Path:
-        """The image builder's storage and the layouts from which images are imported."""
+        """The image builder's storage, the node's image store, and notes of what is in them."""
         return self.root / "images"
 
     @property
