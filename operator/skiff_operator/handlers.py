@@ -1,7 +1,7 @@
 """The wiring to kopf, and nothing else: which kinds are watched, how, and where their events go.
 
 kopf brings discovery, credentials and watches that survive disconnects. Its handlers that keep state on the
-objects, its indices and its own queueing limits are not used; see docs/decisions for the measurements.
+objects, its indices and its own queueing limits are not used; docs/decisions/0004 says why.
 """
 
 from collections.abc import Iterable

@@ -191,5 +191,5 @@ def _found(server: ApiServer) -> dict[str, Any]:
 
 
 def _established(server: ApiServer) -> bool:
-    conditions = server.request("GET", CRD).get("status", {}).get("conditions", [])
+    conditions = server.request("GET", CRD).get("status", {}).get("conditions") or []
     return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)

@@ -20,7 +20,7 @@ LEASE_NAMESPACE = "skiff-system"
 
 
 def eventually(
-    look: Callable[[], T], what: str, timeout_seconds: float = 30.0, *, every_seconds: float = 0.05
+    look: Callable[[], T], what: str, timeout_seconds: float = 60.0, *, every_seconds: float = 0.05
 ) -> T:
     """The first true answer of `look`; fails with `what` when there is none in time."""
     deadline = time.monotonic() + timeout_seconds
@@ -119,7 +119,7 @@ class OperatorProcess:
         reply = httpx.get(f"http://127.0.0.1:{self.health_port}/healthz", trust_env=False)
         return reply.status_code == 200
 
-    def wait(self, timeout_seconds: float = 30.0) -> int:
+    def wait(self, timeout_seconds: float = 60.0) -> int:
         """Wait for its end; the exit code."""
         assert self._process is not None, "not started"
         return self._process.wait(timeout_seconds)
