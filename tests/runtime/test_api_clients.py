@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from front import NAME, TIMEOUT_SECONDS, Echo, Front, running_front, write_model
 from openai import AsyncOpenAI, OpenAI
@@ -124,5 +123,5 @@ def test_health_and_counts(front: Front) -> None:
     before = front.metric('skiff_requests_total{outcome="finished",endpoint="generate"}')
     assert front.post("/generate", text="The boat").status_code == 200
     assert front.metric('skiff_requests_total{outcome="finished",endpoint="generate"}') == before + 1
-    health = httpx.get(front.url + "/health_generate", timeout=TIMEOUT_SECONDS)
+    health = front.get("/health_generate")
     assert (health.status_code, health.json()["status"]) == (200, "ok")

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def status(front: Front, path: str) -> int:
-    return httpx.get(front.url + path).status_code
+    return front.get(path).status_code
 
 
 def wait_for(front: Front, path: str, code: int) -> None:
@@ -45,7 +45,7 @@ def test_start(model: Path) -> None:
         front.api.send(PhaseReport(process="rank0", phase="weights", seconds=1.5))
         front.api.send(PhaseReport(process="rank0", phase="weights", seconds=0.2, progress=0.25))
         time.sleep(0.1)
-        start = httpx.get(front.url + "/startupz").json()
+        start = front.get("/startupz").json()
         assert start["status"] == "starting"
         assert start["processes"]["rank0"] == {
             "phase": "weights",
@@ -58,7 +58,7 @@ def test_start(model: Path) -> None:
         assert [status(front, path) for path in ("/livez", "/startupz")] == [200, 200]
         assert front.metric('skiff_start_phase_seconds{phase="config"}') == 1.5
         assert front.metric('skiff_kv_pages{state="free"}') == 128
-        info = httpx.get(front.url + "/server_info").json()
+        info = front.get("/server_info").json()
         assert (info["kv_tokens"], info["model"]["name"], info["config"]["tokenizers"]) == (2048, NAME, 1)
 
 
@@ -159,6 +159,28 @@ def test_a_tokenizer_survives_what_it_refuses(model: Path) -> None:
                 == 400
             )
         assert front.post(CHAT, **BODY).status_code == 200
+        echo.stop()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no chats on Sundays') }}", "refused these messages: no chats on Sundays"),
+        ("{% for m in messages %}", "chat template is malformed: line 1"),
+    ],
+)
+def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str, says: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with running_front(tmp_path) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        for stream in (False, True):
+            refused = front.post(CHAT, **BODY, stream=stream)
+            found = refused.json()["error"]
+            assert (refused.status_code, found["code"]) == (400, "chat_template_error")
+            assert says in found["message"]
+        assert front.post("/v1/completions", model=NAME, prompt="boat").status_code == 200
         echo.stop()
 
 

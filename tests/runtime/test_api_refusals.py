@@ -90,7 +90,7 @@ def test_bad_requests(
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 50_000, b'{"model": "\\ud800"}', b"model=tiny"])
 def test_bodies_that_are_no_json(front: Front, raw: bytes) -> None:
-    found = error(httpx.post(front.url + CHAT, content=raw), 400)
+    found = error(front.http.post(front.url + CHAT, content=raw), 400)
     assert found["message"].startswith("the request body is no valid JSON")
 
 
@@ -102,12 +102,12 @@ def test_the_official_client_understands(front: Front) -> None:
 
 
 def test_unknown_paths_and_methods(front: Front) -> None:
-    assert error(httpx.get(front.url + "/v2/chat"), 404)["code"] == "not_found"
-    assert error(httpx.post(front.url + "/v1/embeddings", json={}), 404)["code"] == "not_found"
-    response = httpx.get(front.url + CHAT)
+    assert error(front.get("/v2/chat"), 404)["code"] == "not_found"
+    assert error(front.http.post(front.url + "/v1/embeddings", json={}), 404)["code"] == "not_found"
+    response = front.get(CHAT)
     assert error(response, 405)["message"] == f"{CHAT} does not take GET; use POST"
     assert response.headers["allow"] == "POST"
-    assert error(httpx.get(front.url + "/v1/models/other/name"), 404)["code"] == "model_not_found"
+    assert error(front.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
 
 
 def test_a_large_body_is_refused_before_it_is_read(front: Front) -> None:
@@ -121,7 +121,7 @@ def test_a_large_body_is_refused_before_it_is_read(front: Front) -> None:
 def test_a_large_body_that_is_sent_whole(front: Front, chunked: bool) -> None:
     data = json.dumps({**BODY, "user": "x" * 4_000_000}).encode()
     content = iter([data[i : i + 65536] for i in range(0, len(data), 65536)]) if chunked else data
-    found = error(httpx.post(front.url + CHAT, content=content, timeout=TIMEOUT_SECONDS), 413)
+    found = error(front.http.post(front.url + CHAT, content=content, timeout=TIMEOUT_SECONDS), 413)
     assert (found["code"], str(LIMIT) in found["message"]) == ("request_too_large", True)
 
 
@@ -143,4 +143,4 @@ def test_a_client_that_leaves_within_its_request(front: Front) -> None:
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{{".encode())
-    assert httpx.get(front.url + "/readyz").status_code == 200
+    assert front.get("/readyz").status_code == 200

@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_is_given_up(front: Front) -> None:
             break
     assert told == [AbortRequest(uid=request.uid, finish=Finish.ABORT)]
     front.rank.end(request.uid)
-    assert httpx.get(front.url + "/readyz").status_code == 200
+    assert front.get("/readyz").status_code == 200
     stalled.close()
 
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import psutil
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
@@ -118,7 +117,7 @@ def test_sigterm_loses_nobody(model: Path) -> None:
 
 
 def refused(service: Service) -> bool:
-    return httpx.get(service.url + "/readyz").status_code == 503
+    return service.http.get(service.url + "/readyz").status_code == 503
 
 
 def test_children_die_with_their_supervisor(model: Path) -> None:

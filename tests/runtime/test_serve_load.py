@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from service import Service, running_service, wait_until
@@ -126,7 +125,7 @@ def nothing_is_held(service: Service) -> None:
     assert pages == 16384 / 16
     assert service.metric("skiff_requests_running") == service.metric("skiff_requests_queued") == 0
     time.sleep(1.2)
-    assert httpx.get(service.url + "/health_generate", timeout=60).status_code == 200
+    assert service.http.get(service.url + "/health_generate", timeout=60).status_code == 200
 
 
 def test_bad_requests_leave_no_trace(service: Service, expected: dict[str, str]) -> None:
@@ -145,7 +144,7 @@ def test_bad_requests_leave_no_trace(service: Service, expected: dict[str, str])
         good = pool.submit(sync_request, service, 0, expected)
         for path, body, says in bad:
             named = body if path == "/generate" else {"model": NAME, **body}
-            response = httpx.post(service.url + path, json=named, timeout=60)
+            response = service.http.post(service.url + path, json=named, timeout=60)
             assert (response.status_code, says in response.json()["error"]["message"]) == (400, True), (
                 response.text
             )
@@ -156,7 +155,9 @@ def test_bad_requests_leave_no_trace(service: Service, expected: dict[str, str])
 def test_prefixes_are_found_again(service: Service) -> None:
     before = service.metric("skiff_cached_prompt_tokens_total")
     body = {"model": NAME, "prompt": [7] * 100, "max_tokens": 1}
-    replies = [httpx.post(service.url + "/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+    replies = [
+        service.http.post(service.url + "/v1/completions", json=body, timeout=60).json() for _ in range(2)
+    ]
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
     assert cached[1] >= 80
     assert service.metric("skiff_cached_prompt_tokens_total") == before + sum(cached)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Final
@@ -173,13 +173,17 @@ class Front:
     supervisor: "Receiver[object]"
     processes: dict[str, "subprocess.Popen[bytes]"]
     url: str = ""
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT_SECONDS, verify=False))
 
     def post(self, path: str, **body: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=TIMEOUT_SECONDS)
+        return self.http.post(self.url + path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(self.url + path)
 
     def metric(self, line: str) -> float:
         """The value of the sample that begins with ``line``."""
-        page = httpx.get(self.url + "/metrics").text.splitlines()
+        page = self.get("/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)
 
@@ -204,12 +208,13 @@ def running_front(model: Path, *, ready: bool = True, **options: object) -> Iter
         front.url = f"http://127.0.0.1:{_await_ready(front)}"
         if ready:
             front.api.send(ServiceReady(kv_tokens=1024))
-            _await(lambda: httpx.get(front.url + "/readyz").status_code == 200)
+            _await(lambda: front.get("/readyz").status_code == 200)
         yield front
     finally:
         for process in front.processes.values():
             process.kill()
             process.wait()
+        front.http.close()
         front.rank.close()
         front.api.close()
         supervisor.close()

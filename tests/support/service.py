@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
@@ -28,6 +28,7 @@ class Service:
     process: "subprocess.Popen[bytes]"
     log: IO[bytes]
     url: str = ""
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(verify=False, timeout=END_SECONDS))
 
     @property
     def children(self) -> dict[str, psutil.Process]:
@@ -46,7 +47,7 @@ class Service:
 
     def metric(self, line: str) -> float:
         """The value of the sample that begins with ``line``."""
-        page = httpx.get(self.url + "/metrics").text.splitlines()
+        page = self.http.get(self.url + "/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)
 
@@ -67,6 +68,7 @@ def running_service(model: Path | str, *flags: str, ready: bool = True) -> Itera
             for pid in family:
                 _kill(pid)
             process.wait()
+            service.http.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = END_SECONDS) -> None:
