@@ -39,7 +39,7 @@ class Registry:
         try:
             request = accept(message, arrival=self._arrivals, limits=self._limits)
         except RequestError as error:
-            self._replies.fail(_failed(message.uid, error))
+            self._replies.fail(RequestFailed.of(message.uid, error))
             return
         self._known[request.uid] = request
         self._queue.push(request)
@@ -77,14 +77,3 @@ class Registry:
         if request.slot != QUEUED:
             self._slots.end(request.slot)
             self._leaving.append(request)
-
-
-def _failed(uid: int, error: RequestError) -> RequestFailed:
-    return RequestFailed(
-        uid=uid,
-        status=error.status,
-        kind=error.kind,
-        message=error.message,
-        code=error.code,
-        param=error.param,
-    )
