@@ -116,7 +116,9 @@ class Batcher:
             if not self._enter(draft, request):
                 return
             self._queue.remove(request)
-            budget -= self._chunk(draft, request, budget)
+            length = self._chunk(draft, request, budget)
+            assert length, "admitted without memory for a page, though the estimate counts one at least"
+            budget -= length
 
     def _enter(self, draft: Draft, request: Request) -> bool:
         """Give a request a slot, unless memory seems too small; one alone always fits."""
