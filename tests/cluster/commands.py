@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,3 +130,16 @@ def locked(path: Path) -> Iterator[None]:
             say("waiting for another command that builds or changes the test cluster ...")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """Give a folder for large files that goes with the block, and remove those that killed commands left.
+
+    The caller holds a lock that keeps others from using `parent`.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(".scratch-*"):
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-") as folder:
+        yield Path(folder)

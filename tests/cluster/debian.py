@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from commands import ClusterError, run, say, step
+from commands import ClusterError, locked, run, say, scratch, step
 from paths import Layout
 
 ALTERNATIVES = "Or set KUBECONFIG to a cluster of yours, or start Docker and install kind."
@@ -103,10 +102,8 @@ def prometheus(layout: Layout) -> dict[str, Path]:
 def _unpack(package: str, programs: tuple[str, ...], layout: Layout) -> None:
     if shutil.which("apt-get") is None:
         raise ClusterError(f"{package} is missing: put {' and '.join(programs)} on PATH")
-    layout.bin.mkdir(parents=True, exist_ok=True)
     log = layout.logs / f"download-{package}.log"
-    with tempfile.TemporaryDirectory(dir=layout.bin, prefix=".unpack-") as scratch:
-        folder = Path(scratch)
+    with locked(layout.bin / ".lock"), scratch(layout.bin) as folder:
         try:
             run(["apt-get", "download", package], log=log, cwd=folder)
         except ClusterError:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import shutil
-import tempfile
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hostconfig
 import toolchain
 from builders import Buildah, Builder, Recipe
-from commands import ClusterError, run, step
+from commands import ClusterError, run, scratch, step
 from hostconfig import SUITE
 from paths import REPOSITORY, Layout
 
@@ -23,6 +20,16 @@ DOCKERFILES = REPOSITORY / "images"
 PAUSE = "registry.k8s.io/pause:3.10"
 PREFIX = "localhost/skiff"
 DEBOOTSTRAP = ("debootstrap", "--variant=minbase")
+# What debootstrap leaves behind of this machine and its mirror, and what apt fetches again.
+LEFTOVERS = (
+    "etc/apt/sources.list",
+    "etc/hostname",
+    "etc/resolv.conf",
+    "var/cache/apt/archives/*.deb",
+    "var/lib/apt/lists/*",
+    "var/log/bootstrap.log",
+)
+DEBIAN_KEY = " ".join([*DEBOOTSTRAP, SUITE, *LEFTOVERS])
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def source_key(dockerfile: Path, repository: Path) -> str:
 def key(image: Image) -> str:
     """Return the content key of an image: of its Dockerfile, the sources that it copies, and its base."""
     base = IMAGES.get(image.base)
-    below = key(base) if base else f"{image.base}:{SUITE}"
+    below = key(base) if base else DEBIAN_KEY
     return hashlib.sha256(
         f"{source_key(DOCKERFILES / image.dockerfile, REPOSITORY)} {image.target} {below}".encode()
     ).hexdigest()
@@ -140,16 +147,15 @@ def base_reference(image: Image, layout: Layout, builder: Builder) -> str:
 
 def ensure_debian(layout: Layout, builder: Buildah) -> str:
     """Return the name of a minimal Debian, made by debootstrap from this machine's mirror: no registry is needed."""
-    reference, wanted = f"{PREFIX}/debian:{SUITE}", " ".join([*DEBOOTSTRAP, SUITE])
+    reference, wanted = f"{PREFIX}/debian:{SUITE}", DEBIAN_KEY
     if current(reference, wanted, layout, builder):
         return reference
-    with step(f"making a minimal Debian {SUITE} (once; about 30 s)"), scratch(layout) as folder:
+    with step(f"making a minimal Debian {SUITE} (once; about 30 s)"), scratch(layout.images) as folder:
         root = folder / "root"
         argv = [*DEBOOTSTRAP, SUITE, str(root), hostconfig.debian_mirror()]
         run(argv, log=layout.logs / "debootstrap.log", timeout_seconds=1200)
-        for leftover in (*root.glob("var/cache/apt/archives/*.deb"), root / "etc/apt/sources.list"):
-            leftover.unlink()
-        shutil.rmtree(root / "var/lib/apt/lists")
+        for leftover in (file for pattern in LEFTOVERS for file in root.glob(pattern)):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         run(["tar", "-C", root, "-cf", folder / "rootfs.tar", "."], log=layout.logs / "rootfs.log")
         (folder / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n")
         _build_folder(folder, reference, wanted, layout, builder)
@@ -160,21 +166,13 @@ def ensure_pause(layout: Layout, builder: Buildah) -> str:
     """Return the name of the image that holds pods' namespaces."""
     wanted = next(toolchain.key(tool) for tool in toolchain.NODE if tool.name == "pause")
     if not current(PAUSE, wanted, layout, builder):
-        with step("building the pause image"), scratch(layout) as folder:
+        with step("building the pause image"), scratch(layout.images) as folder:
             shutil.copy(layout.bin / "pause", folder / "pause")
             (folder / "Dockerfile").write_text(
                 'FROM scratch\nCOPY pause /pause\nUSER 65535:65535\nENTRYPOINT ["/pause"]\n'
             )
             _build_folder(folder, PAUSE, wanted, layout, builder)
     return PAUSE
-
-
-@contextlib.contextmanager
-def scratch(layout: Layout) -> Iterator[Path]:
-    """Give a folder for large files that goes with the block."""
-    layout.images.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=layout.images, prefix=".scratch-") as folder:
-        yield Path(folder)
 
 
 def _build_folder(folder: Path, reference: str, wanted: str, layout: Layout, builder: Buildah) -> None:

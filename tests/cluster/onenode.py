@@ -14,7 +14,7 @@ import nodeconfig
 import volumes
 from apiclient import ApiClient
 from builders import Buildah
-from commands import ClusterError, output, run, say, step, succeeds, wait_for
+from commands import ClusterError, output, run, say, scratch, step, succeeds, wait_for
 from controlplane import (
     apiserver_arguments,
     await_default_account,
@@ -196,7 +196,7 @@ class OneNode:
         """Copy an image from Buildah's store into the node, sending only the layers that it does not hold yet."""
         containerd = [*self.node.enter(), "ctr", "-n", "k8s.io"]
         log = self.layout.logs / "import.log"
-        with images.scratch(self.layout) as folder:
+        with scratch(self.layout.images) as folder:
             Buildah(self.layout).copy_to_folder(image, folder / "image", log)
             held = set(output([*containerd, "content", "ls", "-q"]).split())
             archive.pack(folder / "image", image, folder / "image.tar", held=held)

@@ -6,12 +6,11 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import ClusterError, locked, output, run, step
+from commands import ClusterError, locked, output, run, scratch, step
 from paths import GO_MODULE, Layout
 
 GO_VERSION = (1, 26)
@@ -108,9 +107,8 @@ def current(tool: Tool, layout: Layout) -> bool:
 
 def build(tool: Tool, layout: Layout) -> None:
     """Build one tool; the binary replaces the old one only when it is whole."""
-    layout.bin.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=layout.bin, prefix=".build-") as scratch:
-        built = Path(scratch) / tool.name
+    with scratch(layout.bin) as folder:
+        built = folder / tool.name
         flags = ["-trimpath", "-ldflags", ldflags(tool)]
         env = {"CGO_ENABLED": "0"}
         log = layout.logs / f"build-{tool.name}.log"
@@ -119,7 +117,7 @@ def build(tool: Tool, layout: Layout) -> None:
                 ["go", "install", *flags, f"{tool.package}@{tool.version}"],
                 log=log,
                 cwd=layout.bin,
-                env={**env, "GOBIN": scratch},
+                env={**env, "GOBIN": str(folder)},
             )
         else:
             run(["go", "build", *flags, "-o", built, tool.package], log=log, cwd=GO_MODULE, env=env)
