@@ -7,6 +7,8 @@ import sys
 from collections.abc import Coroutine
 from typing import Any, Final
 
+import uvloop
+
 from skiff_operator import handlers, log, metrics
 from skiff_operator.apply import Applier
 from skiff_operator.cache import Cache
@@ -31,7 +33,7 @@ def main() -> int:
         return 2
     log.configure(settings.log_level)
     try:
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except OperatorError as error:
         log.logger.error("the operator ends", extra={"error": str(error)})
         return 1
