@@ -46,7 +46,7 @@ matrix: setup ## Token parity with transformers over the full product of engine 
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
-	$(CLUSTER) images
+	$(CLUSTER) images operator runtime client
 	$(PYTEST) -m e2e --timeout 1200 tests/e2e $(PYTEST_ARGS)
 
 cluster: ## Bring up a Kubernetes to test on: $$KUBECONFIG, kind, or one node built from Go modules

@@ -14,6 +14,8 @@ from commands import ClusterError, output, run, succeeds
 from paths import Layout
 
 BUILD_SECONDS = 1800
+# Each build of changed sources leaves about three images without a name, which are the cache of the next one.
+UNNAMED_LIMIT = 40
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,12 @@ class Buildah:
         """See Builder."""
         argv = self.command("push", reference, f"docker://{repository_reference}")
         run(argv, log=log, timeout_seconds=BUILD_SECONDS)
+
+    def prune(self, log: Path) -> None:
+        """Remove images without a name when there are many: the next build then installs the dependencies again."""
+        unnamed = output(self.command("images", "--filter", "dangling=true", "--quiet")).split()
+        if len(unnamed) > UNNAMED_LIMIT:
+            run(self.command("rmi", "--prune"), log=log)
 
     def copy_to_folder(self, reference: str, folder: Path, log: Path) -> None:
         """Write an image into a folder: its manifest, and each part, layers uncompressed, named by its digest."""

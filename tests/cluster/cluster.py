@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
         "--purge", action="store_true", help="also remove the cache of built binaries and images"
     )
     commands.add_parser("kubeconfig", help="print the path of the cluster's kubeconfig")
-    commands.add_parser("images", help="build Skiff's images and bring them to the cluster if it is up")
+    built = commands.add_parser("images", help="build images and bring them to the cluster if it is up")
+    built.add_argument("names", nargs="*", help=f"of {', '.join(delivery.NAMES)} (default: the first two)")
     image = commands.add_parser("image", help="print the name by which the cluster knows an image")
     image.add_argument("name", choices=sorted(delivery.NAMES))
     commands.add_parser(
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         elif arguments.command == "down":
             down(places, purge=arguments.purge)
         elif arguments.command == "images":
-            delivery.deliver(places, choose(places))
+            delivery.deliver(places, choose(places), arguments.names or delivery.PRODUCT)
         elif arguments.command == "tools":
             tools(places)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import builders
 import images
@@ -13,13 +14,15 @@ from onenode import OneNode
 from paths import Layout
 from providers import External, Provider
 
-NAMES = ("operator", "runtime")
+NAMES = ("operator", "runtime", "client")
+PRODUCT = ("operator", "runtime")
+"""What a user runs; the client is for the end-to-end tests."""
 
 
 def reference(name: str, provider: Provider) -> str:
     """Return the name by which a pod of the cluster gets an image."""
     if isinstance(provider, External):
-        return f"{_repository()}/{name}:{images.version()}"
+        return f"{_repository()}/{name}:{IMAGES[name].tag}"
     return IMAGES[name].reference
 
 
@@ -32,21 +35,24 @@ def _repository() -> str:
     return repository
 
 
-def deliver(layout: Layout, provider: Provider) -> None:
-    """Build what is out of date and bring it to the cluster, if one is up."""
+def deliver(layout: Layout, provider: Provider, names: Sequence[str]) -> None:
+    """Build what is out of date of the named images and bring them to the cluster, if one is up."""
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ClusterError(f"there is no image {unknown[0]!r}; there are {', '.join(NAMES)}")
     if isinstance(provider, External):
         _repository()
     builder = builders.choose(layout, for_node=isinstance(provider, OneNode) and layout.state.exists())
-    images.build(layout, builder)
+    images.build(layout, builder, names)
     if isinstance(provider, External):
-        for name in NAMES:
+        for name in names:
             target = reference(name, provider)
             with step(f"pushing {target}"):
                 builder.push(IMAGES[name].reference, target, layout.logs / f"push-{name}.log")
     elif not layout.state.exists():
         say("the images are built; no cluster is up to bring them to")
     else:
-        for name in NAMES:
+        for name in names:
             bring(IMAGES[name].reference, layout, provider)
 
 

@@ -17,6 +17,7 @@ from hostconfig import SUITE
 from paths import REPOSITORY, Layout
 
 DOCKERFILES = REPOSITORY / "images"
+CLIENT_FOLDER = REPOSITORY / "tests" / "e2e"
 PAUSE = "registry.k8s.io/pause:3.10"
 PREFIX = "localhost/skiff"
 DEBOOTSTRAP = ("debootstrap", "--variant=minbase")
@@ -42,11 +43,22 @@ class Image:
     target: str = ""
     argument: str = "BASE"
     holds_source: bool = False
+    folder: Path = DOCKERFILES
+
+    @property
+    def file(self) -> Path:
+        """The Dockerfile's path."""
+        return self.folder / self.dockerfile
+
+    @property
+    def tag(self) -> str:
+        """A new tag for each new content, so that a changed image rolls out wherever its name is used."""
+        return f"{version()}-{key(self)[:12]}" if self.holds_source else SUITE
 
     @property
     def reference(self) -> str:
         """The image's name in a local store."""
-        return f"{PREFIX}/{self.name}:{version() if self.holds_source else SUITE}"
+        return f"{PREFIX}/{self.name}:{self.tag}"
 
 
 IMAGES = {
@@ -56,6 +68,7 @@ IMAGES = {
         Image("torch-cpu", "base.Dockerfile", base="debian", target="torch-cpu", argument="DEBIAN"),
         Image("operator", "operator.Dockerfile", base="python", holds_source=True),
         Image("runtime", "runtime.Dockerfile", base="torch-cpu", holds_source=True),
+        Image("client", "client.Dockerfile", base="python", folder=CLIENT_FOLDER),
     )
 }
 
@@ -95,9 +108,7 @@ def key(image: Image) -> str:
     """Return the content key of an image: of its Dockerfile, the sources that it copies, and its base."""
     base = IMAGES.get(image.base)
     below = key(base) if base else DEBIAN_KEY
-    return hashlib.sha256(
-        f"{source_key(DOCKERFILES / image.dockerfile, REPOSITORY)} {image.target} {below}".encode()
-    ).hexdigest()
+    return hashlib.sha256(f"{source_key(image.file, REPOSITORY)} {image.target} {below}".encode()).hexdigest()
 
 
 def note(reference: str, layout: Layout) -> Path:
@@ -118,23 +129,34 @@ def record(reference: str, key: str, layout: Layout, builder: Builder) -> None:
     known.write_text(f"{key} {builder.identity(reference)}")
 
 
-def build(layout: Layout, builder: Builder) -> None:
-    """Build those images that are absent or out of date, bases first."""
-    for image in IMAGES.values():
+def closure(names: Sequence[str]) -> list[Image]:
+    """Return the named images and all that they stand on, bases first."""
+    wanted = set(names)
+    for image in reversed(IMAGES.values()):
+        if image.name in wanted:
+            wanted.add(image.base)
+    return [image for image in IMAGES.values() if image.name in wanted]
+
+
+def build(layout: Layout, builder: Builder, names: Sequence[str]) -> None:
+    """Build those of the named images, and of their bases, that are absent or out of date."""
+    for image in closure(names):
         wanted = key(image)
         if current(image.reference, wanted, layout, builder):
             continue
         base = base_reference(image, layout, builder)
         recipe = Recipe(
             reference=image.reference,
-            dockerfile=DOCKERFILES / image.dockerfile,
-            context=REPOSITORY if image.holds_source else DOCKERFILES,
+            dockerfile=image.file,
+            context=REPOSITORY if image.holds_source else image.folder,
             target=image.target,
             arguments=((image.argument, base),),
         )
         with step(f"building the image {image.reference}"), hostconfig.secrets() as secrets:
             builder.build(recipe, secrets, layout.logs / f"image-{image.name}.log")
             record(image.reference, wanted, layout, builder)
+    if isinstance(builder, Buildah):
+        builder.prune(layout.logs / "image-prune.log")
 
 
 def base_reference(image: Image, layout: Layout, builder: Builder) -> str:

@@ -63,7 +63,7 @@ class Node:
 
     def create(self) -> None:
         """Make the namespaces and their network; raises ClusterError where something else is in the way."""
-        self._require_free_networks()
+        self._require_free_machine()
         ready = self.state / "run" / "init.ready"
         ready.unlink(missing_ok=True)
         unshare = ["unshare", "-m", "-n", "-p", "-f", "--propagation", "private", "--mount-proc"]
@@ -90,7 +90,7 @@ class Node:
         for network in (POD_NETWORK, SERVICE_NETWORK):
             _ip("route", "add", network, "via", NODE_ADDRESS)
 
-    def _require_free_networks(self) -> None:
+    def _require_free_machine(self) -> None:
         for folder in PRIVATE_FOLDERS:
             if self.state.is_relative_to(folder):
                 raise ClusterError(f"the node hides {folder}: set SKIFF_CLUSTER_CACHE to a folder elsewhere")
@@ -100,6 +100,8 @@ class Node:
             raise ClusterError(
                 f"another test cluster runs on this machine: {owner} (set SKIFF_CLUSTER_CACHE to its root to use it)"
             )
+        if kubelet_cgroups():
+            raise ClusterError(f"another kubelet runs on this machine: {kubelet_cgroups()[0]} exists")
         ours = [ipaddress.ip_network(each) for each in (LINK_NETWORK, POD_NETWORK, SERVICE_NETWORK)]
         for route in json.loads(output(["ip", "-j", "-4", "route", "show"])):
             if route["dst"] == "default":
@@ -131,10 +133,15 @@ def _ip(*words: str) -> None:
     output(["ip", *words])
 
 
+def kubelet_cgroups() -> list[Path]:
+    """Return the control groups that a kubelet made: one with cgroup v2, one a controller with v1."""
+    return sorted([*CGROUPS.glob("kubepods"), *CGROUPS.glob("*/kubepods")])
+
+
 def remove_cgroups() -> None:
     """Remove the kubelet's control groups, once the kernel has taken the last dead process out of them."""
     deadline = time.monotonic() + CLEANUP_SECONDS
-    while roots := [*CGROUPS.glob("kubepods"), *CGROUPS.glob("*/kubepods")]:
+    while roots := kubelet_cgroups():
         for root in roots:
             for folder, _, _ in os.walk(root, topdown=False):
                 with contextlib.suppress(OSError):  # busy for a moment longer
