@@ -15,7 +15,7 @@ from paths import Layout
 
 BUILD_SECONDS = 1800
 # Each build of changed sources leaves about three images without a name, which are the cache of the next one.
-UNNAMED_LIMIT = 40
+UNNAMED_LIMIT = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class Buildah:
         """Remove images without a name when there are many: the next build then installs the dependencies again."""
         unnamed = output(self.command("images", "--filter", "dangling=true", "--quiet")).split()
         if len(unnamed) > UNNAMED_LIMIT:
+            run(self.command("rm", "--all"), log=log)  # working containers of interrupted builds hold images
             run(self.command("rmi", "--prune"), log=log)
 
     def copy_to_folder(self, reference: str, folder: Path, log: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import shutil
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 

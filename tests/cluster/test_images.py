@@ -64,7 +64,7 @@ def test_the_context_lets_in_all_that_the_dockerfiles_copy() -> None:
     lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
     allowed = [REPOSITORY / line[1:] for line in lines if line.startswith("!")]
     for image in IMAGES.values():
-        for file in images.sources(DOCKERFILES / image.dockerfile, REPOSITORY):
+        for file in images.sources(image.file, REPOSITORY):
             assert any(file.is_relative_to(entry) for entry in allowed), file
 
 
