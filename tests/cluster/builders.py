@@ -15,7 +15,7 @@ from paths import Layout
 
 BUILD_SECONDS = 1800
 # Each build of changed sources leaves about three images without a name, which are the cache of the next one.
-UNNAMED_LIMIT = 1
+UNNAMED_LIMIT = 40
 
 
 @dataclass(frozen=True)
