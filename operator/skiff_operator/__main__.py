@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 import uvloop
@@ -52,58 +53,57 @@ async def serve(settings: Settings) -> None:
     applier = Applier(client, observer, reporter=settings.identity)
     controller = Controller(observer, Reconciler(observer, applier, settings), settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
+    work = partial(_work, client, observer, controller, settings)
     try:
         async with serving(settings, controller.unhealthy):
-            leadership = Leadership(client, settings) if settings.leader_elect else None
-            if leadership is None or await _led(leadership):
-                await _operate(client, observer, controller, leadership, settings)
+            lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
+            await _until_first(lead, _signalled())
     finally:
         await client.close()
 
 
-async def _led(leadership: Leadership) -> bool:
-    """Wait for the Lease; False when a signal came first."""
+async def _signalled() -> None:
+    """Return on SIGTERM or SIGINT; once kopf runs, it takes both over and ends by itself."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    tasks = [asyncio.create_task(leadership.acquire()), asyncio.create_task(stopped.wait())]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
-    if tasks[0] in done:
-        tasks[0].result()
-    return tasks[0] in done
+    await stopped.wait()
 
 
-async def _operate(
-    client: Client,
-    observer: Observer,
-    controller: Controller,
-    leadership: Leadership | None,
-    settings: Settings,
-) -> None:
-    """List everything, then watch and work until kopf is told to stop or the Lease is lost."""
+async def _lead(work: Callable[[], Coroutine[Any, Any, None]], leadership: Leadership) -> None:
+    """Wait for the Lease and work while it is ours; losing it ends the process at once.
+
+    There is no clean-up then: what is in flight must not be finished under another's lead.
+    """
+    await leadership.acquire()
     try:
-        await observer.prime(client)
-        controller.start()
-        endless = [controller.work() for _ in range(settings.workers)] + [controller.resync()]
-        if leadership is not None:
-            endless.append(leadership.hold())
-        await _until_first(handlers.run(controller, settings), endless)
+        await _until_first(work(), leadership.hold(on_loss=_end_process))
     finally:
-        if leadership is not None:
-            await leadership.release()
+        await leadership.release()
 
 
-async def _until_first(watching: Coroutine[Any, Any, None], endless: list[Coroutine[Any, Any, None]]) -> None:
-    """Run all; when the watches end or anything fails, stop the rest and raise the failure."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in (*endless, watching)]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+def _end_process(reason: str) -> None:
+    log.logger.error("the operator ends", extra={"error": reason})
+    os._exit(1)
+
+
+async def _work(client: Client, observer: Observer, controller: Controller, settings: Settings) -> None:
+    """List everything, then watch and work until kopf is told to stop."""
+    await observer.prime(client)
+    controller.start()
+    workers = [controller.work() for _ in range(settings.workers)]
+    await _until_first(handlers.run(controller, settings), controller.resync(), *workers)
+
+
+async def _until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all; when one ends, stop the others, and raise its failure if it has one."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_STOP_SECONDS)
     for task in done:
         task.result()
 

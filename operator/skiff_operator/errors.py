@@ -31,12 +31,6 @@ class SettingsError(Permanent):
     reason = "InvalidSettings"
 
 
-class LeadershipLost(OperatorError):
-    """Another replica may lead by now, so this process must end at once."""
-
-    reason = "LeadershipLost"
-
-
 class ApiUnavailable(Retryable):
     """The API server could not be reached, was too slow, or was too busy (429, 5xx)."""
 

@@ -4,16 +4,18 @@ import asyncio
 import datetime
 import random
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from skiff_operator import metrics
 from skiff_operator.client import Client
-from skiff_operator.errors import ApiConflict, ApiNotFound, ApiUnavailable, LeadershipLost
+from skiff_operator.errors import ApiConflict, ApiNotFound, ApiRefused, ApiUnavailable
 from skiff_operator.kinds import LEASE
 from skiff_operator.log import logger
 from skiff_operator.settings import Settings
 
 _RETRY_SECONDS: Final = 2.0
+_RELEASE_SECONDS: Final = 3.0
 
 
 class Leadership:
@@ -27,7 +29,7 @@ class Leadership:
         """Compete for the Lease that `settings` name."""
         self._client = client
         self._settings = settings
-        self._seen: tuple[str, str] = ("", "")
+        self._seen = ("", "")
         self._seen_at = time.monotonic()
         self._renewed_at = 0.0
         self._mine: dict[str, Any] | None = None
@@ -48,12 +50,8 @@ class Leadership:
         metrics.leader.set(1)
         logger.info("leading", extra={"identity": self._settings.identity})
 
-    async def hold(self) -> None:
-        """Renew until that fails for too long.
-
-        Raises:
-            LeadershipLost: another process leads, or may.
-        """
+    async def hold(self, on_loss: Callable[[str], None]) -> None:
+        """Renew for ever; call `on_loss` with the reason when another process leads, or may by now."""
         period = self._settings.lease_renew_seconds
         deadline = self._settings.lease_duration_seconds - period
         while True:
@@ -62,22 +60,23 @@ class Leadership:
                 async with asyncio.timeout(max(_RETRY_SECONDS, period / 2)):
                     held = await self._try()
             except (ApiUnavailable, TimeoutError) as error:
-                logger.warning("lease not renewed", extra={"error": str(error)})
+                logger.warning("lease not renewed", extra={"error": repr(error)})
                 held = time.monotonic() - self._renewed_at < deadline
             if not held:
                 metrics.leader.set(0)
-                raise LeadershipLost(f"the lease is now {self._seen[0] or 'nobody'}'s; this process ends")
+                on_loss(f"the lease is {self._seen[0] or 'nobody'}'s or may be another's by now")
 
     async def release(self) -> None:
-        """Give the Lease back, so that the next leader need not wait for it to run out."""
+        """Give the Lease back if it is ours, so that the next leader need not wait for it to run out."""
         metrics.leader.set(0)
+        if self._mine is None:
+            return
+        self._mine["spec"]["holderIdentity"] = ""
         try:
-            lease = await self._read()
-            if lease["spec"].get("holderIdentity") == self._settings.identity:
-                lease["spec"]["holderIdentity"] = ""
-                await self._write(lease)
-        except (ApiUnavailable, ApiNotFound, ApiConflict) as error:
-            logger.warning("lease not released", extra={"error": str(error)})
+            async with asyncio.timeout(_RELEASE_SECONDS):
+                await self._write(self._mine)
+        except (ApiUnavailable, ApiRefused, TimeoutError) as error:
+            logger.warning("lease not released", extra={"error": repr(error)})
 
     async def _try(self) -> bool:
         """Take or renew the Lease once; False when someone else holds it.

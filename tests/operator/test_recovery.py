@@ -159,7 +159,7 @@ def test_who_loses_the_lease_ends(api: ApiServer, start: Start) -> None:
     leases = api.in_namespace(LEASE_NAMESPACE)
     leases.merge("leases", api.namespace, {"spec": {"holderIdentity": "someone-else"}})
     assert operator.wait() == 1
-    assert "someone-else" in operator.log.read_text().splitlines()[-1]
+    assert "someone-else" in operator.log.read_text().splitlines()[-1], "it says who leads"
     assert _lease(api)["holderIdentity"] == "someone-else"
 
 
