@@ -69,7 +69,7 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
-    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what the context leaves."""
+    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave."""
 
     uid: int
     prompt: str | list[int] | ChatPrompt
@@ -78,7 +78,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
 
 
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
-    """tokenizer -> rank 0. ``token_ids``: bytes of ``Wire.TOKEN``, one or more tokens."""
+    """tokenizer -> rank 0. ``token_ids``: bytes of ``Wire.TOKEN``, one or more; ``max_tokens`` 0 as above."""
 
     uid: int
     token_ids: bytes

@@ -91,7 +91,7 @@ def test_what_could_never_run_is_refused_with_numbers() -> None:
         generate(1, range(16), max_tokens=4),
         generate(2, range(60), max_tokens=5),
         generate(3, [], max_tokens=5),
-        generate(4, [1], max_tokens=0),
+        generate(4, [1], max_tokens=-1),
     )
     bench.finish()
     failures = {uid: reply.failed for uid, reply in bench.replies.items() if reply.failed}
@@ -105,6 +105,17 @@ def test_what_could_never_run_is_refused_with_numbers() -> None:
     assert "KV cache of this server holds 20 tokens" in failures[0].message
     assert "context is 64 tokens" in failures[2].message
     assert bench.replies[1].tokens == continuation(range(16), 4)
+
+
+@pytest.mark.parametrize(("num_pages", "length"), [(5, 20), (40, 64)])
+def test_an_output_without_limit_may_fill_context_or_pool(num_pages: int, length: int) -> None:
+    bench = SchedulerBench(num_pages=num_pages, page_size=4, max_model_len=64)
+    bench.put(generate(0, range(16), max_tokens=0), generate(1, range(length), max_tokens=0))
+    bench.finish()
+    assert bench.replies[0].tokens == continuation(range(16), length - 16)
+    assert bench.replies[0].finish == Finish.LENGTH
+    refused = bench.replies[1].failed
+    assert refused is not None and refused.code == "context_length_exceeded"
 
 
 def test_shutdown_lets_the_step_in_flight_land() -> None:

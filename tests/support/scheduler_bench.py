@@ -149,7 +149,7 @@ class SchedulerBench:
                 break
             self.turn()
         assert self.scheduler.idle, "requests are stuck"
-        self.put(generate(-1, [1], max_tokens=0))
+        self.put(generate(-1, [], max_tokens=1))
         self.turn()
         assert self.replies.pop(-1).failed is not None  # it only asked for the gauges
         last = self.stats[-1]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.kvcache.base import Handle, Int32
@@ -43,11 +44,19 @@ class Limits:
     max_model_len: int
     kv_tokens: int
 
+    @property
+    def longest(self) -> int:
+        """Prompt and output together."""
+        return min(self.max_model_len, self.kv_tokens)
+
 
 def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request:
-    """Make a request of a message; RequestError when it could never run to its end."""
+    """Make a request of a message; RequestError when it could never run to its end.
+
+    ``max_tokens`` 0 becomes what context and KV cache leave, which only this process knows.
+    """
     tokens = np.frombuffer(message.token_ids, Wire.TOKEN).astype(np.int32, copy=False)
-    output = message.sampling.max_tokens
+    output = message.sampling.max_tokens or max(1, limits.longest - len(tokens))
     if not len(tokens):
         raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
     if output < 1:
@@ -58,7 +67,7 @@ def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request
         arrival=arrival,
         tokens=tokens,
         prompt_tokens=len(tokens),
-        sampling=message.sampling,
+        sampling=replace(message.sampling, max_tokens=output),
         text=message.text,
     )
 

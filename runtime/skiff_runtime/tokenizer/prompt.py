@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.messages import ChatPrompt, GenerateRequest, SamplingParams, TokenizeRequest, Wire
 from skiff_runtime.tokenizer.encoder import Encoder, Int32
@@ -24,7 +22,7 @@ class PromptBuilder:
         return GenerateRequest(
             uid=request.uid,
             token_ids=ids.astype(Wire.TOKEN, copy=False).tobytes(),
-            sampling=self._fit(ids.size, request.sampling),
+            sampling=self._fitting(ids.size, request.sampling),
             text=request.text,
         )
 
@@ -36,8 +34,8 @@ class PromptBuilder:
         text = self.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
         return self.encoder.encode(text, add_special_tokens=False)
 
-    def _fit(self, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
-        """``sampling`` with a ``max_tokens`` that the context has room for."""
+    def _fitting(self, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
+        """``sampling``, whose ``max_tokens`` the context has room for; 0 stays, for the scheduler to fill in."""
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty; send at least one token")
         room = self.max_model_len - prompt_tokens
@@ -52,4 +50,4 @@ class PromptBuilder:
                 f"of {self.max_model_len} tokens; shorten the prompt, or ask for at most {room} tokens",
                 param="max_tokens",
             )
-        return replace(sampling, max_tokens=sampling.max_tokens or room)
+        return sampling
