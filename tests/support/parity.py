@@ -90,9 +90,10 @@ def prompts(seed: int) -> list[list[int]]:
     stems = [random.integers(2, VOCAB_SIZE, 80).tolist() for _ in range(4)]
     crowd = []
     for number in range(PROMPTS):
+        stem = stems[number * len(stems) // PROMPTS]  # neighbours share, so that a match outlives evictions
         cut = int(random.choice([16, 32, 64, 80])) if number % 3 == 0 else int(random.integers(1, 80))
         tail = int(random.integers(0, 24)) if number % 4 else 0
-        crowd.append(stems[number % 4][:cut] + random.integers(2, VOCAB_SIZE, tail).tolist())
+        crowd.append(stem[:cut] + random.integers(2, VOCAB_SIZE, tail).tolist())
     return crowd
 
 
