@@ -49,6 +49,12 @@ class Builder(Protocol):
     def identity(self, reference: str) -> str | None:
         """Return the id of an image, or None when there is no such image."""
 
+    def references(self, repository: str) -> list[str]:
+        """Return the names with tags of the images that a repository, such as localhost/skiff/runtime, holds."""
+
+    def remove(self, reference: str) -> None:
+        """Remove an image's name, and its layers where no other image needs them."""
+
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """Push an image to a registry under another name."""
 
@@ -68,6 +74,14 @@ class Docker:
             return output(["docker", "image", "inspect", "--format", "{{.Id}}", reference])
         except ClusterError:
             return None
+
+    def references(self, repository: str) -> list[str]:
+        """See Builder."""
+        return output(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", repository]).split()
+
+    def remove(self, reference: str) -> None:
+        """See Builder; fine when a container of the user's needs it."""
+        succeeds(["docker", "image", "rm", reference])
 
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """See Builder."""
@@ -112,6 +126,17 @@ class Buildah:
             )
         except ClusterError:
             return None
+
+    def references(self, repository: str) -> list[str]:
+        """See Builder."""
+        named = output(
+            self.command("images", "--filter", "dangling=false", "--format", "{{.Name}}:{{.Tag}}")
+        ).split()
+        return [reference for reference in named if reference.rpartition(":")[0] == repository]
+
+    def remove(self, reference: str) -> None:
+        """See Builder; fine when a working container of an interrupted build needs it: `prune` removes those."""
+        succeeds(self.command("rmi", reference), timeout_seconds=120)
 
     def push(self, reference: str, repository_reference: str, log: Path) -> None:
         """See Builder."""

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "kubeconfig":
         return print(kubeconfig(places))
     if arguments.command == "image":
-        return print(delivery.reference(arguments.name, choose(places)))
+        return print(delivery.reference(arguments.name, places, choose(places)))
     if getattr(arguments, "control_plane_only", False):
         return control_plane(arguments)
     with locked(places.lock):

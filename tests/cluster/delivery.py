@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import builders
 import images
@@ -17,13 +18,19 @@ from providers import External, Provider
 NAMES = ("operator", "runtime", "client")
 PRODUCT = ("operator", "runtime")
 """What a user runs; the client is for the end-to-end tests."""
+KEPT = 3
+"""Contents of an image that a cluster keeps: pods of earlier revisions, and a rollback, still need theirs."""
 
 
-def reference(name: str, provider: Provider) -> str:
-    """Return the name by which a pod of the cluster gets an image."""
-    if isinstance(provider, External):
-        return f"{_repository()}/{name}:{IMAGES[name].tag}"
-    return IMAGES[name].reference
+def reference(name: str, layout: Layout, provider: Provider) -> str:
+    """Return the name by which a pod gets an image: the one delivered last, else that of today's sources."""
+    delivered = _latest(name, layout)
+    local = delivered.read_text() if delivered.exists() else IMAGES[name].reference
+    return f"{_repository()}/{name}:{local.rpartition(':')[2]}" if isinstance(provider, External) else local
+
+
+def _latest(name: str, layout: Layout) -> Path:
+    return layout.images / "latest" / name
 
 
 def _repository() -> str:
@@ -46,23 +53,37 @@ def deliver(layout: Layout, provider: Provider, names: Sequence[str]) -> None:
     images.build(layout, builder, names)
     if isinstance(provider, External):
         for name in names:
-            target = reference(name, provider)
+            target = f"{_repository()}/{name}:{IMAGES[name].tag}"
             with step(f"pushing {target}"):
                 builder.push(IMAGES[name].reference, target, layout.logs / f"push-{name}.log")
-    elif not layout.state.exists():
-        say("the images are built; no cluster is up to bring them to")
-    else:
+    elif layout.state.exists():
         for name in names:
-            bring(IMAGES[name].reference, layout, provider)
+            bring(name, layout, provider)
+    else:
+        say("the images are built; no cluster is up to bring them to")
+    for name in names:
+        _latest(name, layout).parent.mkdir(parents=True, exist_ok=True)
+        _latest(name, layout).write_text(IMAGES[name].reference)
 
 
 def bring(name: str, layout: Layout, provider: Kind | OneNode) -> None:
-    """Bring one image to a cluster made here, unless it got this very image before."""
-    mark = provider.deliveries / name.replace("/", "_")
-    built = images.note(name, layout).read_text()
-    if mark.exists() and mark.read_text() == built:
-        return
-    with step(f"bringing {name} to the cluster"):
-        provider.load(name)
+    """Bring one image to a cluster made here, unless it holds this very image already; forget old ones."""
+    image = IMAGES[name].reference
+    built = images.note(image, layout).read_text()
+    mark = provider.deliveries / name / IMAGES[name].tag
+    if not (mark.exists() and mark.read_text() == built):
+        with step(f"bringing {image} to the cluster"):
+            provider.load(image)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(built)
+    forget_old(name, mark.parent, provider)
+
+
+def forget_old(name: str, marks: Path, provider: Kind | OneNode) -> None:
+    """Remove all but the KEPT newest contents of an image from the cluster; each mark holds a key and an image id."""
+    by_age = sorted(marks.iterdir(), key=lambda each: each.stat().st_mtime)
+    kept = {mark.read_text().split()[1] for mark in by_age[-KEPT:]}
+    for mark in by_age[:-KEPT]:
+        identity = mark.read_text().split()[1]
+        provider.forget(f"{images.PREFIX}/{name}:{mark.name}", None if identity in kept else identity)
+        mark.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import shutil
@@ -105,8 +106,12 @@ def source_key(dockerfile: Path, repository: Path) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
 def key(image: Image) -> str:
-    """Return the content key of an image: of its Dockerfile, the sources that it copies, and its base."""
+    """Return the content key of an image: of its Dockerfile, the sources that it copies, and its base.
+
+    One command computes it once, so that all that it does is about one content although somebody edits meanwhile.
+    """
     base = IMAGES.get(image.base)
     below = key(base) if base else DEBIAN_KEY
     return hashlib.sha256(f"{source_key(image.file, REPOSITORY)} {image.target} {below}".encode()).hexdigest()
@@ -156,8 +161,17 @@ def build(layout: Layout, builder: Builder, names: Sequence[str]) -> None:
         with step(f"building the image {image.reference}"), hostconfig.secrets() as secrets:
             builder.build(recipe, secrets, layout.logs / f"image-{image.name}.log")
             record(image.reference, wanted, layout, builder)
+        retire(image, layout, builder)
     if isinstance(builder, Buildah):
         builder.prune(layout.logs / "image-prune.log")
+
+
+def retire(image: Image, layout: Layout, builder: Builder) -> None:
+    """Remove the images of earlier contents from the builder's store; the layers that they share stay."""
+    for reference in builder.references(f"{PREFIX}/{image.name}"):
+        if reference != image.reference:
+            builder.remove(reference)
+            note(reference, layout).unlink(missing_ok=True)
 
 
 def base_reference(image: Image, layout: Layout, builder: Builder) -> str:

@@ -83,3 +83,8 @@ class Kind:
             raise ClusterError(f"Docker has no image {image}")
         argv = ["kind", "load", "docker-image", "--name", CLUSTER, image]
         run(argv, log=self.layout.logs / "kind-load.log", timeout_seconds=900)
+
+    def forget(self, image: str, identity: str | None) -> None:
+        """Remove an image from the cluster's node: all of it if its id is given, unless a container runs from it."""
+        if identity:
+            succeeds(["docker", "exec", f"{CLUSTER}-control-plane", "crictl", "rmi", image])

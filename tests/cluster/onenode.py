@@ -192,15 +192,26 @@ class OneNode:
                 self.daemon(name).stop(grace_seconds=0)
             shutil.rmtree(self.layout.state)
 
+    @property
+    def _ctr(self) -> list[str]:
+        return [*self.node.enter(), "ctr", "-n", "k8s.io"]
+
+    def forget(self, image: str, identity: str | None) -> None:
+        """Remove an image's name from the node, and its id, under which the kubelet's interface holds it, if given.
+
+        Containers that run from it keep its layers.
+        """
+        names = [image, *([f"sha256:{identity}"] if identity else [])]
+        succeeds([*self._ctr, "images", "rm", *names])
+
     def load(self, image: str) -> None:
         """Copy an image from Buildah's store into the node, sending only the layers that it does not hold yet."""
-        containerd = [*self.node.enter(), "ctr", "-n", "k8s.io"]
         log = self.layout.logs / "import.log"
         with scratch(self.layout.images) as folder:
             Buildah(self.layout).copy_to_folder(image, folder / "image", log)
-            held = set(output([*containerd, "content", "ls", "-q"]).split())
+            held = set(output([*self._ctr, "content", "ls", "-q"]).split())
             archive.pack(folder / "image", image, folder / "image.tar", held=held)
-            run([*containerd, "images", "import", str(folder / "image.tar")], log=log, timeout_seconds=600)
+            run([*self._ctr, "images", "import", str(folder / "image.tar")], log=log, timeout_seconds=600)
 
 
 def node_ready(client: ApiClient) -> bool:
