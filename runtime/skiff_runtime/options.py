@@ -17,8 +17,8 @@ from skiff_runtime.config import Config, flag
 from skiff_runtime.contract import ENV_PREFIX
 from skiff_runtime.errors import ConfigError
 
-FOREIGN_PREFIXES: Final = ("SKIFF_CLUSTER_", "SKIFF_TEST_")
-"""Variables of the test tooling, which a server leaves alone."""
+FOREIGN_PREFIXES: Final = ("SKIFF_CLUSTER_", "SKIFF_OPERATOR_", "SKIFF_TEST_")
+"""Variables of the operator and of the test tooling, which a server leaves alone."""
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skiff_runtime.kvcache.base import Handle, Int32
 from skiff_runtime.kvcache.memory import KVMemory
 
-HISTORIES = int(os.environ.get("SKIFF_HISTORIES", "10000"))
+HISTORIES = int(os.environ.get("SKIFF_TEST_HISTORIES", "10000"))
 
 
 @dataclass(eq=False)

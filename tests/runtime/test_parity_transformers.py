@@ -1,7 +1,7 @@
 """Greedy tokens equal transformers', whatever the model, cache, ranks, overlap, budget, page size and pressure.
 
 The ordinary run takes a few settings that cover every pair of options; ``make matrix``
-takes all of them. ``SKIFF_SEED`` chooses other weights and prompts.
+takes all of them. ``SKIFF_TEST_SEED`` chooses other weights and prompts.
 """
 
 import os
@@ -18,7 +18,7 @@ from tiny_models import load_reference, make_model, oracle_choices
 
 from skiff_runtime.distributed.group import TensorParallel
 
-SEED: Final = int(os.environ.get("SKIFF_SEED", "0"))
+SEED: Final = int(os.environ.get("SKIFF_TEST_SEED", "0"))
 RANKS_TIMEOUT_SECONDS: Final = 1200.0
 
 

@@ -13,7 +13,7 @@ from scheduler_bench import EOS, Reply, SchedulerBench, generate
 
 from skiff_runtime.messages import AbortRequest, Finish
 
-LIVES = int(os.environ.get("SKIFF_LIVES", "1500"))
+LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "1500"))
 
 
 @dataclass(frozen=True)
