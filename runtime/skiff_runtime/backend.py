@@ -7,7 +7,7 @@ from typing import Final
 
 import zmq
 
-from skiff_runtime.children import Children, make_run_dir
+from skiff_runtime.children import Children, Ended, make_run_dir
 from skiff_runtime.config import Config
 from skiff_runtime.errors import StartupError, Unavailable
 from skiff_runtime.launch import Launch, Role
@@ -47,6 +47,7 @@ class Backend:
             self._poller.register(receiver.socket, zmq.POLLIN)
         self._children = Children(self.launch, self._poller)
         self._ready = 0
+        self._ended: list[Ended] = []
         for rank in range(config.tp):
             self._children.spawn(Role.RANK, rank)
 
@@ -87,9 +88,9 @@ class Backend:
                 self._ready += 1
             elif isinstance(message, PhaseReport) and message.progress == 0 and self._on_phase is not None:
                 self._on_phase(message.process, message.phase)
-        ended = self._children.reap()
-        if ended:
-            text = "; ".join(str(each) for each in ended)
+        self._ended += self._children.reap()
+        if self._ended:
+            text = "; ".join(str(each) for each in self._ended)
             if self._ready < self.launch.config.tp:
                 raise StartupError(f"{text}; its log above says why")
             raise Unavailable(f"{text}; this LLM cannot be used any more")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from skiff_runtime.backend import Backend
@@ -82,7 +83,7 @@ class LLM:
         unknown = sorted(set(options) - set(field_names()))
         if unknown:
             raise ConfigError(f"LLM has no option {unknown[0]!r}; options are the fields of Config")
-        config, self._model = resolve(Config(model=model, **options))
+        config, self._model = resolve(_config({"model": model, **options}))
         self._backend = Backend(config, self._model, on_phase=on_phase)
         try:
             self._builder = load_builder(self._backend.launch)
@@ -173,9 +174,9 @@ class LLM:
             self._backend.send(request)
 
     def _collect(self, batch: TextBatch) -> Iterator[tuple[int, Completion]]:
-        if batch.failed:
-            self._growing.pop(batch.failed[0].uid, None)
-            raise _as_error(batch.failed[0])
+        for failed in batch.failed:
+            if self._growing.pop(failed.uid, None) is not None:  # else of an earlier call
+                raise _as_error(failed)
         uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
         tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
         usages = iter(batch.usages)
@@ -196,6 +197,14 @@ class LLM:
         for uid in self._growing:
             self._backend.send(AbortRequest(uid=uid))
         self._growing.clear()
+
+
+def _config(options: dict[str, Any]) -> Config:
+    """A configuration of values whose types nobody has checked yet."""
+    try:
+        return msgspec.convert(options, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"an option of LLM is malformed: {error}") from None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,6 +1,5 @@
 """How a caller of ``LLM`` asks for tokens to be chosen."""
 
-import math
 import secrets
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +9,7 @@ from skiff_runtime.messages import SamplingParams
 from skiff_runtime.models.config import SamplingDefaults
 
 MAX_SEED: Final = (1 << 63) - 1
+MAX_COUNT: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse what no sampler can do."""
-        for name, low, high in _RANGES:
+        for name, kind, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InvalidRequest(f"{name} must be from {low} to {high}, not {value}", param=name)
-        if "" in self.stop:
-            raise InvalidRequest("a stop string must not be empty", param="stop")
+            if value is not None and not (_is(value, kind) and low <= value <= high):
+                what = "a whole number" if kind is int else "a number"
+                raise InvalidRequest(f"{name} must be {what} from {low} to {high}, not {value!r}", param=name)
+        if not (_is_list(self.stop, str) and all(self.stop)):
+            raise InvalidRequest("stop must be a tuple of strings, none of them empty", param="stop")
+        if not _is_list(self.stop_token_ids, int):
+            raise InvalidRequest("stop_token_ids must be a tuple of token ids", param="stop_token_ids")
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """As the scheduler wants it; ``max_tokens`` 0 stands for what the context leaves."""
@@ -54,14 +57,23 @@ class Sampling:
         )
 
 
-_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
-    ("max_tokens", 1, math.inf),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, math.inf),
-    ("top_p", 1e-6, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("seed", 0, MAX_SEED),
+_RANGES: Final[tuple[tuple[str, type, float, float], ...]] = (
+    ("max_tokens", int, 1, MAX_COUNT),
+    ("temperature", float, 0.0, 100.0),
+    ("top_k", int, 0, MAX_COUNT),
+    ("top_p", float, 1e-6, 1.0),
+    ("min_p", float, 0.0, 1.0),
+    ("seed", int, 0, MAX_SEED),
 )
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether a value has the type that crosses processes; a whole number is a number, too."""
+    return isinstance(value, kind | int) and not isinstance(value, bool)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(each, kind) for each in value)
 
 
 def _first(*values: float | None) -> float:

@@ -1,13 +1,23 @@
 """The offline class, over real rank processes."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from tiny_models import greedy_tokens, load_reference, make_model
 
 from skiff_runtime import LLM
-from skiff_runtime.errors import ConfigError, InvalidRequest, ModelError, RequestError, StartupError
+from skiff_runtime.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    RequestError,
+    StartupError,
+    Unavailable,
+)
 from skiff_runtime.sampling import Sampling
 
 PROMPTS = [[1, 5, 9, 20 + index] for index in range(6)]
@@ -73,17 +83,59 @@ def test_a_prompt_that_cannot_be_served_harms_no_later_one(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS, max_tokens=2, ignore_eos=True)) == len(PROMPTS)
 
 
+def test_refusals_of_one_call_do_not_reach_the_next(model: Path) -> None:
+    """The pool is too small for any of them, which rank 0 tells in more than one batch."""
+    with LLM(str(model), kv_cache_tokens=64) as llm:
+        with pytest.raises(RequestError, match="KV cache"):
+            llm.generate([[5] * 40] * 700, max_tokens=40)
+        assert len(llm.generate(PROMPTS, max_tokens=2, ignore_eos=True)) == len(PROMPTS)
+
+
+def test_a_chat_may_come_from_another_thread(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(llm.chat, [{"role": "user", "content": "hello"}], max_tokens=3, ignore_eos=True)
+        assert len(asked.result().token_ids) == 3
+
+
+def test_after_the_death_of_a_rank_every_call_fails(model: Path) -> None:
+    with LLM(str(model), kv_cache_tokens=1024) as llm:
+        [rank] = psutil.Process().children()[-1:]
+        rank.kill()
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="rank0 was killed by SIGKILL"):
+                llm.generate([1], max_tokens=1)
+
+
 @pytest.mark.parametrize(
-    "name,value", [("top_p", 0.0), ("temperature", -1.0), ("max_tokens", 0), ("seed", -1)]
+    "name,value",
+    [
+        ("top_p", 0.0),
+        ("temperature", -1.0),
+        ("temperature", "hot"),
+        ("max_tokens", 0),
+        ("max_tokens", 2.5),
+        ("max_tokens", True),
+        ("top_k", 1 << 40),
+        ("seed", -1),
+        ("stop", "one"),
+        ("stop", ("",)),
+        ("stop_token_ids", (1.5,)),
+        ("stop_token_ids", 3),
+    ],
 )
-def test_impossible_sampling_is_named(name: str, value: float) -> None:
-    with pytest.raises(InvalidRequest, match=name):
+def test_impossible_sampling_is_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
         Sampling(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
 
 
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(ConfigError, match="pagesize"):
-        LLM("demo://", pagesize=4)
+@pytest.mark.parametrize(
+    "options", [{"pagesize": 4}, {"page_size": "4"}, {"page_size": 4.5}, {"device": "tpu"}, {"tp": 0}]
+)
+def test_bad_options_are_named(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(ConfigError, match=name.replace("_", "[_-]")):
+        LLM("demo://", **options)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

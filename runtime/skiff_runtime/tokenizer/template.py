@@ -7,6 +7,7 @@ request that asked for it.
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -68,7 +69,8 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt's text. Raises ``InvalidRequest`` with what the template said against it.
 
-        Must run in the main thread: a timer's signal ends a template that runs for too long.
+        A template that runs for too long is ended by a timer's signal, which only a main thread can take (as in
+        every tokenizer process); in another thread of an offline caller it may run on.
         """
         if self._template is None:
             raise InvalidRequest(self.fault, param="messages", code="chat_template_error")
@@ -165,7 +167,10 @@ def _expired(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block when it takes too long."""
+    """Raise ``TimeoutError`` in the block when it takes too long; only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = signal.signal(signal.SIGALRM, _expired)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
