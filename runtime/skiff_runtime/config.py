@@ -60,7 +60,7 @@ class Config:
         1800.0, "Server", "how long processes may take until the model is ready"
     )
     heartbeat_timeout_seconds: float = option(
-        60.0, "Server", "a process that is silent for longer counts as dead"
+        60.0, "Server", "a process that is silent for longer counts as dead; a step must not take so long"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "least level that is logged"
@@ -133,7 +133,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("max_queued_requests", 0, 1 << 20),
     ("max_batch_tokens", 1, 1 << 20),
     ("page_size", 1, MAX_PAGE_SIZE),
-    ("kv_cache_tokens", 1, 1 << 40),
+    ("kv_cache_tokens", 2, 1 << 40),
     ("memory_fraction", 0.01, 0.99),
 )
 

@@ -66,6 +66,7 @@ def config_from(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **fixed: Any
 ) -> Config:
     """The validated configuration of a command line and an environment; ``fixed`` wins over both."""
+    environment = _without_service_links(environment)
     _refuse_unknown(environment)
     values: dict[str, Any] = {}
     for each in fields(Config):
@@ -109,6 +110,23 @@ def _kind(name: str) -> tuple[type, tuple[str, ...]]:
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, ()
+
+
+def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` less what Kubernetes tells each container about the namespace's Services.
+
+    One that is called ``skiff-llama`` comes as ``SKIFF_LLAMA_SERVICE_HOST`` with a dozen others, one that
+    is called ``skiff`` even as ``SKIFF_PORT``, with an address for a value.
+    """
+    host = "_SERVICE_HOST"
+    services = [name.removesuffix(host) for name in environment if name.endswith(host)]
+    prefixes = tuple(f"{service}{part}" for service in services for part in ("_SERVICE_", "_PORT_"))
+    addresses = [f"{service}_PORT" for service in services]
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(prefixes) and not (name in addresses and "://" in value)
+    }
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:

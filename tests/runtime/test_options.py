@@ -63,6 +63,8 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     (["--page-si", "8"], {}, "--page-si"),
     (["--kv-cache-tokens", "8"], {}, "--kv-cache-tokens (8) must hold at least one page"),
     (["--tp", "0"], {}, "--tp must be from 1 to 64"),
+    (["--kv-cache-tokens", "1", "--page-size", "1"], {}, "--kv-cache-tokens must be from 2"),
+    ([], {"SKIFF_LLAMA_PORT": "tcp://10.0.0.1:80"}, "unknown environment variable SKIFF_LLAMA_PORT"),
 ]
 
 
@@ -77,6 +79,26 @@ def test_a_bad_option_is_an_error_that_names_it(
 
 def test_variables_of_the_test_tooling_are_left_alone() -> None:
     assert read(SKIFF_TEST_SEED="1", SKIFF_CLUSTER_CACHE="/x") == Config()
+
+
+def links(name: str) -> dict[str, str]:
+    """What Kubernetes tells every container of a namespace about a Service called ``name``."""
+    url = "tcp://10.96.7.1:8000"
+    return {
+        f"{name}_SERVICE_HOST": "10.96.7.1",
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_PORT": url,
+        f"{name}_PORT_8000_TCP": url,
+        f"{name}_PORT_8000_TCP_PROTO": "tcp",
+        f"{name}_PORT_8000_TCP_PORT": "8000",
+        f"{name}_PORT_8000_TCP_ADDR": "10.96.7.1",
+    }
+
+
+def test_services_of_the_namespace_are_no_options() -> None:
+    assert read(**links("SKIFF"), **links("SKIFF_LLAMA")) == Config()
+    assert read(**{**links("SKIFF"), "SKIFF_PORT": "8080"}).port == 8080
 
 
 def test_a_small_step_budget_bounds_the_running_requests() -> None:

@@ -84,8 +84,6 @@ def plan_capacity(
 def _exact(config: Config, layout: KVLayout, usable_bytes: int) -> int:
     tokens = config.kv_cache_tokens or 0
     pages = tokens // layout.page_size
-    if pages * layout.page_size < MIN_TOKENS:
-        raise ConfigError(f"--kv-cache-tokens {tokens} must hold at least {MIN_TOKENS} tokens")
     needed = (pages + 1) * layout.page_bytes
     if needed > usable_bytes:
         raise ConfigError(
