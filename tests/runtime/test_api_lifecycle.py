@@ -140,6 +140,20 @@ def test_a_silent_scheduler_does_not_stop_the_probes(model: Path) -> None:
         assert asked.result().status_code == 500
 
 
+def test_a_small_step_budget_bounds_what_is_accepted(model: Path) -> None:
+    """One request runs at a time, whatever --max-running-requests says, and one may wait."""
+    with (
+        running_front(model, max_batch_tokens=1, max_running_requests=8, max_queued_requests=1) as front,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        asked = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
+        requests = [front.rank.request() for _ in asked]
+        assert front.post(CHAT, **BODY).status_code == 429
+        for request in requests:
+            front.rank.end(request.uid)
+        assert [each.result().status_code for each in asked] == [200, 200]
+
+
 def test_a_port_that_is_taken() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -64,7 +64,7 @@ class ApiServer:
         )
         self._dispatcher = Dispatcher(
             [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))],
-            capacity=config.max_running_requests + config.max_queued_requests,
+            capacity=config.running_limit + config.max_queued_requests,
             status=self._status,
             metrics=self._metrics,
         )
