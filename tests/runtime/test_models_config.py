@@ -1,5 +1,6 @@
 """Reading a model directory: what is understood, and what is refused with one clear message."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_generation_config_may_be_absent(llama: Path) -> None:
 def test_what_cannot_be_served_is_named(llama: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         edited(llama, **changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_k", 1e300), ("top_k", -2), ("temperature", -0.5), ("top_p", 1.5), ("min_p", -1), ("top_p", "x")],
+)
+def test_impossible_recommendations_are_named(llama: Path, key: str, value: object) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelError, match=rf"generation_config\.json: '{key}' must be"):
+        read_model_config(llama)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\ufffe", "[" * 100_000])

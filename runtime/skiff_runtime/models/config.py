@@ -13,6 +13,7 @@ from skiff_runtime.models.json_file import Fields, read_json
 from skiff_runtime.models.rope import RopeScaling, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
+MAX_TOP_K: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +208,16 @@ def _generation_config(path: Path) -> Fields:
 
 
 def _sampling_defaults(generation: Fields) -> SamplingDefaults:
-    def optional(key: str) -> float | None:
-        return None if generation.get(key) is None else generation.number(key)
+    def optional(key: str, low: float, high: float) -> float | None:
+        value = None if generation.get(key) is None else generation.number(key)
+        if value is not None and not low <= value <= high:
+            raise ModelError(f"{generation.source}: {key!r} must be from {low:g} to {high:g}, not {value:g}")
+        return value
 
-    top_k = optional("top_k")
+    top_k = optional("top_k", -1, MAX_TOP_K)
     return SamplingDefaults(
-        temperature=optional("temperature"),
+        temperature=optional("temperature", 0, 100),
         top_k=None if top_k is None else int(top_k),
-        top_p=optional("top_p"),
-        min_p=optional("min_p"),
+        top_p=optional("top_p", 0, 1),
+        min_p=optional("min_p", 0, 1),
     )
