@@ -12,15 +12,28 @@ from typing import Final
 
 import zmq
 
+from skiff_runtime.errors import ConfigError
 from skiff_runtime.launch import Launch, Role
 from skiff_runtime.process import process_name
 
+MAX_DIRECTORY_BYTES: Final = 90
+"""Leaves room for the longest name of a socket."""
 _MODULE: Final = "skiff_runtime.process"
 
 
 def make_run_dir() -> Path:
-    """A private directory (0700) for the sockets; short, for a socket's path has 107 bytes at most."""
-    return Path(tempfile.mkdtemp(prefix="skiff-"))
+    """A private directory (0700) for the sockets. Raises ``ConfigError`` where there can be none.
+
+    Short, for a socket's path has 107 bytes at most.
+    """
+    try:
+        made = Path(tempfile.mkdtemp(prefix="skiff-"))
+    except OSError as error:
+        raise ConfigError(f"no directory for sockets can be made: {error}; set TMPDIR") from None
+    if len(os.fsencode(made)) > MAX_DIRECTORY_BYTES:
+        made.rmdir()
+        raise ConfigError(f"the path of {made.parent} is too long for sockets; set TMPDIR to a shorter one")
+    return made
 
 
 @dataclass(frozen=True, slots=True)

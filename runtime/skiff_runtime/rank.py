@@ -112,6 +112,7 @@ def _serve(child: Child, engine: Engine, channel: Channel) -> None:
         engine=engine,
         channel=channel,
     )
+    child.phase("ready")
     child.ready(kv_tokens=engine.num_pages * config.page_size)
     while scheduler.turn():
         child.beat()

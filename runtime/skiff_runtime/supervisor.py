@@ -136,11 +136,9 @@ class Supervisor:
         self._serving = True
         tokens = min(ready.kv_tokens for name, ready in self._ready.items() if name.startswith(Role.RANK))
         self._api.send(ServiceReady(kv_tokens=tokens))
-        port = self._ready[_API].port
-        seconds = time.monotonic() - self._started
-        log.event(
-            "service_ready", url=f"http://{self._config.host}:{port}", kv_tokens=tokens, seconds=seconds
-        )
+        host, port = self._config.host, self._ready[_API].port
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.event("service_ready", url=url, kv_tokens=tokens, seconds=time.monotonic() - self._started)
 
     def _check(self) -> int | None:
         """Fail when a child has ended, is silent or late."""
@@ -151,7 +149,10 @@ class Supervisor:
         limit = self._config.heartbeat_timeout_seconds
         for name in self._ready:
             if now - self._last_beat[name] > limit:
-                return self._fail(f"{name} has been silent for {limit:g} s")
+                return self._fail(
+                    f"{name} has been silent for {limit:g} s; if its steps take so long, lower --max-batch-tokens "
+                    "or raise --heartbeat-timeout-seconds"
+                )
         if not self._serving and now - self._started > self._config.startup_timeout_seconds:
             late = [name for name in self._children.running if name not in self._ready]
             return self._fail(

@@ -14,7 +14,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 from service import Service, running_service, wait_until
 from tiny_models import make_model
 
-from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK
+from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE, PHASES
 
 NAME: Final = "tiny"
 CLIENTS: Final = 50
@@ -132,3 +132,24 @@ def test_a_child_that_hangs_counts_as_dead(model: Path) -> None:
         service.children["detokenizer"].suspend()
         assert service.wait_exit() == EXIT_CHILD_DIED
         assert "detokenizer has been silent for 2 s" in service.log_text()
+        assert "--heartbeat-timeout-seconds" in service.log_text()
+
+
+def test_a_directory_too_deep_for_sockets_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    with running_service(model, *FLAGS, ready=False) as service:
+        assert service.wait_exit() == EXIT_USAGE
+        assert "TMPDIR" in service.log_text()
+        assert len(service.log_text().splitlines()) == 1
+        assert list(deep.iterdir()) == []
+
+
+def test_every_start_phase_is_timed_and_ipv6_is_served(model: Path) -> None:
+    with running_service(model, *FLAGS, "--host", "::1") as service:
+        assert service.url.startswith("http://[::1]:")
+        seconds = service.http.get(service.url + "/server_info").json()["start_phase_seconds"]
+        assert list(seconds) == [phase for phase in PHASES if phase != "ready"]
