@@ -35,12 +35,10 @@ def generated(
         engine = make_engine(Path(path), group, page_size=page_size)
         try:
             engine.warmup()
-            for chosen in (None, samplings):
-                outputs.append(
-                    generate(
-                        engine, prompts, count, page_size=page_size, budget=48, slots=6, samplings=chosen
-                    )
-                )
+            outputs += [
+                generate(engine, prompts, count, page_size=page_size, budget=48, slots=6, samplings=chosen)
+                for chosen in (None, samplings)
+            ]
         finally:
             engine.close()
     return outputs
