@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paths import PRIVATE_FOLDERS
+
 # What the kubelet's protectKernelDefaults looks for. The values are shown, not set: the settings are the whole machine's.
 KERNEL_DEFAULTS = {
     "vm/overcommit_memory": "1",
@@ -21,8 +23,6 @@ KERNEL_DEFAULTS = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-# Folders in which a node's programs write by habit: empty here, so that nothing of the machine's own is read or changed.
-PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
 
 
 def mount(*arguments: str | Path) -> None:

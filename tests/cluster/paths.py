@@ -9,10 +9,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from commands import ClusterError
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 CONF = HERE / "conf"
 GO_MODULE = HERE / "kubernetes"
+# Folders in which a node's programs and Buildah write by habit: they are given empty ones, so that the machine's stay as they are.
+PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,15 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Return the layout under SKIFF_CLUSTER_CACHE, or under the user's cache folder."""
-    explicit = os.environ.get("SKIFF_CLUSTER_CACHE")
-    if explicit:
-        return Layout(Path(explicit).resolve())
+    """Return the layout under SKIFF_CLUSTER_CACHE, or under the user's cache folder.
+
+    Raises ClusterError where that lies in a folder that the node covers by a private one.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Layout((Path(base) / "skiff-cluster").resolve())
+    root = Path(os.environ.get("SKIFF_CLUSTER_CACHE") or Path(base) / "skiff-cluster").resolve()
+    covering = next((folder for folder in PRIVATE_FOLDERS if root.is_relative_to(folder)), None)
+    if covering:
+        raise ClusterError(
+            f"{root} lies in {covering}, which the node hides: set SKIFF_CLUSTER_CACHE to a folder elsewhere"
+        )
+    return Layout(root)
