@@ -5,6 +5,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -34,6 +35,17 @@ def wait_for(front: Front, path: str, code: int) -> None:
         time.sleep(0.01)
 
 
+def await_progress(front: Front, process: str, progress: float) -> dict[str, Any]:
+    """What /startupz tells once a process has come so far."""
+    deadline = time.monotonic() + 20
+    while True:
+        start: dict[str, Any] = front.get("/startupz").json()
+        if start["processes"].get(process, {}).get("progress") == progress:
+            return start
+        assert time.monotonic() < deadline, start
+        time.sleep(0.01)
+
+
 def test_start(model: Path) -> None:
     with running_front(model, ready=False) as front:
         assert [status(front, path) for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
@@ -44,8 +56,7 @@ def test_start(model: Path) -> None:
         front.api.send(PhaseReport(process="rank0", phase="config", seconds=0.5))
         front.api.send(PhaseReport(process="rank0", phase="weights", seconds=1.5))
         front.api.send(PhaseReport(process="rank0", phase="weights", seconds=0.2, progress=0.25))
-        time.sleep(0.1)
-        start = front.get("/startupz").json()
+        start = await_progress(front, "rank0", 0.25)
         assert start["status"] == "starting"
         assert start["processes"]["rank0"] == {
             "phase": "weights",

@@ -70,12 +70,12 @@ class Dispatcher:
             raise QueueFull(f"{self._capacity} requests are being served or wait already; retry shortly")
         uid = self._next_uid
         self._next_uid += 1
-        self._flights[uid] = Flight(sink, endpoint, request_id, generation.user)
         self._tokenizer(uid).send(
             TokenizeRequest(
                 uid=uid, prompt=generation.prompt, sampling=generation.sampling, text=generation.text
             )
         )
+        self._flights[uid] = Flight(sink, endpoint, request_id, generation.user)
         return uid
 
     async def idle(self, timeout_seconds: float) -> bool:
