@@ -32,7 +32,6 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         dtype=_dtype(config, model, device),
         max_model_len=_max_model_len(config, model),
         served_model_name=config.served_model_name or _name(config.model),
-        attention="torch",
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
     )
     return resolved, model

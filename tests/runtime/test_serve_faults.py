@@ -97,10 +97,14 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+TOKENS: Final = 600
+"""Enough that the drain takes longer than a new client takes to be refused."""
+
+
 def test_sigterm_loses_nobody(model: Path) -> None:
     async def scenario(service: Service) -> list[int]:
         async with client_of(service) as client:
-            asked = [asyncio.ensure_future(ask(client, number, 150)) for number in range(CLIENTS)]
+            asked = [asyncio.ensure_future(ask(client, number, TOKENS)) for number in range(CLIENTS)]
             await all_running(service)
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: refused(service))
@@ -111,7 +115,7 @@ def test_sigterm_loses_nobody(model: Path) -> None:
 
     with running_service(model, *FLAGS, "--drain-timeout-seconds", "300") as service:
         children = list(service.children.values())
-        assert asyncio.run(scenario(service)) == [150] * CLIENTS
+        assert asyncio.run(scenario(service)) == [TOKENS] * CLIENTS
         assert service.wait_exit() == EXIT_OK
         assert [child for child in children if alive(child)] == []
 

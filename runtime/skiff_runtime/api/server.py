@@ -36,6 +36,8 @@ TURN_MESSAGES: Final = 64
 FAILED_LINGER_SECONDS: Final = 0.5
 """How long new clients are still told that the service failed."""
 FAILED_CLOSE_SECONDS: Final = 1
+DRAINED_LINGER_SECONDS: Final = 1.0
+"""How long clients that have not noticed the drain yet are still told to go elsewhere, instead of being cut off."""
 DRAINED_CLOSE_SECONDS: Final = 2
 """How long slow readers may take for what is already written."""
 
@@ -164,6 +166,7 @@ class ApiServer:
                     "the service shut down before the request was finished; retry with another replica"
                 )
             )
+        await asyncio.sleep(DRAINED_LINGER_SECONDS)
         self._http.should_exit = True
 
     def _begin_failure(self, message: str) -> None:

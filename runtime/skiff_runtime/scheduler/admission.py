@@ -20,6 +20,8 @@ DECAY_STEPS: Final = 600
 """Steps without retraction in which the share falls from the initial to the least."""
 RAISE: Final = 0.1
 """What a retraction adds to the share at least."""
+MOST_EXPECTED: Final = 512
+"""Output tokens of which the share is expected: who names no limit seldom writes more."""
 STEPS_AHEAD: Final = 32
 """A retraction must at least make room for so many further steps of all."""
 
@@ -35,8 +37,8 @@ class Admission:
         """Whether it and all running ones are expected to find their pages among the available."""
         rows = np.flatnonzero(slots.alive)
         reached = np.maximum(slots.computed[rows], slots.prompts[rows])
-        wanted = self._pages(reached + self.share * slots.unplanned[rows]) - slots.held[rows]
-        own = math.ceil((len(request.tokens) + self.share * request.remaining) / self._page_size)
+        wanted = self._pages(reached + self.share * np.minimum(slots.unplanned[rows], MOST_EXPECTED)) - slots.held[rows]
+        own = math.ceil((len(request.tokens) + self.share * min(request.remaining, MOST_EXPECTED)) / self._page_size)
         return int(np.maximum(wanted, 0).sum()) + own - cached_pages <= available_pages
 
     def _pages(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
