@@ -4,7 +4,7 @@ import json
 
 from kube import Kube, inference_service, wait
 
-APP = "app.kubernetes.io/name=skiff"
+APP = "app.kubernetes.io/name=skiff-operator"
 
 
 def test_a_model_path_that_crashes_shows_its_reason_and_log(kube: Kube, operator: Kube) -> None:

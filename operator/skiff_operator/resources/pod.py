@@ -34,6 +34,8 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,
+        # A Service of the namespace called skiff-x would otherwise set variables that look like options.
+        "enableServiceLinks": False,
         "securityContext": _security(),
         "terminationGracePeriodSeconds": grace_seconds(service),
         "containers": [containers.runtime(service, settings, mounts)],
