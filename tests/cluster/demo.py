@@ -88,9 +88,16 @@ def install_operator(helm: str, kubeconfig: str) -> None:
     ]
     words += ["--create-namespace", "--wait", "--timeout", "3m"]
     words += ["--set", f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"]
+    command = [helm, "--kubeconfig", kubeconfig]
+    if output([*command, "list", "--pending", "--short", "--namespace", OPERATOR_NAMESPACE]):
+        with step("removing what an interrupted installation left"):
+            output(
+                [*command, "uninstall", "skiff", "--wait", "--namespace", OPERATOR_NAMESPACE],
+                timeout_seconds=180,
+            )
     say(f"$ helm {' '.join(words)}")
     with step("installing the operator"):
-        output([helm, "--kubeconfig", kubeconfig, *words], timeout_seconds=240)
+        output([*command, *words], timeout_seconds=240)
 
 
 def wait_ready(kubectl: Kubectl) -> None:

@@ -33,6 +33,7 @@ def operator() -> Kube:
     repository, _, tag = tool("image", "operator").rpartition(":")
     runtime = tool("image", "runtime")
     values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime},crd.keep=false"
+    helm("uninstall", "skiff", "--namespace", OPERATOR_NAMESPACE, "--ignore-not-found", "--wait")
     helm(
         "upgrade", "--install", "skiff", str(ROOT / "charts/skiff"), "--namespace", OPERATOR_NAMESPACE,
         "--create-namespace", "--wait", "--timeout", "4m", "--set", values,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from skiff_runtime import contract
+
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 70
@@ -113,3 +115,15 @@ def test_nothing_of_anyones_machine(pattern: re.Pattern[str]) -> None:
 
 def test_no_lock_file_with_download_addresses() -> None:
     assert not [path for path in tracked() if path.name in LOCK_FILES]
+
+
+def test_every_metric_is_documented() -> None:
+    documented = (ROOT / "docs/metrics.md").read_text()
+    prefixes = ("METRIC_", "ROUTING_", "OPERATOR_")
+    names = [
+        value
+        for key, value in vars(contract).items()
+        if key.startswith(prefixes) and isinstance(value, str) and re.match(r"skiff_|sglang:", value)
+    ]
+    assert len(names) > 20
+    assert [name for name in names if f"`{name}" not in documented] == []
