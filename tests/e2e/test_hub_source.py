@@ -72,7 +72,7 @@ def test_it_is_fetched_once_and_served(kube: Kube, hub: str) -> None:
     )
     kube.wait_ready("fetched")
     (pod,) = kube.list("pods", "serving.skiff.dev/inferenceservice=fetched")
-    assert "config.json" in kube.run("logs", pod["metadata"]["name"], "-c", "fetch")
+    assert "fetch_finished" in kube.run("logs", pod["metadata"]["name"], "-c", "fetch")
     # The hub is gone, the pod starts again from the claim alone.
     kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
     kube.run("delete", "pod", pod["metadata"]["name"])
