@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from kube import Kube, inference_service, tool, wait
+from kube import Kube, Object, inference_service, tool, wait
 
 STAND_IN = (Path(__file__).parents[1] / "support" / "fake_hub.py").read_text()
 PORT = 8900
 MODEL = "skiff/demo"
+PODS = "serving.skiff.dev/inferenceservice=fetched"
 START = """
 set -e
 mkdir -p /tmp/models/skiff
@@ -65,19 +66,29 @@ def hub(kube: Kube) -> str:
     return f"http://hub.{kube.namespace}.svc.cluster.local:{PORT}"
 
 
+def replaces(pod: Object, before: Object) -> bool:
+    """Whether this is another pod, and Ready."""
+    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", [])}
+    return pod["metadata"]["name"] != before["metadata"]["name"] and conditions.get("Ready") == "True"
+
+
 def test_it_is_fetched_once_and_served(kube: Kube, hub: str) -> None:
     runtime = {"device": "cpu", "env": [{"name": "HF_ENDPOINT", "value": hub}]}
     kube.apply(
         inference_service("fetched", model={"uri": f"hf://{MODEL}"}, runtime=runtime, cache={"size": "1Gi"})
     )
     kube.wait_ready("fetched")
-    (pod,) = kube.list("pods", "serving.skiff.dev/inferenceservice=fetched")
+    (pod,) = kube.list("pods", PODS)
     assert "fetch_finished" in kube.run("logs", pod["metadata"]["name"], "-c", "fetch")
     # The hub is gone, the pod starts again from the claim alone.
     kube.run("delete", "pod", "hub", "--grace-period=0", "--force")
     kube.run("delete", "pod", pod["metadata"]["name"])
-    wait(lambda: not kube.is_ready("fetched"), timeout_seconds=60)
-    kube.wait_ready("fetched")
+    wait(
+        lambda: [replaces(each, pod) for each in kube.list("pods", PODS)] == [True],
+        timeout_seconds=120,
+        explain=lambda: kube.run("describe", "pods", "-l", PODS),
+    )
+    assert kube.is_ready("fetched")
     kube.run("delete", "infsvc", "fetched", "--timeout=60s")
 
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from apiserver import ApiServer
+from apiserver import ApiServer, Refused
 from operator_process import eventually
 
 REVISION = "serving.skiff.dev/revision"
 TIME = "2026-01-01T00:00:00Z"
+NOT_FOUND = 404
 
 
 class PlayKubelet:
@@ -62,7 +63,11 @@ class PlayKubelet:
         for pod in self._api.list("pods", f"serving.skiff.dev/inferenceservice={self._service}"):
             if "deletionTimestamp" in pod["metadata"]:
                 name = pod["metadata"]["name"]
-                self._api.request("DELETE", self._api.path("pods", name), {"gracePeriodSeconds": 0})
+                try:
+                    self._api.request("DELETE", self._api.path("pods", name), {"gracePeriodSeconds": 0})
+                except Refused as refused:
+                    if refused.status != NOT_FOUND:  # else the garbage collector was quicker
+                        raise
 
 
 def _container(spec: Any, told: dict[str, Any]) -> dict[str, Any]:
