@@ -4,6 +4,7 @@ kopf brings discovery, credentials and watches that survive disconnects. Its han
 objects, its indices and its own queueing limits are not used; docs/decisions/0004 says why.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -77,6 +78,8 @@ async def run(sink: Sink, settings: Settings) -> None:
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
     )
+    # kopf leaves its generators of watch events unfinished, about which asyncio complains while the process ends.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _watch(registry: kopf.OperatorRegistry, kind: Kind, sink: Sink) -> None:

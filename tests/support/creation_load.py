@@ -76,8 +76,12 @@ class DeploymentWatch:
 
     async def wait_for(self, names: list[str], timeout_seconds: float = 300.0) -> dict[str, float]:
         """When each of the Deployments was seen; waits until all have been."""
-        async with asyncio.timeout(timeout_seconds), self._news:
-            await self._news.wait_for(lambda: all(name in self._seen for name in names))
+        try:
+            async with asyncio.timeout(timeout_seconds), self._news:
+                await self._news.wait_for(lambda: all(name in self._seen for name in names))
+        except TimeoutError:
+            missing = [name for name in names if name not in self._seen]
+            raise AssertionError(f"no Deployment of {len(missing)} was seen: {missing[:5]}") from None
         return dict(self._seen)
 
     async def _watch(self, version: str) -> None:
