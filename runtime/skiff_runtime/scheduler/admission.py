@@ -37,8 +37,13 @@ class Admission:
         """Whether it and all running ones are expected to find their pages among the available."""
         rows = np.flatnonzero(slots.alive)
         reached = np.maximum(slots.computed[rows], slots.prompts[rows])
-        wanted = self._pages(reached + self.share * np.minimum(slots.unplanned[rows], MOST_EXPECTED)) - slots.held[rows]
-        own = math.ceil((len(request.tokens) + self.share * min(request.remaining, MOST_EXPECTED)) / self._page_size)
+        wanted = (
+            self._pages(reached + self.share * np.minimum(slots.unplanned[rows], MOST_EXPECTED))
+            - slots.held[rows]
+        )
+        own = math.ceil(
+            (len(request.tokens) + self.share * min(request.remaining, MOST_EXPECTED)) / self._page_size
+        )
         return int(np.maximum(wanted, 0).sum()) + own - cached_pages <= available_pages
 
     def _pages(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
