@@ -76,6 +76,8 @@ def config_from(
             values[each.name] = given if isinstance(given, bool) else parse(each.name, given, flag(each.name))
         elif variable in environment:
             values[each.name] = parse(each.name, environment[variable], variable)
+    if {"kv_cache_tokens", "memory_fraction"} <= values.keys():
+        raise ConfigError("--kv-cache-tokens and --memory-fraction both size the KV cache; give one of them")
     return Config(**{**values, **fixed})
 
 

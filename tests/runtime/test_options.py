@@ -62,6 +62,7 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     (["--model", ""], {}, "--model must not be empty"),
     (["--page-si", "8"], {}, "--page-si"),
     (["--kv-cache-tokens", "8"], {}, "--kv-cache-tokens (8) must hold at least one page"),
+    (["--kv-cache-tokens", "64", "--memory-fraction", "0.5"], {}, "both size the KV cache"),
     (["--tp", "0"], {}, "--tp must be from 1 to 64"),
     (["--kv-cache-tokens", "1", "--page-size", "1"], {}, "--kv-cache-tokens must be from 2"),
     ([], {"SKIFF_LLAMA_PORT": "tcp://10.0.0.1:80"}, "unknown environment variable SKIFF_LLAMA_PORT"),
