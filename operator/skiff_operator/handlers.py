@@ -26,8 +26,8 @@ class Sink(Protocol):
 class _NoStorage(kopf.DiffBaseStorage):  # type: ignore[misc]  # kopf is not type-checked here
     """Remembers nothing on the objects: only level-triggered code reads them."""
 
-    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
-        return kopf.BodyEssence()
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> None:
+        return None
 
     def fetch(self, *, body: kopf.Body) -> None:
         return None
@@ -42,7 +42,9 @@ def configure() -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # the kinds are known; a new CRD needs no watch of all CRDs
     settings.posting.enabled = False  # Events are few and ours
     settings.persistence.diffbase_storage = _NoStorage()
-    settings.queueing.idle_timeout = 0.1  # a task per object that just had an event, not per object
+    settings.queueing.idle_timeout = (
+        0.1  # an object has a task for as long as it has events; 0 would hang kopf
+    )
     settings.queueing.exit_timeout = 1.0
     settings.watching.chunk_size = 100  # bounds memory when many objects are listed
     settings.watching.server_timeout = 300

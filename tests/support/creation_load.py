@@ -85,12 +85,18 @@ class DeploymentWatch:
         return dict(self._seen)
 
     async def _watch(self, version: str) -> None:
-        params = {"watch": "true", "resourceVersion": version}
-        async with self._http.get(self._path, params=params) as reply:
-            async for line in reply.content:
-                moment = time.perf_counter()
-                event = json.loads(line)
-                if event["type"] == "ADDED":
-                    self._seen.setdefault(event["object"]["metadata"]["name"], moment)
-                    async with self._news:
-                        self._news.notify_all()
+        """Watch for ever; the server ends a watch whose reader falls behind, and it goes on from there."""
+        while True:
+            params = {"watch": "true", "resourceVersion": version}
+            async with self._http.get(self._path, params=params) as reply:
+                async for line in reply.content:
+                    moment = time.perf_counter()
+                    event = json.loads(line)
+                    assert event["type"] != "ERROR", event
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    await self._note(event["object"]["metadata"]["name"], moment)
+
+    async def _note(self, name: str, moment: float) -> None:
+        self._seen.setdefault(name, moment)
+        async with self._news:
+            self._news.notify_all()
