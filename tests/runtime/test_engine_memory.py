@@ -55,6 +55,15 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
         make_engine(path)
 
 
+def test_a_kv_cache_that_cannot_fit_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model(tmp_path, "llama")
+    monkeypatch.setattr(model_runner, "load_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"--kv-cache-tokens \d+ takes .* MiB are free"):
+        make_engine(path, kv_cache_tokens=1 << 40)
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

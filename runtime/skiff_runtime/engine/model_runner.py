@@ -33,13 +33,17 @@ class ModelRunner:
         self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
     ) -> None:
         self._config = config
+        self._model_config = model
         self._group = group
         placement = Placement(getattr(torch, config.dtype), group.device, group)
         on_phase("weights", 0.0)
+        self._check_room(model, placement)
         self._model = self._load(model, placement, on_phase)
         on_phase("kv_cache", 0.0)
-        layout = self._layout(model, placement)
-        self.pool = KVPool(layout, self._capacity(model, layout), group.device)
+        group.minimum(0)  # every rank holds its weights from here on
+        free = group.minimum(self._share(free_bytes(group.device)))
+        layout = self._layout(self._model, placement)
+        self.pool = KVPool(layout, self._capacity(layout, free), group.device)
         self._backend = make_backend(config.attention, self.pool)
 
     @torch.inference_mode()
@@ -53,42 +57,41 @@ class ModelRunner:
         return self._model.logits(x.index_select(0, chosen), residual.index_select(0, chosen))
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
-        positions = longest(self._config, model)
-        self._check_room(model, placement)
-        loaded = make_model(model, placement, max_positions=positions)
+        loaded = make_model(model, placement, max_positions=longest(self._config, model))
         load_weights(loaded, self._config.load_format, lambda share: on_phase("weights", share))
         return loaded
 
     def _check_room(self, model: ModelConfig, placement: Placement) -> None:
-        """Refuse weights that cannot fit before anything of their size is allocated."""
-        ghost = Placement(placement.dtype, torch.device("meta"), placement.group)
-        needed = weight_bytes(make_model(model, ghost, max_positions=1))
+        """Refuse what cannot fit, weights or KV cache, before anything of its size is read or allocated."""
+        ghost = make_model(
+            model, Placement(placement.dtype, torch.device("meta"), placement.group), max_positions=1
+        )
+        needed = weight_bytes(ghost)
         free = self._share(free_bytes(placement.device))
         if needed > free:
             raise ConfigError(
                 f"the weights take {needed / MIB:.4g} MiB on each rank in {self._config.dtype}, but {free / MIB:.4g} MiB "
                 "are free; use a smaller model, a shorter --dtype, more memory, or a larger --tp"
             )
+        self._capacity(self._layout(ghost, placement), free - needed)
 
-    def _layout(self, model: ModelConfig, placement: Placement) -> KVLayout:
+    def _layout(self, model: DecoderModel, placement: Placement) -> KVLayout:
         return KVLayout(
-            layers=model.num_layers,
-            kv_heads=self._model.heads.local_kv(self._group.size),
-            head_dim=model.head_dim,
+            layers=model.config.num_layers,
+            kv_heads=model.heads.local_kv(self._group.size),
+            head_dim=model.config.head_dim,
             page_size=self._config.page_size,
             dtype=placement.dtype,
         )
 
-    def _capacity(self, model: ModelConfig, layout: KVLayout) -> int:
-        """Pages, the same on every rank; measured once all ranks hold their weights."""
-        self._group.minimum(0)
-        free = self._group.minimum(self._share(free_bytes(self._group.device)))
+    def _capacity(self, layout: KVLayout, free: int) -> int:
+        """Pages on each rank, when its weights leave ``free`` bytes."""
         return plan_capacity(
             self._config,
             layout,
             free_bytes=free,
-            reserved_bytes=working_bytes(self._config, model, layout, self._group.size),
-            max_model_len=longest(self._config, model),
+            reserved_bytes=working_bytes(self._config, self._model_config, layout, self._group.size),
+            max_model_len=longest(self._config, self._model_config),
         )
 
     def _share(self, free: int) -> int:
