@@ -10,8 +10,8 @@ detokenizer) -> ``TextBatch`` (detokenizer -> api). ``AbortRequest`` takes the s
 as the request it ends, so that it never overtakes it.
 """
 
-from enum import IntEnum
-from typing import Final, TypeVar
+from enum import IntEnum, StrEnum
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,19 +30,28 @@ class Wire:
     UID: Final = np.dtype("<i8")
     TOKEN: Final = np.dtype("<i4")
     FINISH: Final = np.dtype("u1")
+    LOGPROB: Final = np.dtype("<f4")
 
 
 class Finish(IntEnum):
-    """Why a request ended; ``RUNNING`` while it has not."""
+    """Why a request ended; ``RUNNING`` while it has not. ``TIMEOUT``: its deadline passed, what there is was told."""
 
     RUNNING = 0
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    TIMEOUT = 4
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
-    """How the tokens of one request are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 is off."""
+    """How the tokens of one request are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
+
+    ``min_tokens``: before so many are out, neither an end of sequence nor a stop token is chosen.
+    ``presence_penalty`` and ``frequency_penalty`` count output tokens, ``repetition_penalty`` also the
+    prompt's. ``logit_bias``: pairs of token id and what is added to its logit. ``logprobs``: how many of the
+    likeliest tokens are told of each output position beside the chosen one, None for nothing at all;
+    ``prompt_logprobs`` likewise for the positions of the prompt but the first, which no cached prefix then serves.
+    """
 
     max_tokens: int
     seed: int
@@ -52,29 +61,108 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     min_p: float = 0.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON = "json"
+    """Any JSON value; the source is empty."""
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    """GBNF, as llama.cpp and xgrammar read it."""
+    STRUCTURAL_TAG = "structural_tag"
+    """xgrammar's JSON description of text with tagged parts, such as tool calls."""
+
+
+class Grammar(Struct, frozen=True, array_like=True):
+    """What the text of an answer must match."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class CompiledGrammar(Struct, frozen=True, array_like=True):
+    """A grammar made ready for the model's vocabulary: xgrammar's serialized form. Equal keys mean equal data."""
+
+    key: bytes
+    data: bytes
 
 
 class TextOptions(Struct, frozen=True, array_like=True):
-    """What the detokenizer needs to know of a request. ``wants_tokens``: the reply carries token ids too."""
+    """What the detokenizer needs to know of a request. ``include_stop``: a stop string found is shown, too."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    include_stop: bool = False
 
 
 class ChatPrompt(Struct, frozen=True):
-    """A conversation to be rendered with the model's chat template."""
+    """A conversation to be rendered with the model's chat template.
 
-    messages: list[dict[str, str]]
+    ``continue_final_message``: the answer goes on where the last message ends. ``tools``: OpenAI's
+    tool objects. ``template_options``: further variables of the template, such as ``enable_thinking``.
+    """
+
+    messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = {}
 
 
 class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
-    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave."""
+    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave.
+
+    ``copies`` requests come of it, with the uids ``uid``, ``uid + 1`` and on, and likewise seeds. A request of
+    lower ``priority`` runs earlier.
+    """
 
     uid: int
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
     text: TextOptions
+    copies: int = 1
+    priority: int = 0
+    grammar: Grammar | None = None
+
+
+class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
+    """api -> tokenizer: only tell the token ids of a prompt; answered by ``Encoded`` or ``RequestFailed``."""
+
+    uid: int
+    prompt: str | ChatPrompt
+    add_special_tokens: bool = True
+
+
+class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
+    """api -> tokenizer: only tell the text of token ids; answered by ``Decoded`` or ``RequestFailed``."""
+
+    uid: int
+    token_ids: list[int]
+
+
+class Encoded(Struct, frozen=True, tag="encoded", array_like=True):
+    """tokenizer -> api. ``token_ids``: bytes of ``Wire.TOKEN``; ``texts``: what each writes by itself."""
+
+    uid: int
+    token_ids: bytes
+    texts: list[str]
+
+
+class Decoded(Struct, frozen=True, tag="decoded", array_like=True):
+    """tokenizer -> api."""
+
+    uid: int
+    text: str
 
 
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
@@ -84,6 +172,8 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     token_ids: bytes
     sampling: SamplingParams
     text: TextOptions
+    priority: int = 0
+    grammar: CompiledGrammar | None = None
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
@@ -96,6 +186,20 @@ class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
     finish: Finish = Finish.ABORT
 
 
+class FlushCache(Struct, frozen=True, tag="flush", array_like=True):
+    """api -> tokenizer -> rank 0: forget every cached prefix that no request holds; answered by ``Flushed``."""
+
+    uid: int
+
+
+class Flushed(Struct, frozen=True, array_like=True):
+    """The answer to ``FlushCache``: how many pages were freed, and how many requests still hold some."""
+
+    uid: int
+    pages: int
+    running: int
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
     """rank 0 -> other ranks: leave the loop."""
 
@@ -103,7 +207,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
 class Inbox(Struct, frozen=True, tag="inbox", array_like=True):
     """rank 0 -> other ranks: what arrived for this turn of the loop; ``digest`` of the last planned step."""
 
-    items: list[GenerateRequest | AbortRequest | Shutdown]
+    items: list[GenerateRequest | AbortRequest | FlushCache | Shutdown]
     digest: int = 0
 
 
@@ -148,6 +252,34 @@ class StepStats(Struct, frozen=True, array_like=True):
     evicted_pages: int = 0
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural log-probabilities at one row's new token: its own, and the likeliest tokens', likeliest first.
+
+    They are the model's, before temperature, penalties, bias and grammar. ``top_ids``: bytes of ``Wire.TOKEN``;
+    ``top_logprobs``: bytes of ``Wire.LOGPROB``, as many.
+    """
+
+    row: int
+    logprob: float
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probabilities of T consecutive tokens of a prompt, the first of which stands at position ``start``.
+
+    ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` T * ``top`` of them.
+    """
+
+    uid: int
+    start: int
+    top: int
+    token_ids: bytes
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
 class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     """rank 0 -> detokenizer, one per step. Columns have one row per request that got a token or ended."""
 
@@ -157,6 +289,33 @@ class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     finishes: bytes
     failed: list[RequestFailed]
     stats: StepStats
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    flushed: list[Flushed] = []
+
+
+class TokenText(Struct, frozen=True, array_like=True):
+    """One token: id, the bytes it writes by itself, and its log-probability."""
+
+    token: int
+    data: bytes
+    logprob: float
+
+
+class TextLogprobs(Struct, frozen=True, array_like=True):
+    """As ``TokenLogprobs``, with texts. ``row`` is that of the ``TextBatch``; -1 for a token of the prompt."""
+
+    row: int
+    chosen: TokenText
+    top: list[TokenText]
+
+
+class PromptTextLogprobs(Struct, frozen=True, array_like=True):
+    """As ``PromptLogprobs``, with texts, one entry for each token."""
+
+    uid: int
+    start: int
+    tokens: list[TextLogprobs]
 
 
 class Usage(Struct, frozen=True, array_like=True):
@@ -180,6 +339,9 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     usages: list[Usage]
     failed: list[RequestFailed]
     stats: StepStats
+    logprobs: list[TextLogprobs] = []
+    prompt_logprobs: list[PromptTextLogprobs] = []
+    flushed: list[Flushed] = []
 
 
 class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
@@ -223,10 +385,10 @@ class ServiceFailed(Struct, frozen=True, tag="service_failed", array_like=True):
     message: str
 
 
-ToTokenizer = TokenizeRequest | AbortRequest
-ToScheduler = GenerateRequest | AbortRequest
+ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
+ToScheduler = GenerateRequest | AbortRequest | FlushCache
 ToDetokenizer = TokenBatch
-ToApi = TextBatch | RequestFailed | PhaseReport | ServiceReady | Drain | ServiceFailed
+ToApi = TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | ServiceReady | Drain | ServiceFailed
 ToSupervisor = Heartbeat | PhaseReport | Ready
 
 T = TypeVar("T")

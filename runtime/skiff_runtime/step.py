@@ -5,24 +5,30 @@ Everything here is numpy on the host. A plan names what changed since the last o
 device keeps its own tables and nothing is sent twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.messages import SamplingParams
+from skiff_runtime.messages import CompiledGrammar, SamplingParams
 
 Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOpened:
-    """A request took a slot: its known tokens (prompt, or prompt and output after a retraction)."""
+    """A request took a slot: its known tokens, the first ``prompt_tokens`` of which are the prompt.
+
+    The others are output from before a retraction, which penalties count and a grammar has accepted.
+    """
 
     slot: int
     tokens: Int32
     sampling: SamplingParams
+    prompt_tokens: int
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,46 @@ class StepPlan:
         return int(self.lengths.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at n positions: of the token there, float32[n], and of the k likeliest.
+
+    ``top_ids`` int32[n, k] and ``top`` float32[n, k] are sorted, likeliest first; k is the most that any of the
+    n positions asks for.
+    """
+
+    chosen: Float32
+    top_ids: Int32
+    top: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Log-probabilities of the tokens of one slot's prompt that stand at positions ``start`` and on."""
+
+    slot: int
+    start: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
+
+    ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
+    """
+
+    tokens: Int32
+    logprob_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: Logprobs | None = None
+    prompts: tuple[PromptChunk, ...] = ()
+
+
 class StepHandle(Protocol):
     """A launched step."""
 
-    def result(self) -> Int32:
-        """Wait; the sampled tokens int32[S], one for each row whose ``samples`` is set, in row order."""
+    def result(self) -> StepResult:
+        """Wait until the step has run."""
         ...
 
 

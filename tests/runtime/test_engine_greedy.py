@@ -72,7 +72,7 @@ def test_steps_launched_ahead_read_tokens_on_the_device(llama: Path) -> None:
     prompt = random_prompts(1)[6]
     row = driver.open(3, prompt)
     handles = [driver.launch([(row, len(prompt))])] + [driver.launch([(row, 1)]) for _ in range(9)]
-    tokens = [int(handle.result()[0]) for handle in handles]
+    tokens = [int(handle.result().tokens[0]) for handle in handles]
     engine.close()
     assert tokens == greedy_tokens(load_reference(llama), prompt, 10)
 

@@ -39,7 +39,7 @@ def plan_of(slot: int, pages: list[int]) -> StepPlan:
         lengths=np.array([len(PROMPT)], dtype=np.int32),
         samples=np.ones(1, dtype=np.bool_),
         decode_rows=0,
-        opened=(SlotOpened(slot, np.array(PROMPT, dtype=np.int32), GREEDY),),
+        opened=(SlotOpened(slot, np.array(PROMPT, dtype=np.int32), GREEDY, len(PROMPT)),),
         page_slots=np.full(len(pages), slot, dtype=np.int32),
         page_columns=columns,
         page_ids=np.array(pages, dtype=np.int32),
@@ -64,8 +64,8 @@ def test_phases_are_told_in_order_with_progress(model: Path) -> None:
 def test_tokens_are_int32_and_one_for_each_sampled_row(engine: Engine) -> None:
     driver = Driver(engine, 16)
     a, b = driver.open(0, PROMPT), driver.open(1, PROMPT)
-    none = driver.launch([(a, 10), (b, 10)]).result()
-    one = driver.launch([(a, 20), (b, 5)]).result()
+    none = driver.launch([(a, 10), (b, 10)]).result().tokens
+    one = driver.launch([(a, 20), (b, 5)]).result().tokens
     assert none.dtype == one.dtype == np.dtype(np.int32)
     assert (len(none), len(one)) == (0, 1)
 
@@ -76,13 +76,13 @@ def test_an_error_of_a_step_is_raised_by_its_result_alone(engine: Engine, model:
     with pytest.raises((IndexError, RuntimeError)):
         broken.result()
     expected = oracle_choices(load_reference(model), [PROMPT], [[0]])[0]
-    assert before.result().tolist() == after.result().tolist() == expected
+    assert before.result().tokens.tolist() == after.result().tokens.tolist() == expected
 
 
 def test_warm_up_leaves_no_trace(engine: Engine, model: Path) -> None:
-    cold = engine.launch(plan_of(0, [0, 1])).result().tolist()
+    cold = engine.launch(plan_of(0, [0, 1])).result().tokens.tolist()
     engine.warmup()
-    assert engine.launch(plan_of(0, [0, 1])).result().tolist() == cold
+    assert engine.launch(plan_of(0, [0, 1])).result().tokens.tolist() == cold
 
 
 def test_warm_up_of_the_smallest_engine(model: Path) -> None:

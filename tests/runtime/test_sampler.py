@@ -25,7 +25,7 @@ def draw(logits: torch.Tensor, samplings: list[SamplingParams], positions: list[
     """One token per row, the rows in slots of their own."""
     sampler = Sampler(len(samplings), CPU)
     nothing = np.zeros(0, dtype=np.int32)
-    sampler.open([SlotOpened(slot, nothing, sampling) for slot, sampling in enumerate(samplings)])
+    sampler.open([SlotOpened(slot, nothing, sampling, 0) for slot, sampling in enumerate(samplings)])
     slots = torch.arange(len(samplings))
     tokens = sampler.sample(logits.clone(), slots, torch.tensor(positions), slots.numpy().astype(np.int32))
     result: list[int] = tokens.tolist()
@@ -148,11 +148,11 @@ def test_a_slot_used_again_has_the_new_parameters() -> None:
     nothing = np.zeros(0, dtype=np.int32)
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
     arguments = (torch.tensor([1]), torch.tensor([4]), np.array([1], dtype=np.int32))
-    sampler.open([SlotOpened(1, nothing, params(top_k=3, seed=1))])
-    sampler.open([SlotOpened(1, nothing, params(seed=2, temperature=5.0))])
+    sampler.open([SlotOpened(1, nothing, params(top_k=3, seed=1), 0)])
+    sampler.open([SlotOpened(1, nothing, params(seed=2, temperature=5.0), 0)])
     token = int(sampler.sample(logits.clone(), *arguments))
     assert [token] == draw(logits, [params(seed=2, temperature=5.0)], [4])
-    sampler.open([SlotOpened(1, nothing, params(temperature=0.0))])
+    sampler.open([SlotOpened(1, nothing, params(temperature=0.0), 0)])
     assert int(sampler.sample(logits.clone(), *arguments)) == int(logits.argmax())
 
 

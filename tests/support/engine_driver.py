@@ -75,7 +75,7 @@ class Driver:
         """Open a slot; its first ``cached`` tokens (whole pages) are read from the pages of ``shared``."""
         tokens = np.array(prompt, dtype=np.int32)
         row = Row(slot, tokens, sampling, done=cached, known=len(tokens))
-        self._opened.append(SlotOpened(slot, tokens, sampling))
+        self._opened.append(SlotOpened(slot, tokens, sampling, len(tokens)))
         if shared is not None:
             assert cached % self._page_size == 0
             for page in shared.pages[: cached // self._page_size]:
@@ -113,7 +113,7 @@ class Driver:
     def step(self, parts: Sequence[tuple[Row, int]], *, decode_rows: int = 0) -> None:
         """Launch a step, wait, and append its tokens to the rows that sampled."""
         ends = [row.done + length == row.known for row, length in parts]
-        tokens = list(self.launch(parts, decode_rows=decode_rows).result())
+        tokens = list(self.launch(parts, decode_rows=decode_rows).result().tokens)
         for (row, _), end in zip(parts, ends, strict=True):
             if end:
                 row.output.append(int(tokens.pop(0)))

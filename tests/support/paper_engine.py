@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from skiff_runtime.step import Int32, StepPlan
+from skiff_runtime.step import Int32, StepPlan, StepResult
 
 VOCAB: Final = 40
 _START: Final = 0x9E3779B97F4A7C15
@@ -58,10 +58,10 @@ class PaperStep:
         self.tokens: Int32 | None = None
         self._engine = engine
 
-    def result(self) -> Int32:
+    def result(self) -> StepResult:
         while self.tokens is None:
             self._engine.run_next()
-        return self.tokens
+        return StepResult(self.tokens)
 
 
 class PaperEngine:

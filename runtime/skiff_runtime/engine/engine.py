@@ -14,7 +14,7 @@ from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan
+from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
 
@@ -46,8 +46,8 @@ class _Step(StepHandle):
     def __init__(self, future: "Future[_Sampled]") -> None:
         self._future = future
 
-    def result(self) -> Int32:
-        return self._future.result().wait()
+    def result(self) -> StepResult:
+        return StepResult(self._future.result().wait())
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
         prompt = self._warmup_tokens
         pages = -(-(prompt + 1) // self._page_size)
         sampling = SamplingParams(max_tokens=2, seed=0, top_k=2, top_p=0.5)
-        opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), sampling)
+        opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), sampling, prompt)
         self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_row(prompt, 1, decode=True)).result()
 

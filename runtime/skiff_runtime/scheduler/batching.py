@@ -132,7 +132,7 @@ class Batcher:
             self._tenancy.forgo(match)
             return False
         self._tenancy.enter(request, match)
-        draft.open(SlotOpened(request.slot, request.tokens, request.sampling))
+        draft.open(SlotOpened(request.slot, request.tokens, request.sampling, request.prompt_tokens))
         draft.span(request.slot, 0, match.pages)
         if not request.opened:
             request.opened = True

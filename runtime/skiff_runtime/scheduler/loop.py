@@ -125,7 +125,7 @@ class Scheduler:
     def _retire(self, flight: Flight) -> None:
         """Wait for a step; apply its tokens, free what only it still used, and tell."""
         step = flight.planned.step
-        tokens = flight.handle.result()
+        tokens = flight.handle.result().tokens
         self._digest.retired(tokens)
         self._slots.flying[step.slots] -= 1
         self._registry.end_slots(self._results.apply(step.slots[step.samples], tokens))
