@@ -268,7 +268,9 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 class PromptLogprobs(Struct, frozen=True, array_like=True):
     """Log-probabilities of T consecutive tokens of a prompt, the first of which stands at position ``start``.
 
-    ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` T * ``top`` of them.
+    ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` T * ``top`` of them. Every
+    token of the prompt is told once; that at position 0 has NaN for its log-probability, and its top ids are
+    ``NO_TOKEN``.
     """
 
     uid: int
@@ -311,7 +313,7 @@ class TextLogprobs(Struct, frozen=True, array_like=True):
 
 
 class PromptTextLogprobs(Struct, frozen=True, array_like=True):
-    """As ``PromptLogprobs``, with texts, one entry for each token."""
+    """As ``PromptLogprobs``, with texts, one entry for each token; ``top`` of the one at position 0 is empty."""
 
     uid: int
     start: int
