@@ -17,7 +17,6 @@ from skiff_runtime.messages import (
     TextBatch,
     ToDetokenizer,
     TokenBatch,
-    TokenizeRequest,
     ToTokenizer,
     Usage,
     Wire,
@@ -28,7 +27,7 @@ from skiff_runtime.tokenizer.encoder import load_tokenizer
 from skiff_runtime.tokenizer.incremental import Decoder, WindowDecoder
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 from skiff_runtime.tokenizer.reply import Reply
-from skiff_runtime.tokenizer.worker import WAIT_SECONDS, TokenizerWorker, load_builder
+from skiff_runtime.tokenizer.worker import WAIT_SECONDS, TokenizerMessage, TokenizerWorker, load_builder
 from skiff_runtime.transport import Receiver, Sender
 
 MAX_BATCHES_PER_TURN: Final = 64
@@ -142,7 +141,7 @@ def run(child: Child) -> None:
     if child.launch.config.tokenizers:
         _run_alone(child, batches, worker)
         return
-    prompts: Receiver[TokenizeRequest | AbortRequest] = Receiver(endpoints.tokenizer(0), ToTokenizer)
+    prompts: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizer(0), ToTokenizer)
     tokenizer = TokenizerWorker(load_builder(child.launch), scheduler=scheduler, api=api)
     _run_both(child, batches, worker, prompts, tokenizer)
 
@@ -161,7 +160,7 @@ def _run_both(
     child: Child,
     batches: Receiver[TokenBatch],
     worker: DetokenizerWorker,
-    prompts: Receiver[TokenizeRequest | AbortRequest],
+    prompts: Receiver[TokenizerMessage],
     tokenizer: TokenizerWorker,
 ) -> None:
     poller = zmq.Poller()

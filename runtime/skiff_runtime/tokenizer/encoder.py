@@ -67,6 +67,19 @@ class Encoder:
         except OverflowError:
             raise InvalidRequest("a token id of the prompt does not fit 64 bits") from None
 
+    def pieces(self, ids: Int32) -> list[str]:
+        """What each token writes by itself; bytes that are no whole character show as U+FFFD."""
+        return self._tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special_tokens=False)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ``token_ids``, special tokens included. Raises ``InvalidRequest`` or ``ContextTooLong``."""
+        if len(token_ids) > self._max_model_len:
+            raise ContextTooLong(
+                f"{len(token_ids)} tokens are more than the model's context of {self._max_model_len}; send fewer",
+                param="tokens",
+            )
+        return str(self._tokenizer.decode(self.check(token_ids).tolist(), skip_special_tokens=False))
+
     def _checked(self, ids: NDArray[np.int64]) -> Int32:
         outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if outside.size:

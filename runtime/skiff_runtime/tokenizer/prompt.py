@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
-from skiff_runtime.messages import ChatPrompt, GenerateRequest, SamplingParams, TokenizeRequest, Wire
+from skiff_runtime.messages import (
+    ChatPrompt,
+    Decoded,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    GenerateRequest,
+    SamplingParams,
+    TokenizeRequest,
+    Wire,
+)
 from skiff_runtime.tokenizer.encoder import Encoder, Int32
 from skiff_runtime.tokenizer.template import ChatTemplate
 
@@ -17,14 +27,27 @@ class PromptBuilder:
     max_model_len: int
 
     def build(self, request: TokenizeRequest) -> GenerateRequest:
-        """Raises ``RequestError`` where the prompt or its length cannot be served."""
+        """The first copy that ``request`` asks for. Raises ``RequestError`` where it cannot be served."""
         ids = self._token_ids(request.prompt)
         return GenerateRequest(
             uid=request.uid,
-            token_ids=ids.astype(Wire.TOKEN, copy=False).tobytes(),
+            token_ids=_column(ids),
             sampling=self._fitting(ids.size, request.sampling),
             text=request.text,
+            priority=request.priority,
         )
+
+    def encode(self, request: EncodeRequest) -> Encoded:
+        """A prompt's token ids. Special tokens are added to a plain text only: a template writes its own."""
+        if isinstance(request.prompt, ChatPrompt):
+            ids = self._token_ids(request.prompt)
+        else:
+            ids = self.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        return Encoded(uid=request.uid, token_ids=_column(ids), texts=self.encoder.pieces(ids))
+
+    def decode(self, request: DecodeRequest) -> Decoded:
+        """The text of token ids, special tokens included."""
+        return Decoded(uid=request.uid, text=self.encoder.decode(request.token_ids))
 
     def _token_ids(self, prompt: str | list[int] | ChatPrompt) -> Int32:
         if isinstance(prompt, str):
@@ -51,3 +74,7 @@ class PromptBuilder:
                 param="max_tokens",
             )
         return sampling
+
+
+def _column(ids: Int32) -> bytes:
+    return ids.astype(Wire.TOKEN, copy=False).tobytes()

@@ -1,11 +1,23 @@
 """The tokenizer process: requests of the API in, requests of the scheduler out, in order."""
 
+from collections.abc import Iterator
 from typing import Final
+
+from msgspec.structs import replace
 
 from skiff_runtime import log
 from skiff_runtime.errors import RequestError
 from skiff_runtime.launch import Launch
-from skiff_runtime.messages import AbortRequest, RequestFailed, TokenizeRequest, ToTokenizer
+from skiff_runtime.messages import (
+    AbortRequest,
+    DecodeRequest,
+    EncodeRequest,
+    FlushCache,
+    GenerateRequest,
+    RequestFailed,
+    TokenizeRequest,
+    ToTokenizer,
+)
 from skiff_runtime.process import Child
 from skiff_runtime.tokenizer.encoder import Encoder, load_tokenizer
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
@@ -14,6 +26,9 @@ from skiff_runtime.tokenizer.template import ChatTemplate
 from skiff_runtime.transport import Receiver, Sender
 
 WAIT_SECONDS: Final = 0.5
+_HALF: Final = 1 << 63
+
+TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 
 
 class TokenizerWorker:
@@ -24,17 +39,40 @@ class TokenizerWorker:
         self._scheduler = scheduler
         self._api = api
 
-    def serve(self, message: TokenizeRequest | AbortRequest) -> None:
-        """Pass one message on; a prompt that cannot be served is answered, and harms nobody else."""
-        if isinstance(message, AbortRequest):
+    def serve(self, message: TokenizerMessage) -> None:
+        """Pass one message on; a request that cannot be served is answered, and harms nobody else."""
+        if isinstance(message, AbortRequest | FlushCache):
             self._scheduler.send(message)
             return
         try:
-            request = self._builder.build(message)
+            self._answer(message)
         except RequestError as error:
-            self._api.send(RequestFailed.of(message.uid, error))
-            return
-        self._scheduler.send(request)
+            for uid in _uids(message):
+                self._api.send(RequestFailed.of(uid, error))
+
+    def _answer(self, message: TokenizeRequest | EncodeRequest | DecodeRequest) -> None:
+        if isinstance(message, EncodeRequest):
+            self._api.send(self._builder.encode(message))
+        elif isinstance(message, DecodeRequest):
+            self._api.send(self._builder.decode(message))
+        else:
+            request = self._builder.build(message)
+            for copy in copies(request, message.copies):
+                self._scheduler.send(copy)
+
+
+def copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
+    """``count`` requests like ``request``, whose uids and seeds count upwards (seeds within 64 bits)."""
+    yield request
+    for index in range(1, count):
+        seed = (request.sampling.seed + index + _HALF) % (2 * _HALF) - _HALF
+        sampling = replace(request.sampling, seed=seed)
+        yield replace(request, uid=request.uid + index, sampling=sampling)
+
+
+def _uids(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
+    count = message.copies if isinstance(message, TokenizeRequest) else 1
+    return range(message.uid, message.uid + count)
 
 
 def load_builder(launch: Launch) -> PromptBuilder:
@@ -54,9 +92,7 @@ def load_builder(launch: Launch) -> PromptBuilder:
 def run(child: Child) -> None:
     """Main function of a tokenizer process."""
     child.phase("config")
-    inbox: Receiver[TokenizeRequest | AbortRequest] = Receiver(
-        child.endpoints.tokenizer(child.index), ToTokenizer
-    )
+    inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
     worker = TokenizerWorker(
         load_builder(child.launch),
         scheduler=Sender(child.endpoints.rank(0)),
