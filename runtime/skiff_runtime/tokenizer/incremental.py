@@ -66,12 +66,13 @@ class ByteDecoder:
 
     def __init__(self, pieces: list[Piece], special: tuple[int, ...]) -> None:
         self._all = pieces
-        self._plain = list(pieces)
+        self.plain = list(pieces)
+        """``pieces`` of ordinary tokens; special ones write nothing."""
         for token in special:
-            self._plain[token] = ""
+            self.plain[token] = ""
 
     def stream(self, *, skip_special_tokens: bool) -> ByteStream:
-        return ByteStream(self._plain if skip_special_tokens else self._all)
+        return ByteStream(self.plain if skip_special_tokens else self._all)
 
 
 class WindowStream:

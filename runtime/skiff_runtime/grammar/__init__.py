@@ -1,0 +1,1 @@
+"""Structured output: what an answer must match, compiled for the vocabulary and followed token by token."""
