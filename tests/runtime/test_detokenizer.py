@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_tokenizer import EOS_ID, write_tokenizer
+from tiny_tokenizer import BOS_ID, EOS_ID, write_tokenizer
 from tokenizers import Tokenizer
 
 from skiff_runtime.messages import (
@@ -46,8 +46,8 @@ def detokenizer(directory: Path) -> Detokenizer:
     return Detokenizer(decoder)
 
 
-def opened(uid: int, *stop: str, skip: bool = True) -> StreamOpened:
-    options = TextOptions(stop=stop, skip_special_tokens=skip)
+def opened(uid: int, *stop: str, skip: bool = True, include: bool = False) -> StreamOpened:
+    options = TextOptions(stop=stop, skip_special_tokens=skip, include_stop=include)
     return StreamOpened(uid=uid, prompt_tokens=9, cached_tokens=4, text=options)
 
 
@@ -89,8 +89,32 @@ def test_the_end_token_is_counted_but_not_shown(detokenizer: Detokenizer) -> Non
     texts, _ = detokenizer.detokenize(
         batch([(1, EOS_ID, STOP), (2, EOS_ID, STOP)], opened(1), opened(2, skip=False))
     )
-    assert rows(texts) == [(1, "", STOP), (2, "<|end|>", STOP)]
+    assert rows(texts) == [(1, "", STOP), (2, "", STOP)]
     assert [usage.completion_tokens for usage in texts.usages] == [1, 1]
+
+
+def test_special_tokens_within_an_answer_are_shown_where_asked(detokenizer: Detokenizer) -> None:
+    """Parsers of tool calls need them."""
+    detokenizer.detokenize(batch([], opened(1), opened(2, skip=False)))
+    texts, _ = detokenizer.detokenize(batch([(1, BOS_ID, RUNNING), (2, BOS_ID, RUNNING)]))
+    assert rows(texts) == [(1, "", RUNNING), (2, "<|begin|>", RUNNING)]
+
+
+def test_stops_are_part_of_the_answer_where_asked(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+    word = ids(tokenizer, "boat")[0]
+    text = tokenizer.decode([word])
+    streams = (
+        opened(1, include=True),
+        opened(2, text[-1], include=True),
+        opened(3, text + "!", include=True),
+    )
+    texts, stopped = detokenizer.detokenize(
+        batch([(1, word, STOP), (2, word, RUNNING), (3, word, RUNNING)], *streams)
+    )
+    assert rows(texts) == [(1, text, STOP), (2, text, STOP), (3, text, RUNNING)]
+    assert stopped == [2]
+    texts, _ = detokenizer.detokenize(batch([(3, EOS_ID, STOP)]))
+    assert rows(texts) == [(3, "", STOP)]
 
 
 def test_a_token_that_ends_an_answer_is_not_part_of_it(

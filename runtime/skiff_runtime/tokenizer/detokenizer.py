@@ -13,8 +13,10 @@ from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     AbortRequest,
     Finish,
+    PromptTextLogprobs,
     StreamOpened,
     TextBatch,
+    TextLogprobs,
     ToDetokenizer,
     TokenBatch,
     ToTokenizer,
@@ -25,6 +27,7 @@ from skiff_runtime.process import Child
 from skiff_runtime.tokenizer.byte_table import read_byte_decoder
 from skiff_runtime.tokenizer.encoder import load_tokenizer
 from skiff_runtime.tokenizer.incremental import Decoder, WindowDecoder
+from skiff_runtime.tokenizer.logprobs import LogprobTexts
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 from skiff_runtime.tokenizer.reply import Reply
 from skiff_runtime.tokenizer.worker import WAIT_SECONDS, TokenizerMessage, TokenizerWorker, load_builder
@@ -38,6 +41,7 @@ class Detokenizer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._logprobs = LogprobTexts(decoder)
         self._replies: dict[int, Reply] = {}
 
     def __len__(self) -> int:
@@ -47,6 +51,7 @@ class Detokenizer:
         """The batch's text, and the uids that a stop string ended, whose generation must be ended too."""
         for opened in batch.opened:
             self._open(opened)
+        prompts = [self._logprobs.prompt(each) for each in batch.prompt_logprobs if each.uid in self._replies]
         rows = _Rows(batch)
         for row, (uid, token) in enumerate(zip(rows.uids.tolist(), rows.tokens.tolist(), strict=True)):
             finish = rows.finishes[row]
@@ -65,7 +70,8 @@ class Detokenizer:
                     rows.usages.append(reply.usage())
         for failed in batch.failed:
             self._replies.pop(failed.uid, None)
-        return rows.text_batch(batch), rows.stopped
+        logprobs = self._logprobs.rows(batch.logprobs, rows.tokens, rows.dropped) if batch.logprobs else []
+        return rows.text_batch(batch, logprobs, prompts), rows.stopped
 
     def _open(self, opened: StreamOpened) -> None:
         if opened.uid not in self._replies:
@@ -93,7 +99,9 @@ class _Rows:
         else:
             self.dropped.append(row)
 
-    def text_batch(self, batch: TokenBatch) -> TextBatch:
+    def text_batch(
+        self, batch: TokenBatch, logprobs: list[TextLogprobs], prompts: list[PromptTextLogprobs]
+    ) -> TextBatch:
         """What the API is told of ``batch``."""
         return TextBatch(
             uids=self._kept(self.uids),
@@ -103,6 +111,10 @@ class _Rows:
             usages=self.usages,
             failed=batch.failed,
             stats=batch.stats,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+            flushed=batch.flushed,
+            opened=batch.opened,
         )
 
     def _kept(self, column: NDArray[Any]) -> bytes:

@@ -5,6 +5,7 @@ decoder by decoding a short window twice. Both cost the same for the millionth t
 bytes that are no whole character yet, and end with exactly the text that decoding all ids at once gives.
 """
 
+import re
 from codecs import utf_8_decode
 from typing import Final, Protocol
 
@@ -14,6 +15,8 @@ Piece = str | bytes
 """What one token writes: text, or bytes that are no valid UTF-8 by themselves."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+"""Names of the tokens that stand for single bytes, in vocabularies with byte fallback."""
 _MAX_HELD_TOKENS: Final = 8
 """A character has four bytes at most, so a longer tail of replacement characters is not an unfinished one."""
 
@@ -35,6 +38,10 @@ class Decoder(Protocol):
 
     def stream(self, *, skip_special_tokens: bool) -> TextStream:
         """A fresh stream; ``skip_special_tokens`` leaves out tokens such as <|end|>."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token writes by itself, be it special or not; nothing for an id beyond the vocabulary."""
         ...
 
 
@@ -73,6 +80,10 @@ class ByteDecoder:
 
     def stream(self, *, skip_special_tokens: bool) -> ByteStream:
         return ByteStream(self.plain if skip_special_tokens else self._all)
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._all[token] if 0 <= token < len(self._all) else b""
+        return piece.encode() if isinstance(piece, str) else piece
 
 
 class WindowStream:
@@ -124,6 +135,26 @@ class WindowDecoder:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
+        self._added = {token: content.content.encode() for token, content in added.items()}
+        self._bytes: dict[int, bytes] = {}
 
     def stream(self, *, skip_special_tokens: bool) -> WindowStream:
         return WindowStream(self._tokenizer, self._special if skip_special_tokens else frozenset())
+
+    def token_bytes(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._read_bytes(token)
+        return known
+
+    def _read_bytes(self, token: int) -> bytes:
+        """As the token writes behind another one: a decoder may treat the first of a text differently."""
+        content = self._tokenizer.id_to_token(token) if token >= 0 else None
+        if content is None:
+            return b""
+        if token in self._added:
+            return self._added[token]
+        if fallback := _BYTE_TOKEN.fullmatch(content):
+            return bytes([int(fallback[1], 16)])
+        once, twice = (self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :].encode()

@@ -8,12 +8,13 @@ from skiff_runtime.tokenizer.stop import StopMatcher
 class Reply:
     """Turns one request's tokens into text. ``stopped``: a stop string was found, and nothing more is told."""
 
-    __slots__ = ("_cached", "_completion", "_prompt", "_stops", "_stream", "_with_special", "stopped")
+    __slots__ = ("_cached", "_completion", "_prompt", "_shows_stop", "_stops", "_stream", "stopped")
 
     def __init__(self, opened: StreamOpened, stream: TextStream) -> None:
         self._stream = stream
-        self._stops = StopMatcher(opened.text.stop) if opened.text.stop else None
-        self._with_special = not opened.text.skip_special_tokens
+        text = opened.text
+        self._stops = StopMatcher(text.stop, include=text.include_stop) if text.stop else None
+        self._shows_stop = text.include_stop
         self._prompt = opened.prompt_tokens
         self._cached = opened.cached_tokens
         self._completion = 0
@@ -30,10 +31,11 @@ class Reply:
     def end(self, token: int, finish: Finish) -> str:
         """The last text of a request that the scheduler ended; ``token`` may be ``NO_TOKEN``.
 
-        The token that means the end (``Finish.STOP``) is counted, but is no part of the answer.
+        The token that means the end (``Finish.STOP``) is counted, but is no part of the answer unless stops are
+        to be included.
         """
         text = ""
-        if token != NO_TOKEN and (finish != Finish.STOP or self._with_special):
+        if token != NO_TOKEN and (finish != Finish.STOP or self._shows_stop):
             text = self.push(token)
         elif token != NO_TOKEN:
             self._completion += 1

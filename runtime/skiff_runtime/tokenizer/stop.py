@@ -1,48 +1,51 @@
-"""Stop strings: found across token borders, and never shown to the client."""
+"""Stop strings: found across token borders, and shown to the client only where that is asked for."""
 
 from typing import Final
 
-_FOUND_NOTHING: Final = -1
+_FOUND_NOTHING: Final = (0, 0)
 
 
 class StopMatcher:
     """Follows one stream of text. The stop string that is complete first wins; of several, the longest.
 
-    Text that may be the beginning of a stop string is held back until it is known. Each character costs
-    one step of a Knuth-Morris-Pratt automaton per stop string, wherever tokens are cut.
+    Text that may be the beginning of a stop string is held back until it is known, unless the stop string
+    is part of the text (``include``). Each character costs one step of a Knuth-Morris-Pratt automaton per
+    stop string, wherever tokens are cut.
     """
 
-    __slots__ = ("_automata", "_firsts", "_held", "_states", "stopped")
+    __slots__ = ("_automata", "_firsts", "_include", "_open", "_states", "stopped")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
+        self._include = include
         self._automata = [(stop, _borders(stop)) for stop in stops]
         self._firsts = frozenset(stop[0] for stop in stops)
         self._states = [0] * len(stops)
-        self._held = ""
+        self._open = ""
+        """The end of the text so far that may begin a stop string."""
         self.stopped = False
 
     def push(self, text: str) -> str:
         """Text that can be shown now; after a stop string was found, ``stopped`` is set."""
         assert not self.stopped
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self._open and self._firsts.isdisjoint(text):
             return text
-        buffer = self._held + text
-        cut = self._advance(text, len(self._held))
-        if cut != _FOUND_NOTHING:
+        before, buffer = len(self._open), self._open + text
+        begin, end = self._advance(text, before)
+        if end:
             self.stopped = True
-            self._held = ""
-            return buffer[:cut]
+            self._open = ""
+            return buffer[before:end] if self._include else buffer[:begin]
         shown = len(buffer) - max(self._states)
-        self._held = buffer[shown:]
-        return buffer[:shown]
+        self._open = buffer[shown:]
+        return text if self._include else buffer[:shown]
 
     def flush(self) -> str:
         """What is still held back, at the end of the stream."""
-        held, self._held = self._held, ""
-        return held
+        held, self._open = self._open, ""
+        return "" if self._include else held
 
-    def _advance(self, text: str, offset: int) -> int:
-        """Take ``text``, which begins at ``offset`` of the buffer; where the stop string begins, if one ends here."""
+    def _advance(self, text: str, offset: int) -> tuple[int, int]:
+        """Take ``text``, which begins at ``offset`` of the buffer; where the stop string that it completes stands."""
         states = self._states
         for position, character in enumerate(text, start=offset + 1):
             longest = 0
@@ -56,7 +59,7 @@ class StopMatcher:
                 if state == len(stop):
                     longest = max(longest, state)
             if longest:
-                return position - longest
+                return position - longest, position
         return _FOUND_NOTHING
 
 
