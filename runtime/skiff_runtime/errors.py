@@ -33,16 +33,25 @@ class RequestError(SkiffError):
     """A request that ends with an error of its own; others go on undisturbed.
 
     ``status`` is the HTTP status, ``kind`` OpenAI's ``error.type``, ``param`` the
-    offending field and ``code`` a stable word that programs may test.
+    offending field and ``code`` a stable word that programs may test. Where a retry may help,
+    ``retry_after_seconds`` tells when; 0 for: at once, or no matter.
     """
 
     status: int = 400
     kind: str = "invalid_request_error"
     code: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int = 0,
+    ) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after_seconds = retry_after_seconds
         self.param = param
         if code is not None:
             self.code = code
@@ -70,6 +79,13 @@ class BodyTooSlow(RequestError):
 
     status = 408
     code = "request_timeout"
+
+
+class Unauthorized(RequestError):
+    """The request carries no key, or none that opens this service."""
+
+    status = 401
+    code = "invalid_api_key"
 
 
 class ModelNotFound(RequestError):

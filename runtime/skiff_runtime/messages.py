@@ -220,11 +220,14 @@ class RequestFailed(Struct, frozen=True, tag="failed", array_like=True):
     message: str
     code: str | None = None
     param: str | None = None
+    retry_after_seconds: int = 0
 
     @staticmethod
     def of(uid: int, error: RequestError) -> "RequestFailed":
         """What ``error`` means for request ``uid``."""
-        return RequestFailed(uid, error.status, error.kind, error.message, error.code, error.param)
+        return RequestFailed(
+            uid, error.status, error.kind, error.message, error.code, error.param, error.retry_after_seconds
+        )
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
@@ -237,7 +240,12 @@ class StreamOpened(Struct, frozen=True, array_like=True):
 
 
 class StepStats(Struct, frozen=True, array_like=True):
-    """The scheduler's gauges after a step, and what the step added to its counters."""
+    """The scheduler's gauges after a step, and what the step added to its counters.
+
+    A step has ``prefill_rows`` chunks of prompts with ``prefill_tokens`` in all, and one row for each of
+    ``decode_tokens``. ``lookup_tokens``: prompt tokens of requests that it lets run for the first time, of
+    which ``hit_tokens`` were cached; ``queue_seconds``: how long each of these requests waited.
+    """
 
     queued: int = 0
     running: int = 0
@@ -250,6 +258,11 @@ class StepStats(Struct, frozen=True, array_like=True):
     decode_tokens: int = 0
     retracted: int = 0
     evicted_pages: int = 0
+    prefill_rows: int = 0
+    queued_tokens: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    queue_seconds: list[float] = []
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -329,7 +342,7 @@ class Usage(Struct, frozen=True, array_like=True):
 
 
 class TextBatch(Struct, frozen=True, tag="text", array_like=True):
-    """detokenizer -> api. Rows as in ``TokenBatch``; ``texts`` may hold "" (bytes held back).
+    """detokenizer -> api. ``opened`` and rows as in ``TokenBatch``; ``texts`` may hold "" (bytes held back).
 
     ``usages`` has one entry for each row whose finish is not ``RUNNING``, in order of rows.
     """
@@ -344,6 +357,7 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     logprobs: list[TextLogprobs] = []
     prompt_logprobs: list[PromptTextLogprobs] = []
     flushed: list[Flushed] = []
+    opened: list[StreamOpened] = []
 
 
 class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
