@@ -6,11 +6,13 @@ the metadata here. Child processes receive the resolved value and trust it.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from skiff_runtime.contract import API_PORT
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.keys import check_keys
 
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PAGE_SIZE: Final = 1024
@@ -20,9 +22,9 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def option(default: Any, group: str, text: str) -> Any:
-    """Declare one configuration field with its help group and help text."""
-    return field(default=default, metadata={"group": group, "help": text})
+def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
+    """Declare one configuration field with its help group and help text; a ``secret`` one is never shown."""
+    return field(default=default, repr=not secret, metadata={"group": group, "help": text, "secret": secret})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,25 @@ class Config:
     port: int = option(API_PORT, "Server", "port to listen on; 0 takes a free one and logs it")
     tokenizers: int = option(1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes")
     max_request_bytes: int = option(8 << 20, "Server", "largest request body, in bytes")
+    max_connections: int = option(8192, "Server", "most open connections; beyond, 503 to all but probes")
+    request_timeout_seconds: float = option(
+        0.0, "Server", "a request that takes longer ends with what it has; 0: no limit"
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "Server",
+        "a key that requests must carry as 'Authorization: Bearer KEY'; may be repeated. Other users of the machine "
+        "see a command line: prefer the variable (keys separated by commas) or --api-key-file",
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None, "Server", "a file of such keys, one a line; # begins a comment. Read once, at the start"
+    )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "Server",
+        "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated",
+    )
     drain_timeout_seconds: float = option(
         30.0, "Server", "after SIGTERM, how long running requests may take to finish"
     )
@@ -102,6 +123,14 @@ class Config:
         """Most requests that run at a time: each of them computes one token a step."""
         return min(self.max_running_requests, self.max_batch_tokens)
 
+    def shown(self) -> dict[str, Any]:
+        """All fields but the secret ones, for people and programs to read."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if not each.metadata["secret"]
+        }
+
     def __post_init__(self) -> None:
         """Refuse values that no model could be served with."""
         for name, low, high in _RANGES:
@@ -117,12 +146,20 @@ class Config:
                 f"--kv-cache-tokens ({self.kv_cache_tokens}) must hold at least one page of "
                 f"--page-size {self.page_size}"
             )
+        check_keys(self.api_key, "--api-key")
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--cors-origin must be * or scheme://host[:port] without a path, not {origin!r}"
+                )
 
 
 _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("port", 0, 65535),
     ("tokenizers", 0, 64),
     ("max_request_bytes", 1024, 1 << 30),
+    ("max_connections", 1, 1 << 20),
+    ("request_timeout_seconds", 0, 86400),
     ("drain_timeout_seconds", 0, 86400),
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
@@ -136,6 +173,9 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("kv_cache_tokens", 2, 1 << 40),
     ("memory_fraction", 0.01, 0.99),
 )
+
+
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/,*]+")
 
 
 def flag(name: str) -> str:

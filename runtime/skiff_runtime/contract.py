@@ -27,6 +27,12 @@ PATH_MODELS: Final = "/v1/models"
 PATH_CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 PATH_COMPLETIONS: Final = "/v1/completions"
 PATH_GENERATE: Final = "/generate"
+PATH_TOKENIZE: Final = "/tokenize"
+PATH_DETOKENIZE: Final = "/detokenize"
+PATH_ABORT: Final = "/abort"
+PATH_FLUSH_CACHE: Final = "/flush_cache"
+PATH_OPENAPI: Final = "/openapi.json"
+PATH_DOCS: Final = "/docs"
 
 # --- Command line --------------------------------------------------------------
 
@@ -81,6 +87,7 @@ ENGINE_TYPE: Final = "sglang"
 # --- Metric names ----------------------------------------------------------------------
 
 METRIC_REQUESTS: Final = "skiff_requests_total"
+METRIC_REFUSED: Final = "skiff_refused_requests_total"
 METRIC_TTFT: Final = "skiff_time_to_first_token_seconds"
 METRIC_ITL: Final = "skiff_inter_token_latency_seconds"
 METRIC_REQUEST_DURATION: Final = "skiff_request_duration_seconds"

@@ -33,7 +33,9 @@ class Launch:
     def write(self) -> None:
         """Leave this for the children to read; they read the model's own files themselves."""
         told = _Told(self.config, str(self.model.path))
-        (self.run_dir / _FILE).write_bytes(msgspec.json.encode(told))
+        file = self.run_dir / _FILE
+        file.touch(mode=0o600)  # it holds the API keys
+        file.write_bytes(msgspec.json.encode(told))
 
     @staticmethod
     def read(run_dir: Path) -> "Launch":

@@ -32,6 +32,29 @@ class Outcome(StrEnum):
     REJECTED = "rejected"
 
 
+class Refusal(StrEnum):
+    """Label ``reason`` of refused requests."""
+
+    INVALID = "invalid"
+    UNAUTHORIZED = "unauthorized"
+    NOT_FOUND = "not_found"
+    TOO_LARGE = "too_large"
+    TOO_SLOW = "too_slow"
+    QUEUE_FULL = "queue_full"
+    UNAVAILABLE = "unavailable"
+
+
+_REFUSALS: Final = {
+    401: Refusal.UNAUTHORIZED,
+    404: Refusal.NOT_FOUND,
+    408: Refusal.TOO_SLOW,
+    413: Refusal.TOO_LARGE,
+    429: Refusal.QUEUE_FULL,
+    503: Refusal.UNAVAILABLE,
+}
+"""By HTTP status; any other is ``INVALID``."""
+
+
 class StepKind(StrEnum):
     """Label ``kind`` of steps: what they computed."""
 
@@ -103,6 +126,11 @@ class Metrics:
         for outcome in Outcome:
             for endpoint in Endpoint:
                 self._requests.add(0, outcome, endpoint)
+        self._refused = Counter(
+            contract.METRIC_REFUSED, "Requests that were refused, by reason.", ("reason",)
+        )
+        for reason in Refusal:
+            self._refused.add(0, reason)
         self._duration = Histogram(
             contract.METRIC_REQUEST_DURATION,
             "Time from request to last token, of finished requests.",
@@ -134,6 +162,10 @@ class Metrics:
         self._requests.add(1, outcome, endpoint)
         if outcome is Outcome.FINISHED:
             self._duration.of(endpoint).observe(seconds)
+
+    def note_refused(self, status: int) -> None:
+        """A request was refused with this HTTP status."""
+        self._refused.add(1, _REFUSALS.get(status, Refusal.INVALID))
 
     def note_usage(self, usage: Usage) -> None:
         """A request ended with these token counts."""

@@ -49,13 +49,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ..
 
 def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
     text = each.metadata["help"].replace("%", "%%")
-    if each.default is not None and not isinstance(each.default, bool):
+    if each.default not in (None, ()) and not isinstance(each.default, bool):
         text += f" (default: {each.default})" if "(default" not in text else ""
     text += f" [{environment_name(each.name)}]"
     kind, choices = _kind(each.name)
     if kind is bool:
         group.add_argument(
             flag(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+        return
+    if kind is tuple:
+        group.add_argument(
+            flag(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
         )
         return
     metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
@@ -72,7 +77,9 @@ def config_from(
     for each in fields(Config):
         given = getattr(arguments, each.name, None)
         variable = environment_name(each.name)
-        if given is not None:
+        if isinstance(given, list):
+            values[each.name] = tuple(given)
+        elif given is not None:
             values[each.name] = given if isinstance(given, bool) else parse(each.name, given, flag(each.name))
         elif variable in environment:
             values[each.name] = parse(each.name, environment[variable], variable)
@@ -97,6 +104,11 @@ def parse(name: str, text: str, source: str) -> Any:
         if text.lower() not in _TRUE | _FALSE:
             raise ConfigError(f"{source} must be true or false, not {text!r}")
         return text.lower() in _TRUE
+    if kind is tuple:
+        parts = tuple(part for each in text.split(",") if (part := each.strip()))
+        if not parts:
+            raise ConfigError(f"{source} is empty; unset it, or give values separated by commas")
+        return parts
     try:
         return kind(text)
     except ValueError:
@@ -105,13 +117,13 @@ def parse(name: str, text: str, source: str) -> Any:
 
 
 def _kind(name: str) -> tuple[type, tuple[str, ...]]:
-    """A field's scalar type, and its choices if it is a Literal."""
+    """A field's scalar type, or tuple for one that may be repeated, and its choices if it is a Literal."""
     hint = _HINTS[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
-    return hint, ()
+    return typing.get_origin(hint) or hint, ()
 
 
 def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from skiff_runtime import demo
 from skiff_runtime.config import AUTO, Config, Device, Dtype
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import resolve as resolve_hub
+from skiff_runtime.keys import read_keys
 from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
 
 DEMO_NAME: Final = "skiff-demo"
@@ -23,11 +24,13 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
     Raises ConfigError, ModelError or FetchError; each names what to change.
     """
+    keys = config.api_key + read_keys(config.api_key_file)
     model = read_model_config(_directory(config), max_model_len=config.max_model_len)
     device = _device(config)
     check_parallel(model, config.tp)
     resolved = replace(
         config,
+        api_key=keys,
         device=device,
         dtype=_dtype(config, model, device),
         max_model_len=_max_model_len(config, model),

@@ -12,18 +12,21 @@ from skiff_runtime.api.completions import prepare_completion
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
 from skiff_runtime.api.error_replies import error_body
+from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.generate import prepare_generate
 from skiff_runtime.api.generation import ServedModel
-from skiff_runtime.api.probes import JSON, HealthEndpoint, Probes, SimpleEndpoint
+from skiff_runtime.api.probes import HealthEndpoint, Probes, SimpleEndpoint
+from skiff_runtime.api.reply import JSON, own_headers
 from skiff_runtime.api.status import ServiceStatus
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 from skiff_runtime.exposition import CONTENT_TYPE
+from skiff_runtime.keys import KeyRing
 from skiff_runtime.launch import Launch
 from skiff_runtime.metrics import Endpoint, Metrics
 
 
-def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> FastAPI:
-    """Assemble the application. No middleware of its own: requests reach their endpoint untouched."""
+def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> Gate:
+    """Assemble the application, and the gate before it. No middleware: requests reach their endpoint untouched."""
     model = ServedModel.of(launch)
 
     def generation(path: str, name: Endpoint, prepare: Prepare) -> Route:
@@ -44,7 +47,7 @@ def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, met
         *_probe_routes(Probes(launch, model, status, metrics)),
         Route(contract.PATH_HEALTH_GENERATE, HealthEndpoint(dispatcher), methods=["GET"]),
     ]
-    return FastAPI(
+    app = FastAPI(
         title="Skiff",
         routes=routes,
         openapi_url=None,
@@ -52,6 +55,10 @@ def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, met
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
+    )
+    config = launch.config
+    return Gate(
+        app, keys=KeyRing(config.api_key), origins=config.cors_origin, on_refused=metrics.note_refused
     )
 
 
@@ -82,14 +89,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
         refusal = InvalidRequest(
             f"{path} does not take {request.method}; use {allowed}", code="method_not_allowed"
         )
-    return _response(refusal, error.status_code, error.headers)
+    allow = (error.headers or {}).get("Allow")
+    return _response(request, refusal, error.status_code, {"Allow": allow} if allow else {})
 
 
-async def _unexpected(_request: Request, _error: Exception) -> Response:
+async def _unexpected(request: Request, _error: Exception) -> Response:
     """A fault of ours: the client learns that, the log learns the rest from the server."""
-    return _response(InternalError("an internal error; the log of the server tells more"), 500, None)
+    return _response(request, InternalError("an internal error; the log of the server tells more"), 500, {})
 
 
-def _response(error: RequestError, status: int, headers: object) -> Response:
-    extra = dict(headers) if isinstance(headers, dict) else None
-    return Response(error_body(error), status_code=status, media_type=JSON, headers=extra)
+def _response(request: Request, error: RequestError, status: int, headers: dict[str, str]) -> Response:
+    own = {name.decode(): value.decode() for name, value in own_headers(request.scope)}
+    return Response(error_body(error), status_code=status, media_type=JSON, headers={**own, **headers})

@@ -14,6 +14,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 BODY_TIMEOUT_SECONDS: Final = 60.0
 REQUEST_ID_HEADER: Final = b"x-request-id"
+TIMEOUT_HEADER: Final = b"x-request-timeout-seconds"
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 
 

@@ -8,9 +8,10 @@ import asyncio
 from collections.abc import Callable
 
 from skiff_runtime import log
-from skiff_runtime.api.body import REQUEST_ID_HEADER, ClientGone, Receive, Scope, read_body, request_id
+from skiff_runtime.api.body import ClientGone, Receive, Scope, read_body
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.generation import Generation, ServedModel
+from skiff_runtime.api.reply import own_headers, own_id
 from skiff_runtime.api.sinks import StreamSink, WholeSink, write_error
 from skiff_runtime.api.writer import Send, Writer
 from skiff_runtime.errors import RequestError
@@ -41,7 +42,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        exchange = _Exchange(request_id(scope["headers"]), send)
+        exchange = _Exchange(scope, send)
         try:
             raw = await read_body(scope["headers"], receive, self._max_request_bytes)
             generation = self._prepare(raw, self._model)
@@ -75,9 +76,9 @@ class GenerationEndpoint:
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
-        self.id = request_id
-        self.headers = [(REQUEST_ID_HEADER, request_id.encode())]
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.id = own_id(scope)
+        self.headers = own_headers(scope)
         self.writer = Writer(send, on_overflow=self._give_up)
         self._task = asyncio.current_task()
 

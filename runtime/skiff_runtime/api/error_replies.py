@@ -3,11 +3,12 @@
 from typing import Final
 
 from skiff_runtime.api.sse import encode_json
+from skiff_runtime.api.writer import Headers
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import RequestFailed
 
-RETRY_AFTER_SECONDS: Final = 1
 _RETRY: Final = (429, 503)
+_CLOSING: Final = (401, 408, 413)
 
 
 def error_body(error: RequestError | RequestFailed) -> bytes:
@@ -16,8 +17,13 @@ def error_body(error: RequestError | RequestFailed) -> bytes:
     return encode_json({"error": fields})
 
 
-def error_headers(status: int) -> list[tuple[bytes, bytes]]:
-    """When to retry, where that may help; a refused body is not read on, so its connection ends."""
-    if status in _RETRY:
-        return [(b"retry-after", str(RETRY_AFTER_SECONDS).encode())]
-    return [(b"connection", b"close")] if status == 413 else []
+def error_headers(error: RequestError | RequestFailed) -> Headers:
+    """What the status asks for: when to retry, which key is wanted; a body that was refused unread ends its connection."""
+    headers: Headers = []
+    if error.status in _RETRY:
+        headers.append((b"retry-after", str(max(1, error.retry_after_seconds)).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in _CLOSING:
+        headers.append((b"connection", b"close"))
+    return headers

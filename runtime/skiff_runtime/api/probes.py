@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from skiff_runtime import __version__
-from skiff_runtime.api.body import REQUEST_ID_HEADER, Receive, Scope, request_id
+from skiff_runtime.api.body import Receive, Scope
 from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.error_replies import error_body, error_headers
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
+from skiff_runtime.api.reply import JSON, reply, reply_error
 from skiff_runtime.api.sse import encode_json
 from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.api.writer import Send
@@ -21,7 +21,6 @@ from skiff_runtime.messages import Finish, RequestFailed, SamplingParams, TextOp
 from skiff_runtime.metrics import Metrics
 
 HEALTH_TIMEOUT_SECONDS: Final = 30.0
-JSON: Final = "application/json"
 Reply = tuple[int, bytes]
 
 
@@ -38,19 +37,7 @@ class SimpleEndpoint:
             status, body = self._handler(scope)
             await reply(scope, send, status, body, self._content_type)
         except RequestError as error:
-            await reply(scope, send, error.status, error_body(error))
-
-
-async def reply(scope: Scope, send: Send, status: int, body: bytes, content_type: str = JSON) -> None:
-    """Send a whole response."""
-    headers = [
-        (b"content-type", content_type.encode()),
-        (b"content-length", str(len(body)).encode()),
-        (REQUEST_ID_HEADER, request_id(scope["headers"]).encode()),
-        *error_headers(status),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+            await reply_error(scope, send, error)
 
 
 class Probes:
@@ -90,7 +77,7 @@ class Probes:
             "version": __version__,
             "status": self._status.state,
             "model": {"name": self._model.name, **model},
-            "config": dataclasses.asdict(self._launch.config),
+            "config": self._launch.config.shown(),
             "kv_tokens": self._status.kv_tokens,
             "start_phase_seconds": self._status.phase_seconds(),
         }
@@ -127,7 +114,7 @@ class HealthEndpoint:
         try:
             await self._one_token()
         except RequestError as error:
-            await reply(scope, send, error.status, error_body(error))
+            await reply_error(scope, send, error)
             return
         seconds = round(time.perf_counter() - began, 6)
         await reply(scope, send, 200, encode_json({"status": "ok", "seconds": seconds}))

@@ -13,6 +13,7 @@ import uvloop
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
 from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.errors import ConfigError, InternalError, Unavailable
 from skiff_runtime.messages import (
@@ -31,6 +32,8 @@ from skiff_runtime.transport import Receiver, Sender
 LISTEN_BACKLOG: Final = 2048
 KEEP_ALIVE_SECONDS: Final = 75
 """Longer than the idle limit of common load balancers, so that it is they who close idle connections."""
+SPARE_FILES: Final = PROBE_CONNECTIONS + 64
+"""File descriptors that are not clients' connections: sockets between processes, and what probes come on."""
 TICK_SECONDS: Final = 0.25
 TURN_MESSAGES: Final = 64
 FAILED_LINGER_SECONDS: Final = 0.5
@@ -78,9 +81,9 @@ class ApiServer:
     def _make_http(self) -> _HttpServer:
         app = build_app(self._child.launch, self._status, self._dispatcher, self._metrics)
         return _HttpServer(
-            uvicorn.Config(
+            LimitedConfig(
                 app,
-                http="httptools",
+                max_connections=min(self._child.launch.config.max_connections, raise_file_limit()),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -193,14 +196,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def raise_file_limit() -> None:
-    """Allow as many open connections as the system lets this process have."""
+def raise_file_limit() -> int:
+    """Allow as many open connections as the system lets this process have; how many that are."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(1, hard - SPARE_FILES)
 
 
 def run(child: Child) -> None:
     """Main function of the API process."""
-    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ApiServer(child).serve())

@@ -117,4 +117,4 @@ def write_json(writer: Writer, status: int, body: bytes, headers: Headers) -> No
 
 def write_error(writer: Writer, error: RequestError | RequestFailed, headers: Headers) -> None:
     """A whole response with an error body."""
-    write_json(writer, error.status, error_body(error), [*headers, *error_headers(error.status)])
+    write_json(writer, error.status, error_body(error), [*headers, *error_headers(error)])

@@ -1,0 +1,117 @@
+"""What every request passes first: it gets an id, pages of other origins are told what they may, keys are looked at.
+
+The gate wraps neither ``receive`` nor ``send``, for a token should not pay for it: it leaves in the scope the
+headers that every response must carry.
+"""
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from skiff_runtime import contract
+from skiff_runtime.api.body import REQUEST_ID_HEADER, TIMEOUT_HEADER, Receive, Scope
+from skiff_runtime.api.reply import begin, reply, reply_error
+from skiff_runtime.api.writer import Headers, Send
+from skiff_runtime.errors import RequestError, Unauthorized, Unavailable
+from skiff_runtime.keys import KeyRing
+
+OPEN_PATHS: Final = frozenset(
+    {
+        contract.PATH_LIVEZ,
+        contract.PATH_READYZ,
+        contract.PATH_STARTUPZ,
+        contract.PATH_HEALTH_GENERATE,
+        contract.PATH_METRICS,
+    }
+)
+"""Served without a key and on connections beyond the limit: kubelets, scrapers and routers ask for them."""
+DESCRIPTION_PATHS: Final = frozenset({contract.PATH_OPENAPI, contract.PATH_DOCS})
+"""Served without a key, too: they tell what every Skiff serves, and a browser sends no key."""
+PREFLIGHT_SECONDS: Final = 600
+_BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
+_HEADER_NAMES: Final = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
+_EXPOSED: Final = b"x-request-id, retry-after"
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Gate:
+    """An ASGI application around the one that serves."""
+
+    def __init__(
+        self, app: App, *, keys: KeyRing, origins: tuple[str, ...], on_refused: Callable[[int], None]
+    ) -> None:
+        """``on_refused`` is called with the status of each request that ends here."""
+        self._app = app
+        self._keys = keys
+        self._origins = frozenset(origin.encode() for origin in origins)
+        self._on_refused = on_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        headers: Headers = scope["headers"]
+        own = begin(scope)
+        if self._origins:
+            own += self._for_origin(headers)
+            if scope["method"] == "OPTIONS" and _value(headers, b"access-control-request-method"):
+                await self._preflight(scope, send, own)
+                return
+        if self._keys and scope["path"] not in OPEN_PATHS | DESCRIPTION_PATHS:
+            try:
+                self._check_key(headers)
+            except Unauthorized as error:
+                await self._refuse(scope, send, error)
+                return
+        await self._app(scope, receive, send)
+
+    async def when_full(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """In place of ``__call__`` on a connection beyond the limit: probes are answered, others refused."""
+        if scope["path"] in OPEN_PATHS:
+            await self(scope, receive, send)
+            return
+        begin(scope).append((b"connection", b"close"))
+        full = Unavailable("too many connections are open (--max-connections); retry shortly")
+        await self._refuse(scope, send, full)
+
+    def _check_key(self, headers: Headers) -> None:
+        """Raise ``Unauthorized`` unless the request carries a key that is known."""
+        given = _BEARER.fullmatch(_value(headers, b"authorization"))
+        if given is None:
+            raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer KEY'")
+        if not self._keys.opens(given.group(1)):
+            raise Unauthorized("the API key is not known here; ask the service's owner for one")
+
+    async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
+        self._on_refused(error.status)
+        await reply_error(scope, send, error)
+
+    def _for_origin(self, headers: Headers) -> Headers:
+        """What lets the asking page read the response, if it may."""
+        vary = (b"vary", b"origin")
+        origin = _value(headers, b"origin")
+        if not origin or not self._origins & {origin, b"*"}:
+            return [vary]
+        return [
+            vary,
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", _EXPOSED),
+        ]
+
+    async def _preflight(self, scope: Scope, send: Send, own: Headers) -> None:
+        """A browser asks what a page may send; without the allowed origin among the headers the answer is: nothing."""
+        asked = _value(scope["headers"], b"access-control-request-headers")
+        default = b"authorization, content-type, " + REQUEST_ID_HEADER + b", " + TIMEOUT_HEADER
+        own += [
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", asked if _HEADER_NAMES.fullmatch(asked) else default),
+            (b"access-control-max-age", str(PREFLIGHT_SECONDS).encode()),
+        ]
+        await reply(scope, send, 200, b"")
+
+
+def _value(headers: Headers, wanted: bytes) -> bytes:
+    """The header's value, "" where there is none."""
+    for name, value in headers:
+        if name == wanted:
+            return value
+    return b""

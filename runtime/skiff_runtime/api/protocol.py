@@ -1,0 +1,110 @@
+"""uvicorn's HTTP/1.1 protocol with limits: on open connections, on the time and the size of a request's head."""
+
+import asyncio
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from skiff_runtime.api.body import REQUEST_ID_HEADER, request_id
+from skiff_runtime.api.error_replies import error_body
+from skiff_runtime.api.gate import Gate
+from skiff_runtime.errors import InvalidRequest, RequestError, Unavailable
+
+HEAD_TIMEOUT_SECONDS: Final = 20.0
+MAX_HEAD_BYTES: Final = 1 << 16
+PROBE_CONNECTIONS: Final = 64
+"""So many beyond the limit are still accepted, for probes; whoever else comes on them is refused."""
+
+
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's settings and ours."""
+
+    def __init__(self, gate: Gate, *, max_connections: int, **settings: Any) -> None:
+        super().__init__(gate, http=LimitedProtocol, **settings)
+        self.gate = gate
+        self.max_connections = max_connections
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection.
+
+    The head's clock runs from the connection's first moment, or from the first byte after a response,
+    until a head is complete: a request that is whole in one piece never starts a timer.
+    """
+
+    config: LimitedConfig
+
+    def __init__(self, config: LimitedConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept, accept for probes only, or refuse."""
+        super().connection_made(transport)
+        beyond = len(self.connections) - self.config.max_connections
+        if beyond > PROBE_CONNECTIONS:
+            self._refuse(Unavailable("too many connections are open; retry shortly"))
+        elif beyond > 0:
+            self.app = self.config.gate.when_full
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; watch the clock and the size while a head is incomplete."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if not self._awaits_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(InvalidRequest(f"the request's head exceeds {MAX_HEAD_BYTES} bytes"), 431)
+        elif self._head_timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP at all is refused in the API's own shape."""
+        self._refuse(InvalidRequest(f"this is no valid HTTP/1.1 request: {msg}"))
+
+    @property
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        """A head that began is refused; a connection on which nothing was ever asked just ends."""
+        if self._head_bytes:
+            self._refuse(InvalidRequest("the request's head did not arrive in time"), 408)
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: RequestError, status: int | None = None) -> None:
+        """Answer without an application, and close."""
+        self._stop_timer()
+        body = error_body(error)
+        head = [
+            STATUS_LINE[status or error.status],
+            b"content-type: application/json\r\n",
+            b"content-length: %d\r\n" % len(body),
+            b"%s: %s\r\n" % (REQUEST_ID_HEADER, request_id(self.headers or []).encode()),
+            b"connection: close\r\n\r\n",
+        ]
+        self.transport.write(b"".join(head) + body)
+        self.transport.close()

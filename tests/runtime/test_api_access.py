@@ -1,0 +1,144 @@
+"""Who may ask, and from where: API keys, other origins, request ids on every response."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from front import NAME, TIMEOUT_SECONDS, Echo, Front, running_front, write_model
+from openai import AuthenticationError, OpenAI
+
+from skiff_runtime.config import Config
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.keys import KeyRing, read_keys
+from skiff_runtime.resolve import resolve
+
+CHAT = "/v1/chat/completions"
+KEYS = ("sk-first-key", "sk-second-key")
+ORIGIN = "https://chat.example.org"
+PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    with running_front(model, api_key=KEYS, cors_origin=(ORIGIN,)) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
+def client(front: Front, key: str) -> OpenAI:
+    return OpenAI(base_url=front.url + "/v1", api_key=key, timeout=TIMEOUT_SECONDS, max_retries=0)
+
+
+def ask(front: Front, method: str, path: str, **headers: str) -> httpx.Response:
+    return front.http.request(
+        method, front.url + path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(front: Front, key: str) -> None:
+    assert [model.id for model in client(front, key).models.list()] == [NAME]
+    reply = client(front, key).chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "x"}]
+    )
+    assert reply.choices[0].message.content
+
+
+def test_a_wrong_key_is_told_so(front: Front) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        client(front, "sk-wrong").models.list()
+    assert caught.value.code == "invalid_api_key"
+    assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    assert front.metric('skiff_refused_requests_total{reason="unauthorized"}') >= 1
+
+
+@pytest.mark.parametrize("header", ["", "Basic abc", "Bearer", "Bearer  ,", KEYS[0], f"Bearer {KEYS[0]} x"])
+@pytest.mark.parametrize("path", [CHAT, "/generate", "/server_info", "/v1/models", "/nothing/here"])
+def test_nothing_is_told_without_a_key(front: Front, path: str, header: str) -> None:
+    method = "GET" if path in ("/server_info", "/v1/models") else "POST"
+    response = ask(front, method, path, authorization=header)
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_probes_need_no_key(front: Front, path: str) -> None:
+    assert front.get(path).status_code == 200
+
+
+def test_keys_are_never_shown(front: Front) -> None:
+    shown = ask(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
+    assert '"cors_origin"' in shown and "sk-" not in shown and "api_key_file" in shown
+    assert "sk-" not in repr(Config(api_key=KEYS))
+    [launch] = Path(front.endpoints.api.removeprefix("ipc://")).parent.glob("launch.json")
+    assert launch.stat().st_mode & 0o777 == 0o600
+
+
+def test_every_response_has_the_request_id(front: Front) -> None:
+    key = f"Bearer {KEYS[0]}"
+    for method, path in [("GET", path) for path in (*PROBES, "/nope", "/v1/models")] + [
+        ("POST", CHAT),
+        ("PUT", CHAT),
+    ]:
+        given = ask(front, method, path, x_request_id="trace.7", authorization=key)
+        assert given.headers["x-request-id"] == "trace.7", (path, given.status_code)
+        made = ask(front, method, path, x_request_id="not a word", authorization=key).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{24}", made)
+
+
+def test_an_allowed_origin_may_read(front: Front) -> None:
+    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,x-own"}
+    preflight = ask(front, "OPTIONS", CHAT, origin=ORIGIN, **asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-own"
+    for status, response in (
+        (401, ask(front, "GET", "/v1/models", origin=ORIGIN)),
+        (200, ask(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
+    ):
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, ORIGIN)
+
+
+def test_another_origin_may_not(front: Front) -> None:
+    for method in ("OPTIONS", "GET"):
+        response = ask(
+            front, method, "/v1/models", origin="https://evil.example", access_control_request_method="GET"
+        )
+        assert "access-control-allow-origin" not in response.headers
+        assert response.headers["vary"] == "origin"
+
+
+def test_without_origins_there_is_no_cors(tmp_path: Path) -> None:
+    with running_front(write_model(tmp_path)) as front:
+        response = ask(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
+        assert response.status_code == 405
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert ask(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsk-a\n\n  sk-b  \n")
+    assert read_keys(str(file)) == ("sk-a", "sk-b")
+    resolved, _ = resolve(Config(model="demo://", device="cpu", api_key=("sk-c",), api_key_file=str(file)))
+    ring = KeyRing(resolved.api_key)
+    assert [ring.opens(key) for key in (b"sk-a", b"sk-b", b"sk-c", b"sk-", b"", b"# ours")] == [True] * 3 + [
+        False
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("# none\n", "holds no key"), ("two words\n", "key 1 must"), (None, "cannot be read")]
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_keys(str(file))
+    assert "two words" not in str(caught.value)

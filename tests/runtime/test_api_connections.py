@@ -1,0 +1,152 @@
+"""Limits on connections: how many, how slow a request's head may come, how large it may be."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import uvicorn
+from front import TIMEOUT_SECONDS, running_front, write_model
+
+from skiff_runtime.api import protocol
+from skiff_runtime.api.body import Receive, Scope
+from skiff_runtime.api.gate import Gate
+from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, LimitedConfig
+from skiff_runtime.api.reply import reply
+from skiff_runtime.api.writer import Send
+from skiff_runtime.keys import KeyRing
+
+LIMIT = 4
+HEAD_SECONDS = 0.3
+GET = "GET {} HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n\r\n"
+Address = tuple[str, int]
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, b"hello")
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    """A server of one plain application, with a short patience."""
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", HEAD_SECONDS)
+    gate = Gate(hello, keys=KeyRing(()), origins=(), on_refused=lambda status: None)
+    config = LimitedConfig(gate, max_connections=LIMIT, ws="none", lifespan="off", log_config=None)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    yield listener.getsockname()
+    server.should_exit = True
+    thread.join()
+
+
+def connect(address: Address) -> socket.socket:
+    return socket.create_connection(address, TIMEOUT_SECONDS)
+
+
+def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
+    """The whole response; what ``hello`` or an error says is its last."""
+    connection.sendall(GET.format(path).encode())
+    answer = b""
+    while not answer.endswith((b"hello", b"}}")):
+        answer += connection.recv(4096)
+    return answer
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    text = b""
+    while piece := connection.recv(4096):
+        text += piece
+    return text
+
+
+def test_beyond_the_limit_only_probes_are_served(address: Address) -> None:
+    held = [connect(address) for _ in range(LIMIT)]
+    assert all(ask(each).startswith(b"HTTP/1.1 200") for each in held)
+    with closing(connect(address)) as another:
+        refused = ask(another) + until_closed(another)
+        assert (
+            refused.startswith(b"HTTP/1.1 503")
+            and b"retry-after" in refused
+            and b"x-request-id: abc" in refused
+        )
+    with closing(connect(address)) as probe:
+        assert ask(probe, "/readyz").startswith(b"HTTP/1.1 200")
+    held.pop().close()
+    wait_for_room(address)
+    for each in held:
+        assert ask(each).startswith(b"HTTP/1.1 200")
+        each.close()
+
+
+def wait_for_room(address: Address) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        with closing(connect(address)) as connection:
+            if ask(connection).startswith(b"HTTP/1.1 200"):
+                return
+        assert time.monotonic() < deadline
+
+
+def test_far_beyond_the_limit_nobody_is(address: Address) -> None:
+    held = [connect(address) for _ in range(LIMIT + PROBE_CONNECTIONS)]
+    assert ask(held[-1], "/livez").startswith(b"HTTP/1.1 200")
+    with closing(connect(address)) as another:
+        assert until_closed(another).startswith(b"HTTP/1.1 503")
+    for each in held:
+        each.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("after_a_request", [False, True])
+def test_a_slow_head_ends_its_connection(address: Address, begun: bytes, after_a_request: bool) -> None:
+    with closing(connect(address)) as connection:
+        if after_a_request:
+            assert ask(connection).startswith(b"HTTP/1.1 200")
+            connection.sendall(begun or b"\r\n")
+        else:
+            connection.sendall(begun)
+        answer = until_closed(connection)
+    assert not answer or b"did not arrive in time" in answer
+
+
+def test_a_head_that_trickles_in_gets_no_more_time(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        answer = b""
+        connection.settimeout(HEAD_SECONDS / 10)
+        for byte in GET.format("/" + "x" * 1000).encode():
+            try:
+                connection.sendall(bytes([byte]))
+                answer = connection.recv(4096)
+                break
+            except TimeoutError:
+                continue
+    assert b"408" in answer
+
+
+def test_a_head_without_end_is_refused(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * MAX_HEAD_BYTES)
+        assert until_closed(connection).startswith(b"HTTP/1.1 431")
+
+
+def test_an_idle_connection_between_requests_is_kept(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        assert ask(connection).startswith(b"HTTP/1.1 200")
+        time.sleep(2 * HEAD_SECONDS)
+        assert ask(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_what_is_no_http_is_refused_in_the_api_s_shape(tmp_path: Path) -> None:
+    with running_front(write_model(tmp_path)) as front:
+        host, _, port = front.url.removeprefix("http://").partition(":")
+        with closing(connect((host, int(port)))) as connection:
+            connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+            answer = until_closed(connection)
+        assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
+        assert b"x-request-id" in answer
