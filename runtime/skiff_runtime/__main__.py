@@ -16,6 +16,7 @@ Command = Callable[[argparse.Namespace], int]
 
 _BENCHMARKS: Final = {
     "serve": "open-loop load against a running server",
+    "compare": "two results of bench serve side by side",
     "offline": "throughput of the engine, without HTTP",
     "overhead": "CPU time that each process of a server spends on a request and a token",
 }

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from canned_server import CannedServer, canned_server
 
+from skiff_runtime.bench.dataset import read_dataset
 from skiff_runtime.bench.load import Limits
-from skiff_runtime.bench.results import distribution, summarize
+from skiff_runtime.bench.results import Objective, distribution, summarize
 from skiff_runtime.bench.runner import Plan, measure
 from skiff_runtime.bench.values import Span
-from skiff_runtime.bench.workload import Sample, arrivals, random_tokens, read_dataset
+from skiff_runtime.bench.workload import Sample, arrivals, random_tokens
 from skiff_runtime.errors import ConfigError
 
 
@@ -41,9 +42,9 @@ def plan(server: CannedServer, samples: list[Sample], **changes: Any) -> Plan:
     return Plan(**{**settings, **changes})
 
 
-def figures(of: Plan) -> dict[str, Any]:
+def figures(of: Plan, objective: Objective | None = None) -> dict[str, Any]:
     load, seconds = measure(of, title="test")
-    return summarize(load, seconds, ttft_limit_ms=None, tpot_limit_ms=None)
+    return summarize(load, seconds, objective or Objective())
 
 
 def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
@@ -55,10 +56,11 @@ def test_the_command_measures_and_writes_every_figure(server: CannedServer, tmp_
     server.token_seconds = 0.005
     output = tmp_path / "result.json"
     load = ["--num-prompts", "20", "--request-rate", "100", "--warmup", "2", "--seed", "3"]
-    lengths = ["--input-len", "5:9", "--output-len", "2:4", "--goodput-ttft-ms", "60000"]
+    lengths = ["--input-len", "5:9", "--output-len", "2:4", "--slo-ttft-ms", "60000"]
     done = bench("--url", server.url, *load, *lengths, "--output", str(output))
     assert done.returncode == 0, done.stderr
-    result = json.loads(output.read_bytes())
+    written = json.loads(output.read_bytes())
+    [result] = written["runs"]
     assert (result["requests"], result["succeeded"], result["failures"]) == (20, 20, {})
     measured = server.bodies[2:]
     assert all(5 <= len(body["prompt"]) <= 9 and 2 <= body["max_tokens"] <= 4 for body in server.bodies)
@@ -69,7 +71,8 @@ def test_the_command_measures_and_writes_every_figure(server: CannedServer, tmp_
     assert result["itl_ms"]["mean"] > 2.0  # the server pauses 5 ms before each
     assert result["e2e_ms"]["mean"] > result["ttft_ms"]["mean"] + 5.0 > 5.0
     assert result["goodput_requests_per_second"] == result["requests_per_second"] > 0
-    assert result["options"]["input_len"] == "5:9"
+    assert result["slo_met_share"] == 1.0 and result["request_rate"] == "100"
+    assert written["options"]["input_len"] == "5:9" and written["options"]["model"] == "canned"
     assert "20 of 20 succeeded" in done.stdout and "time to first token" in done.stdout
 
 

@@ -26,6 +26,7 @@ class CannedServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
+        self.authorizations: list[str] = []
         self.connections = 0
         self.hung_up = threading.Event()
         self.token_seconds = 0.0
@@ -66,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
+        self.server.authorizations.append(self.headers.get("Authorization", ""))
         wish = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         if wish == "busy":
             self._json(429, {"error": {"message": "too many requests\nwait already"}})

@@ -15,6 +15,7 @@ import httptools
 
 from skiff_runtime.bench.exchange import Exchange
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.keys import check_keys
 
 IDLE_SECONDS: Final = 2.0
 """A connection idle for longer is not used again: the server may be about to close it."""
@@ -24,8 +25,8 @@ CONNECT_SECONDS: Final = 10.0
 class Target:
     """Where requests go; a pool of connections to it."""
 
-    def __init__(self, url: str, path: str) -> None:
-        """ConfigError for a URL that is none."""
+    def __init__(self, url: str, path: str, *, key: str | None = None) -> None:
+        """``key`` is sent as a bearer token. ConfigError for a URL that is none, or a key that no header takes."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -36,8 +37,11 @@ class Target:
         self._host = parts.hostname
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._ssl else 80)
+        if key is not None:
+            check_keys((key,), "--api-key")
+        authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
         self._head = (
-            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         ).encode()
         self._idle: list[_Connection] = []

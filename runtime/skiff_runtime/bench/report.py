@@ -20,7 +20,7 @@ def show_load(figures: Figures) -> None:
         ("requests", f"{figures['succeeded']} of {figures['requests']} succeeded"),
         ("duration", f"{figures['duration_seconds']:.2f} s"),
         ("throughput", f"{figures['requests_per_second']:.2f} requests/s"),
-        ("goodput", f"{figures['goodput_requests_per_second']:.2f} requests/s"),
+        ("goodput", _goodput(figures)),
         ("output", f"{figures['output_tokens']} tokens, {figures['output_tokens_per_second']:,.1f} tokens/s"),
         ("prompt and output", f"{figures['total_tokens_per_second']:,.1f} tokens/s"),
         ("most at a time", str(figures["peak_concurrency"])),
@@ -34,6 +34,23 @@ def show_load(figures: Figures) -> None:
         if figures[key] is not None
     ]
     console.print(table(("milliseconds", *names), lines))
+
+
+def show_sweep(runs: Sequence[Figures]) -> None:
+    """Print one line for each request rate."""
+    heads = ("rate", "req/s", "good/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "failed")
+    rows = [
+        (
+            run["request_rate"],
+            f"{run['requests_per_second']:.2f}",
+            f"{run['goodput_requests_per_second']:.2f}",
+            f"{run['output_tokens_per_second']:,.0f}",
+            *(_percentile(run[key], name) for key in ("ttft_ms", "itl_ms") for name in ("p50", "p99")),
+            str(sum(run["failures"].values())),
+        )
+        for run in runs
+    ]
+    Console(highlight=False).print(table(heads, rows))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -52,6 +69,17 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from error
+
+
+def _goodput(figures: Figures) -> str:
+    limits = [f"{name[:-3].upper()} {ms:g} ms" for name, ms in figures["slo"].items() if ms is not None]
+    within = f"within {' and '.join(limits)}" if limits else "no limit given"
+    share = f"{figures['slo_met']} of {figures['requests']}"
+    return f"{figures['goodput_requests_per_second']:.2f} requests/s ({share}, {within})"
+
+
+def _percentile(distribution: Figures | None, name: str) -> str:
+    return "-" if distribution is None else f"{distribution[name]:,.1f}"
 
 
 def _failure(figures: Figures, kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -30,10 +31,24 @@ def distribution(milliseconds: Sequence[float]) -> Figures | None:
     return {"count": len(values), "mean": float(values.mean()), **named, "max": float(values.max())}
 
 
-def summarize(
-    load: Load, seconds: float, *, ttft_limit_ms: float | None, tpot_limit_ms: float | None
-) -> Figures:
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a request must keep to count as good: time to first token, and mean of its inter-token latencies."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def met_by(self, exchange: Exchange) -> bool:
+        """Whether an answer that came whole came in time."""
+        if self.ttft_ms is not None and _ttft(exchange) > self.ttft_ms:
+            return False
+        return self.itl_ms is None or exchange.output_tokens < 2 or _tpot(exchange) <= self.itl_ms
+
+
+def summarize(load: Load, seconds: float, objective: Objective) -> Figures:
     """All figures of one run; latencies are of the requests that succeeded.
+
+    Goodput counts the requests that succeeded and met ``objective``, of all that were to be sent.
 
     Latencies count from the moment a request was written; the client's own lag is how long
     after its due moment that was (for want of CPU, of a connection, or of a place under
@@ -44,9 +59,9 @@ def summarize(
     if load.unsent:
         failures["not sent"] = load.unsent
     prompt, output = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
-    met = [each for each in good if _meets(each, ttft_limit_ms, tpot_limit_ms)]
+    met, asked = sum(map(objective.met_by, good)), len(load.exchanges) + load.unsent
     return {
-        "requests": len(load.exchanges) + load.unsent,
+        "requests": asked,
         "succeeded": len(good),
         "failures": dict(sorted(failures.items())),
         "failure_examples": _examples(load.exchanges),
@@ -55,7 +70,10 @@ def summarize(
         "prompt_tokens": prompt,
         "output_tokens": output,
         "requests_per_second": len(good) / seconds,
-        "goodput_requests_per_second": len(met) / seconds,
+        "slo": asdict(objective),
+        "slo_met": met,
+        "slo_met_share": met / asked if asked else 0.0,
+        "goodput_requests_per_second": met / seconds,
         "output_tokens_per_second": output / seconds,
         "total_tokens_per_second": (prompt + output) / seconds,
         "ttft_ms": distribution([_ttft(each) for each in good]),
@@ -72,12 +90,6 @@ def _ttft(exchange: Exchange) -> float:
 
 def _tpot(exchange: Exchange) -> float:
     return 1e3 * (exchange.last_at - exchange.first_at) / (exchange.output_tokens - 1)
-
-
-def _meets(exchange: Exchange, ttft_limit_ms: float | None, tpot_limit_ms: float | None) -> bool:
-    late_start = ttft_limit_ms is not None and _ttft(exchange) > ttft_limit_ms
-    slow = tpot_limit_ms is not None and exchange.output_tokens > 1 and _tpot(exchange) > tpot_limit_ms
-    return not late_start and not slow
 
 
 def _examples(exchanges: Sequence[Exchange]) -> dict[str, str]:

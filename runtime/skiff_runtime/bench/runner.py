@@ -32,6 +32,7 @@ class Plan:
     seed: int
     ignore_eos: bool
     limits: Limits
+    key: str | None = None
 
     def dues(self) -> list[Due]:
         """The requests, encoded beforehand, so that sending costs no more than a write."""
@@ -51,12 +52,18 @@ class Plan:
         ]
 
 
-def served_model(url: str, timeout_seconds: float = 10.0) -> str:
+def served_model(url: str, *, key: str | None = None, timeout_seconds: float = 10.0) -> str:
     """The first model that the server lists; SkiffError where none answers."""
     address = url.rstrip("/") + PATH_MODELS
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        response = httpx.get(address, timeout=timeout_seconds, trust_env=False).raise_for_status()
+        response = httpx.get(address, headers=headers, timeout=timeout_seconds, trust_env=False)
+        response.raise_for_status()
         return str(json.loads(response.content)["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        hint = "; give its --api-key" if status == httpx.codes.UNAUTHORIZED else "; correct --url"
+        raise SkiffError(f"{address} answers {status}{hint}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SkiffError(f"{address} does not answer ({error}); start a server, or correct --url") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -69,7 +76,7 @@ def measure(plan: Plan, *, title: str) -> tuple[Load, float]:
 
 
 async def _measure(plan: Plan, title: str) -> tuple[Load, float]:
-    target = Target(plan.url, PATHS[plan.endpoint])
+    target = Target(plan.url, PATHS[plan.endpoint], key=plan.key)
     dues = plan.dues()
     with Counter(title, len(dues)) as counter:
 

@@ -63,9 +63,12 @@ def natural_float(text: str) -> float:
     return 0.0 if _number(text) == 0 else positive_float(text)
 
 
-def rate(text: str) -> float:
-    """A number above 0, or ``inf``."""
-    return math.inf if text == "inf" else positive_float(text)
+def rates(text: str) -> tuple[float, ...]:
+    """Numbers above 0, or ``inf``, with commas between; none twice."""
+    found = tuple(math.inf if each == "inf" else positive_float(each) for each in text.split(","))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"names a rate twice: {text!r}")
+    return found
 
 
 def _number(text: str) -> float:

@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from skiff_runtime.bench.values import Span
-from skiff_runtime.errors import ConfigError
 
 _COMMON: Final = (
     "the of to in is on for with as by at from or an be this that it are was not but have has they you we he "
@@ -32,12 +30,13 @@ class Sample:
     output_tokens: int
 
 
-class _Line(msgspec.Struct):
-    """One line of a dataset file."""
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """A workload whose prompts share their beginnings: how many groups, prompts in each, and tokens they share."""
 
-    prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
-    output_tokens: int | None = None
+    groups: int
+    per_group: int
+    tokens: int
 
 
 def random_tokens(
@@ -55,47 +54,46 @@ def random_texts(count: int, inputs: Span, outputs: Span, generator: np.random.G
     """Conversations of one message of random words, about one token a word."""
     samples = []
     for _ in range(count):
-        words = generator.integers(0, len(WORDS), size=inputs.draw(generator)).tolist()
-        text = " ".join(WORDS[word] for word in words)
+        text = _words(inputs.draw(generator), generator)
         samples.append(Sample([{"role": "user", "content": text}], outputs.draw(generator)))
     return samples
 
 
-def read_dataset(
-    path: Path, count: int, outputs: Span, *, chat: bool, generator: np.random.Generator
+def shared_prefixes(
+    plan: Prefixes, inputs: Span, outputs: Span, vocabulary: int, generator: np.random.Generator
 ) -> list[Sample]:
-    """``count`` samples from a JSON-lines file, in a seeded random order, again from the start if it is short.
+    """Token-id prompts of ``plan.groups`` groups in a random order; those of a group begin alike.
 
-    A line is ``{"prompt": TEXT}`` or ``{"messages": [...]}``, with an optional ``"output_tokens"``.
+    ``inputs`` is the length of each prompt's own end, after the shared prefix.
     """
-    try:
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"--dataset {path}: {error.strerror}") from error
-    samples = [_sample(path, number, line, outputs, chat, generator) for number, line in enumerate(lines, 1)]
-    if not samples:
-        raise ConfigError(f"--dataset {path} is empty")
-    order = generator.permutation(len(samples)).tolist()
-    return [samples[order[index % len(order)]] for index in range(count)]
+    prefixes = generator.integers(0, vocabulary, size=(plan.groups, plan.tokens)).tolist()
+    samples = []
+    for group in _group_order(plan, generator):
+        own: list[int] = generator.integers(0, vocabulary, size=inputs.draw(generator)).tolist()
+        samples.append(Sample(prefixes[group] + own, outputs.draw(generator)))
+    return samples
 
 
-def _sample(
-    path: Path, number: int, line: bytes, outputs: Span, chat: bool, generator: np.random.Generator
-) -> Sample:
-    try:
-        entry = msgspec.json.decode(line, type=_Line)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--dataset {path}, line {number}: {error}") from error
-    length = outputs.draw(generator) if entry.output_tokens is None else entry.output_tokens
-    if length < 1:
-        raise ConfigError(f"--dataset {path}, line {number}: output_tokens must be at least 1")
-    if chat and entry.messages is None and entry.prompt is not None:
-        return Sample([{"role": "user", "content": entry.prompt}], length)
-    prompt: Prompt | None = entry.messages if chat else entry.prompt
-    if not prompt:
-        wanted = "prompt or messages" if chat else "prompt"
-        raise ConfigError(f"--dataset {path}, line {number}: {wanted} is needed for this --endpoint")
-    return Sample(prompt, length)
+def shared_texts(plan: Prefixes, inputs: Span, outputs: Span, generator: np.random.Generator) -> list[Sample]:
+    """As ``shared_prefixes``, in words: the prefix is the system message, as it is in most services."""
+    prefixes = [_words(plan.tokens, generator) for _ in range(plan.groups)]
+    samples = []
+    for group in _group_order(plan, generator):
+        messages = [
+            {"role": "system", "content": prefixes[group]},
+            {"role": "user", "content": _words(inputs.draw(generator), generator)},
+        ]
+        samples.append(Sample(messages, outputs.draw(generator)))
+    return samples
+
+
+def _group_order(plan: Prefixes, generator: np.random.Generator) -> list[int]:
+    order: list[int] = generator.permutation(np.repeat(np.arange(plan.groups), plan.per_group)).tolist()
+    return order
+
+
+def _words(count: int, generator: np.random.Generator) -> str:
+    return " ".join(WORDS[word] for word in generator.integers(0, len(WORDS), size=count).tolist())
 
 
 def arrivals(count: int, per_second: float, generator: np.random.Generator) -> list[float]:
