@@ -1,6 +1,7 @@
 """The sampler: right distributions, the filters' meaning, and independence of everything but the request."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.sampler import NARROW_TOP_K, Sampler
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import SamplingParams
@@ -26,10 +28,14 @@ def draw(logits: torch.Tensor, samplings: list[SamplingParams], positions: list[
     sampler = Sampler(len(samplings), CPU)
     nothing = np.zeros(0, dtype=np.int32)
     sampler.open([SlotOpened(slot, nothing, sampling, 0) for slot, sampling in enumerate(samplings)])
-    slots = torch.arange(len(samplings))
-    tokens = sampler.sample(logits.clone(), slots, torch.tensor(positions), slots.numpy().astype(np.int32))
-    result: list[int] = tokens.tolist()
+    result: list[int] = sampler.sample(logits.clone(), rows_at(range(len(samplings)), positions)).tolist()
     return result
+
+
+def rows_at(slots: Sequence[int], positions: Sequence[int]) -> SampledRows:
+    """Rows in these slots that sample at these positions."""
+    columns = np.array([slots, positions], dtype=np.int32)
+    return SampledRows(*torch.from_numpy(columns).long(), *columns)
 
 
 def frequencies(logits: torch.Tensor, sampling: SamplingParams, count: int) -> np.ndarray[Any, Any]:
@@ -147,13 +153,13 @@ def test_a_slot_used_again_has_the_new_parameters() -> None:
     sampler = Sampler(2, CPU)
     nothing = np.zeros(0, dtype=np.int32)
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
-    arguments = (torch.tensor([1]), torch.tensor([4]), np.array([1], dtype=np.int32))
+    rows = rows_at([1], [4])
     sampler.open([SlotOpened(1, nothing, params(top_k=3, seed=1), 0)])
     sampler.open([SlotOpened(1, nothing, params(seed=2, temperature=5.0), 0)])
-    token = int(sampler.sample(logits.clone(), *arguments))
+    token = int(sampler.sample(logits.clone(), rows))
     assert [token] == draw(logits, [params(seed=2, temperature=5.0)], [4])
     sampler.open([SlotOpened(1, nothing, params(temperature=0.0), 0)])
-    assert int(sampler.sample(logits.clone(), *arguments)) == int(logits.argmax())
+    assert int(sampler.sample(logits.clone(), rows)) == int(logits.argmax())
 
 
 def test_noise_is_finite_and_standard_gumbel() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import SamplingParams
+from skiff_runtime.messages import CompiledGrammar, SamplingParams
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.step import SlotOpened, StepHandle, StepPlan
+from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 
@@ -69,13 +69,18 @@ class Driver:
         prompt: Sequence[int],
         sampling: SamplingParams = GREEDY,
         *,
+        output: Sequence[int] = (),
+        grammar: CompiledGrammar | None = None,
         shared: Row | None = None,
         cached: int = 0,
     ) -> Row:
-        """Open a slot; its first ``cached`` tokens (whole pages) are read from the pages of ``shared``."""
-        tokens = np.array(prompt, dtype=np.int32)
-        row = Row(slot, tokens, sampling, done=cached, known=len(tokens))
-        self._opened.append(SlotOpened(slot, tokens, sampling, len(tokens)))
+        """Open a slot, as after a retraction if there is ``output``.
+
+        Its first ``cached`` tokens (whole pages) are read from the pages of ``shared``.
+        """
+        tokens = np.array([*prompt, *output], dtype=np.int32)
+        row = Row(slot, tokens, sampling, done=cached, known=len(tokens), output=list(output))
+        self._opened.append(SlotOpened(slot, tokens, sampling, len(prompt), grammar))
         if shared is not None:
             assert cached % self._page_size == 0
             for page in shared.pages[: cached // self._page_size]:
@@ -110,14 +115,16 @@ class Driver:
         self._opened, self._cells, self._number = [], [], self._number + 1
         return self._engine.launch(plan)
 
-    def step(self, parts: Sequence[tuple[Row, int]], *, decode_rows: int = 0) -> None:
+    def step(self, parts: Sequence[tuple[Row, int]], *, decode_rows: int = 0) -> StepResult:
         """Launch a step, wait, and append its tokens to the rows that sampled."""
         ends = [row.done + length == row.known for row, length in parts]
-        tokens = list(self.launch(parts, decode_rows=decode_rows).result().tokens)
+        result = self.launch(parts, decode_rows=decode_rows).result()
+        tokens = result.tokens.tolist()
         for (row, _), end in zip(parts, ends, strict=True):
             if end:
-                row.output.append(int(tokens.pop(0)))
+                row.output.append(tokens.pop(0))
         assert not tokens
+        return result
 
     def release(self, row: Row) -> None:
         """Give the row's pages back."""

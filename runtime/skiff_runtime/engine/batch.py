@@ -11,20 +11,30 @@ from skiff_runtime.step import Int32, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The S rows of a step that get a token: their slots, and the positions that the new tokens will have.
+
+    ``slots`` and ``positions`` int64[S] are on the device, the others the same on the host.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    host_slots: Int32
+    host_positions: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
     """One step's inputs: T tokens of R rows, S of which are sampled.
 
-    ``last_tokens`` int64[S] index the sampled rows' last tokens among the T; ``sample_slots`` and
-    ``sample_positions`` int64[S] say where the new tokens go; ``host_sample_slots`` as on the host.
+    ``last_tokens`` int64[S] index the sampled rows' last tokens among the T.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
     last_tokens: torch.Tensor
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    host_sample_slots: Int32
+    sampled: SampledRows
 
 
 class Tables:
@@ -33,7 +43,7 @@ class Tables:
     def __init__(self, slots: int, max_model_len: int, page_size: int, device: torch.device) -> None:
         self._device = device
         self._page_size = page_size
-        self._tokens = torch.zeros((slots, max_model_len + 1), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((slots, max_model_len + 1), dtype=torch.int32, device=device)
         pages = -(-max_model_len // page_size)
         self._pages = torch.zeros((slots, pages), dtype=torch.int32, device=device)
 
@@ -41,7 +51,7 @@ class Tables:
         """Take over tokens of newly opened slots and changed cells of the page table."""
         for opened in plan.opened:
             known = torch.from_numpy(opened.tokens.astype(np.int32))
-            self._tokens[opened.slot, : len(opened.tokens)].copy_(known)
+            self.tokens[opened.slot, : len(opened.tokens)].copy_(known)
         if len(plan.page_ids):
             rows, columns, ids = self._upload(plan.page_slots, plan.page_columns, plan.page_ids)
             write_cells(self._pages, rows, columns, ids)
@@ -58,7 +68,7 @@ class Tables:
         sampled = np.flatnonzero(plan.samples)
         (chosen,) = self._upload(sampled)
         return InputBatch(
-            token_ids=read_cells(self._tokens, token_slots, positions),
+            token_ids=read_cells(self.tokens, token_slots, positions),
             positions=positions,
             attention=AttentionBatch(
                 starts=plan.starts,
@@ -68,14 +78,17 @@ class Tables:
                 locations=pages * self._page_size + positions % self._page_size,
             ),
             last_tokens=ends[chosen] - 1,
-            sample_slots=slots[chosen],
-            sample_positions=(starts + lengths)[chosen],
-            host_sample_slots=plan.slots[sampled],
+            sampled=SampledRows(
+                slots=slots[chosen],
+                positions=(starts + lengths)[chosen],
+                host_slots=plan.slots[sampled],
+                host_positions=(plan.starts + plan.lengths)[sampled],
+            ),
         )
 
-    def append(self, batch: InputBatch, tokens: torch.Tensor) -> None:
+    def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
         """Write sampled tokens [S] where the next step reads them."""
-        write_cells(self._tokens, batch.sample_slots, batch.sample_positions, tokens)
+        write_cells(self.tokens, rows.slots, rows.positions, tokens)
 
     def _upload(
         self, *columns: np.ndarray[tuple[int], np.dtype[np.signedinteger]]

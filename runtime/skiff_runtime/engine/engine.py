@@ -1,5 +1,6 @@
 """The engine of one rank: runs planned steps in order on a thread of its own."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -8,46 +9,41 @@ import torch
 
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.batch import Tables
+from skiff_runtime.engine.arrival import Arrival
+from skiff_runtime.engine.batch import SampledRows, Tables
 from skiff_runtime.engine.cpu import avoid_trapping_amx
+from skiff_runtime.engine.edits import LogitEdits
+from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
+from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
-
-
-class _Sampled:
-    """Tokens on their way to the host; on a GPU an event tells when they have arrived."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        narrow = tokens.int()
-        if tokens.device.type == "cuda":
-            self._tokens = torch.empty(narrow.shape, dtype=torch.int32, pin_memory=True)
-            self._tokens.copy_(narrow, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._tokens = narrow
-
-    def wait(self) -> Int32:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens: Int32 = self._tokens.numpy()
-        return tokens
+WARMUP_SAMPLING: Final = SamplingParams(
+    max_tokens=2,
+    seed=0,
+    top_k=2,
+    top_p=0.5,
+    min_tokens=2,
+    frequency_penalty=1.0,
+    repetition_penalty=1.1,
+    logit_bias=((0, 1.0),),
+    logprobs=1,
+    prompt_logprobs=1,
+)
+"""Asks for everything that a request can ask for."""
 
 
 class _Step(StepHandle):
     """A launched step; an error of the step is raised by ``result``."""
 
-    def __init__(self, future: "Future[_Sampled]") -> None:
+    def __init__(self, future: "Future[Arrival]") -> None:
         self._future = future
 
     def result(self) -> StepResult:
-        return StepResult(self._future.result().wait())
+        return self._future.result().result()
 
 
 class Engine:
@@ -66,6 +62,10 @@ class Engine:
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
         self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
+        self._logprobs = LogprobReader(config.max_running_requests)
+        self._edits = LogitEdits(
+            self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
         self._sampler = Sampler(config.max_running_requests, group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
@@ -89,8 +89,7 @@ class Engine:
         self._on_phase("warmup", 0.0)
         prompt = self._warmup_tokens
         pages = -(-(prompt + 1) // self._page_size)
-        sampling = SamplingParams(max_tokens=2, seed=0, top_k=2, top_p=0.5)
-        opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), sampling, prompt)
+        opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_row(prompt, 1, decode=True)).result()
 
@@ -99,18 +98,26 @@ class Engine:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> _Sampled:
+    def _run(self, plan: StepPlan) -> Arrival:
         self._tables.apply(plan)
-        self._sampler.open(plan.opened)
+        for reader in (self._logprobs, self._edits, self._sampler):
+            reader.open(plan.opened)
         batch = self._tables.inputs(plan)
-        logits = self._runner.logits(batch)
-        if logits is None:
-            return _Sampled(batch.last_tokens)
-        tokens = self._sampler.sample(
-            logits, batch.sample_slots, batch.sample_positions, batch.host_sample_slots
-        )
-        self._tables.append(batch, tokens)
-        return _Sampled(tokens)
+        hidden = self._runner.forward(batch)
+        prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
+        if len(batch.last_tokens) == 0:
+            return Arrival(batch.last_tokens, prompts=prompts)
+        return self._choose(batch.sampled, self._runner.logits(hidden, batch.last_tokens), prompts)
+
+    def _choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
+        """Each row's next token, from logits float32 [S, vocab]."""
+        logprobs = self._logprobs.rows(logits, rows)
+        self._edits.apply(logits, rows)
+        tokens = self._sampler.sample(logits, rows)
+        self._tables.append(rows, tokens)
+        if logprobs is None:
+            return Arrival(tokens, prompts=prompts)
+        return Arrival(tokens, logprobs.rows, logprobs.of(tokens), prompts)
 
 
 def _row(

@@ -1,6 +1,7 @@
 """One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -20,10 +21,22 @@ from skiff_runtime.models.weights import load_weights, weight_bytes
 
 MIB: Final = 1 << 20
 
-SAMPLER_BYTES: Final = 40
-"""Per logit: float32 copies, and values with int64 places and float64 sums where rows are sorted."""
+SAMPLER_BYTES: Final = 48
+"""Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
+PROMPT_SLICE: Final = 64
+"""Positions of a prompt whose logits are in memory at a time."""
+PROMPT_BYTES: Final = 16
+"""Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
 
 OnPhase = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Output and residual [T, hidden] of the last layer."""
+
+    output: torch.Tensor
+    residual: torch.Tensor
 
 
 class ModelRunner:
@@ -47,14 +60,15 @@ class ModelRunner:
         self._backend = make_backend(config.attention, self.pool)
 
     @torch.inference_mode()
-    def logits(self, batch: InputBatch) -> torch.Tensor | None:
-        """Compute a step: fill its K and V, and return logits float32 [S, vocab] of the sampled rows, if any."""
+    def forward(self, batch: InputBatch) -> Hidden:
+        """Compute a step of T tokens: fill its K and V, and return what the last layer made of it."""
         self._backend.prepare(batch.attention)
-        x, residual = self._model.forward(batch.token_ids, batch.positions, self._backend)
-        chosen = batch.last_tokens
-        if len(chosen) == 0:
-            return None
-        return self._model.logits(x.index_select(0, chosen), residual.index_select(0, chosen))
+        return Hidden(*self._model.forward(batch.token_ids, batch.positions, self._backend))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Hidden, places: torch.Tensor | slice) -> torch.Tensor:
+        """Logits float32 [N, vocab] at N of a step's T tokens."""
+        return self._model.logits(hidden.output[places], hidden.residual[places])
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
         loaded = make_model(model, placement, max_positions=longest(self._config, model))
@@ -114,7 +128,9 @@ def working_bytes(config: Config, model: ModelConfig, layout: KVLayout, ranks: i
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
     )
     activations = config.max_batch_tokens * width * 4
-    logits = config.max_running_requests * model.vocab_size * SAMPLER_BYTES
+    logits = model.vocab_size * max(
+        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
+    )
     context = longest(config, model)
     gathered = 2 * context * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)

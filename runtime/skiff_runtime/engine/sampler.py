@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import Int32, SlotOpened
@@ -52,23 +53,19 @@ class Sampler:
         self._seeds.index_copy_(0, where, torch.from_numpy(seeds).to(self._device))
         self._filters.index_copy_(0, where, torch.from_numpy(filters).to(self._device))
 
-    def sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: Int32
-    ) -> torch.Tensor:
-        """Tokens int64[S] from logits float32 [S, vocab], which may be changed.
-
-        ``slots`` and ``positions`` int64[S] are the rows' slots and the positions that the
-        new tokens will have; ``host_slots`` are the same slots on the host.
-        """
-        kinds = self._kinds[host_slots]
+    def sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        """Tokens int64[S] from logits float32 [S, vocab], which may be changed."""
+        kinds = self._kinds[rows.host_slots]
         if not kinds.any():
             return logits.argmax(-1)
         if kinds.all():
-            return self._draw(logits, slots, positions, host_slots)
+            return self._draw(logits, rows.slots, rows.positions, rows.host_slots)
         tokens = logits.argmax(-1)
         drawn = np.flatnonzero(kinds)
         where = self._upload(drawn)
-        tokens[where] = self._draw(logits[where], slots[where], positions[where], host_slots[drawn])
+        tokens[where] = self._draw(
+            logits[where], rows.slots[where], rows.positions[where], rows.host_slots[drawn]
+        )
         return tokens
 
     def _draw(

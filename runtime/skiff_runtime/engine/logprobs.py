@@ -1,0 +1,125 @@
+"""Log-probabilities for who asks: natural logarithms of the softmax of the model's own logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from skiff_runtime.engine.batch import SampledRows
+from skiff_runtime.engine.model_runner import PROMPT_SLICE, Hidden, ModelRunner
+from skiff_runtime.step import Int32, SlotOpened, StepPlan
+
+MAX_TOP: Final = 20
+"""So many likeliest tokens are found, however few are asked for: which ones tie must not depend on who else asks."""
+_NOTHING: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """``step.Logprobs`` on the device: float32[N], int32[N, k], float32[N, k]."""
+
+    chosen: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ToldChunk:
+    """``step.PromptChunk`` on the device."""
+
+    slot: int
+    start: int
+    told: Told
+
+
+class RowLogprobs:
+    """Log-probabilities of a step's rows that ask for them, kept from before the logits were edited."""
+
+    def __init__(self, rows: Int32, logprobs: torch.Tensor, top: int) -> None:
+        """``logprobs`` float32[N, vocab] are those of ``rows`` int32[N] among the step's S."""
+        self.rows = rows
+        self._logprobs = logprobs
+        self._top = top
+
+    def of(self, tokens: torch.Tensor) -> Told:
+        """Of the tokens int64[S] that were sampled."""
+        return tell(self._logprobs, tokens[torch.from_numpy(self.rows).to(tokens.device)], self._top)
+
+
+class LogprobReader:
+    """Which slots ask for what, and the reading of it."""
+
+    def __init__(self, slots: int) -> None:
+        self._tops = np.full(slots, _NOTHING, dtype=np.int8)
+        self._prompt_tops = np.full(slots, _NOTHING, dtype=np.int8)
+        self._prompts = np.zeros(slots, dtype=np.int32)
+
+    def open(self, opened: Sequence[SlotOpened]) -> None:
+        """Take note of what newly taken slots ask for. A prompt with output behind it was told before."""
+        for each in opened:
+            sampling, fresh = each.sampling, len(each.tokens) == each.prompt_tokens
+            self._tops[each.slot] = _capped(sampling.logprobs)
+            self._prompt_tops[each.slot] = _capped(sampling.prompt_logprobs) if fresh else _NOTHING
+            self._prompts[each.slot] = each.prompt_tokens
+
+    def rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
+        """The log-probabilities of rows that ask, from the model's logits float32 [S, vocab]."""
+        tops = self._tops[rows.host_slots]
+        asking = np.flatnonzero(tops != _NOTHING)
+        if len(asking) == 0:
+            return None
+        where = torch.from_numpy(asking).to(logits.device)
+        return RowLogprobs(asking.astype(np.int32), logits[where].log_softmax(-1), int(tops.max()))
+
+    def prompts(
+        self, plan: StepPlan, hidden: Hidden, runner: ModelRunner, tokens: torch.Tensor
+    ) -> list[ToldChunk]:
+        """Of the prompt tokens that this step's positions foretell; ``tokens`` is the table of known tokens."""
+        if (self._prompt_tops[plan.slots] == _NOTHING).all():
+            return []
+        chunks = []
+        offsets = np.cumsum(plan.lengths) - plan.lengths
+        for row in np.flatnonzero(self._prompt_tops[plan.slots] != _NOTHING):
+            slot, start = int(plan.slots[row]), int(plan.starts[row])
+            count = min(int(plan.lengths[row]), int(self._prompts[slot]) - 1 - start)
+            if count > 0:
+                offset = int(offsets[row])
+                following = tokens[slot, start + 1 : start + 1 + count].long()
+                told = _slices(runner, hidden, offset, following, int(self._prompt_tops[slot]))
+                chunks.append(ToldChunk(slot, start + 1, told))
+        return chunks
+
+
+def _slices(runner: ModelRunner, hidden: Hidden, offset: int, following: torch.Tensor, top: int) -> Told:
+    """At ``offset`` and on among the step's tokens, of the tokens int64[N] that follow there."""
+    parts = []
+    for at in range(0, len(following), PROMPT_SLICE):
+        chosen = following[at : at + PROMPT_SLICE]
+        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen)))
+        parts.append(tell(logits.log_softmax(-1), chosen, top))
+    return Told(
+        torch.cat([part.chosen for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top for part in parts]),
+    )
+
+
+def tell(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Told:
+    """Of ``tokens`` int64[N] and of the ``top`` likeliest, from log-probabilities float32 [N, vocab].
+
+    Of equally likely tokens the lower id comes first, as it does where the greedy token is chosen.
+    """
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if top == 0:
+        nothing = chosen.new_empty((len(tokens), 0))
+        return Told(chosen, nothing.int(), nothing)
+    values, ids = logprobs.topk(min(MAX_TOP, logprobs.shape[1]))
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return Told(chosen, ids.gather(1, order)[:, :top].int(), values[:, :top])
+
+
+def _capped(asked: int | None) -> int:
+    return _NOTHING if asked is None else min(asked, MAX_TOP)
