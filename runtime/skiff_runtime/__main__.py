@@ -19,6 +19,7 @@ _BENCHMARKS: Final = {
     "compare": "two results of bench serve side by side",
     "offline": "throughput of the engine, without HTTP",
     "overhead": "CPU time that each process of a server spends on a request and a token",
+    "path": "what the serving path costs, with a stub in the engine's place",
 }
 
 _SERVE_HELP = """\
@@ -67,6 +68,7 @@ def _parser(words: list[str]) -> Parser:
     add_config_arguments(serve)
     serve.set_defaults(command=_serve)
     _add(commands, words[:1], "chat", "talk to a served model in the terminal", "skiff_runtime.shell")
+    _add(commands, words[:1], "info", "what a model is, and whether it fits a GPU", "skiff_runtime.info")
     _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command")
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")

@@ -25,7 +25,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     Raises ConfigError, ModelError or FetchError; each names what to change.
     """
     keys = config.api_key + read_keys(config.api_key_file)
-    model = read_model_config(_directory(config), max_model_len=config.max_model_len)
+    model = read_model_config(locate(config), max_model_len=config.max_model_len)
     device = _device(config)
     check_parallel(model, config.tp)
     resolved = replace(
@@ -53,7 +53,8 @@ def available_cores() -> int:
     return max(1, min(cores, int(quota))) if quota else cores
 
 
-def _directory(config: Config) -> Path:
+def locate(config: Config) -> Path:
+    """The model's directory; an ``hf://`` model is downloaded if need be."""
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY

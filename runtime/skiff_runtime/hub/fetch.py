@@ -11,7 +11,7 @@ from skiff_runtime import log
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.cache import ModelCache
 from skiff_runtime.hub.client import HubAccess, HubClient, access_from
-from skiff_runtime.hub.listing import INDEX, Listing, parse_listing
+from skiff_runtime.hub.listing import CONFIG, GENERATION_CONFIG, INDEX, Listing, parse_listing
 from skiff_runtime.hub.lock import exclusive
 from skiff_runtime.hub.progress import Progress, choose_progress
 from skiff_runtime.hub.reference import HubReference, parse_reference
@@ -55,6 +55,25 @@ def fetch(
                 closing(progress or choose_progress()) as shown,
             ):
                 return _download(reference, cache, client, retry or RetryPolicy(), shown)
+
+
+def fetch_description(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
+    """A directory with the model's config.json and generation_config.json, and perhaps no more.
+
+    The one in ``cache_dir`` where it is complete; else only these two files are downloaded, into ``temporary``.
+    """
+    with _disk_errors(cache_dir):
+        if (found := ModelCache(cache_dir, reference).find()) is not None:
+            return found
+    scratch = ModelCache(temporary, reference)
+    with _disk_errors(temporary), closing(HubClient(access_from(), reference)) as client:
+        retry = RetryPolicy()
+        listing = parse_listing(reference, retry.run(str(reference), threading.Event(), client.listing))
+        scratch.prepare(listing.commit)
+        wanted = [file for file in listing.descriptions() if file.name in (CONFIG, GENERATION_CONFIG)]
+        with closing(choose_progress()) as shown:
+            Transfer(client, scratch, listing.commit, retry=retry, progress=shown).run(wanted)
+    return scratch.snapshot(listing.commit)
 
 
 def _download(

@@ -10,12 +10,13 @@ from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.reference import HubReference, is_commit
 
 CONFIG: Final = "config.json"
+GENERATION_CONFIG: Final = "generation_config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 MAX_FILES: Final = 10_000
 _DESCRIPTIONS: Final = (
     CONFIG,
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",

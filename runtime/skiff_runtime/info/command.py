@@ -1,0 +1,199 @@
+"""``skiff info``: its flags, its table, its JSON."""
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import msgspec
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from skiff_runtime.config import AUTO, Config
+from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.hub.fetch import fetch_description
+from skiff_runtime.hub.reference import SCHEME, parse_reference
+from skiff_runtime.info.fit import Fit, Need, fit, need
+from skiff_runtime.info.gpus import GPUS, Gpu
+from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
+from skiff_runtime.options import add_config_arguments, config_from
+from skiff_runtime.resolve import default_cache_dir, locate
+
+DESCRIPTION: Final = """\
+What a model is, how much memory each part of it takes on each rank, and how many tokens
+of KV cache a GPU has room for beside it. Read from config.json alone: of an hf:// model
+nothing else is downloaded, and no GPU is needed."""
+EPILOG: Final = """\
+The reckoning is the engine's own; only what driver and libraries hold is assumed (1 GiB).
+With --gpu or --gpu-memory the exit code is 1 where the model does not fit.
+
+examples:
+  skiff info hf://Qwen/Qwen3-0.6B
+  skiff info hf://meta-llama/Llama-3.1-70B-Instruct --tp 4 --gpu H100
+  skiff info /models/llama --max-model-len 8192 --gpu-memory 24 --json
+"""
+_USED: Final = (
+    "revision",
+    "cache_dir",
+    "dtype",
+    "max_model_len",
+    "tp",
+    "max_running_requests",
+    "max_batch_tokens",
+    "page_size",
+    "memory_fraction",
+)
+GIB: Final = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``skiff info``, among them those of ``skiff serve`` that change the reckoning."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="MODEL", help="a directory, hf://org/name or demo://")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--gpu",
+        choices=[gpu.name for gpu in GPUS],
+        metavar="NAME",
+        help="one of: %(choices)s (default: each)",
+    )
+    where.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="a GPU with so much memory")
+    every = tuple(Config.__dataclass_fields__)
+    add_config_arguments(parser, skip=tuple(name for name in every if name not in _USED))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what there is to know; the exit code. ConfigError or FetchError where the model cannot be read."""
+    config = config_from(arguments)
+    model = _read(config)
+    check_parallel(model, config.tp)
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
+            "that the model was made for"
+        )
+    dtype = model.dtype if config.dtype == AUTO else config.dtype
+    needed = need(config, model, dtype)
+    fits = [fit(config, needed, gpu) for gpu in _gpus(arguments)]
+    if arguments.json:
+        report = _as_json(config, model, dtype, needed, fits)
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    else:
+        _show(config, model, dtype, needed, fits)
+    asked = arguments.gpu is not None or arguments.gpu_memory is not None
+    return EXIT_FAILURE if asked and not fits[0].fits else EXIT_OK
+
+
+def _read(config: Config) -> ModelConfig:
+    """The model's configuration; that of an ``hf://`` model which is not in the cache, through a temporary copy."""
+    if not config.model.startswith(SCHEME):
+        return read_model_config(locate(config), max_model_len=config.max_model_len)
+    reference = parse_reference(config.model, config.revision)
+    cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
+    with TemporaryDirectory(prefix="skiff-info-") as temporary:
+        path = fetch_description(reference, cache, Path(temporary))
+        return read_model_config(path, max_model_len=config.max_model_len)
+
+
+def _gpus(arguments: argparse.Namespace) -> list[Gpu]:
+    if arguments.gpu_memory is not None:
+        return [Gpu(f"{arguments.gpu_memory:g} GiB", int(arguments.gpu_memory * GIB))]
+    return [gpu for gpu in GPUS if arguments.gpu in (None, gpu.name)]
+
+
+def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: list[Fit]) -> dict[str, Any]:
+    shape = asdict(replace(model, path=Path(config.model)))
+    return {
+        "model": config.model,
+        "architecture": model.architecture,
+        "config": {name: value for name, value in shape.items() if name not in ("path", "architecture")},
+        "parameters": {**asdict(needed.parameters), "total": needed.parameters.total},
+        "dtype": dtype,
+        "tp": config.tp,
+        "max_model_len": needed.context,
+        "each_rank": {
+            "weight_bytes": needed.weights,
+            "kv_bytes_per_token": needed.kv_per_token,
+            "kv_bytes_for_max_model_len": needed.kv_for_context,
+            "working_bytes": needed.working,
+        },
+        "gpus": [
+            {
+                "name": each.gpu.name,
+                "memory_bytes": each.gpu.memory_bytes,
+                "fits": each.fits,
+                "kv_tokens": each.kv_tokens,
+                "full_length_requests": each.full_requests,
+            }
+            for each in fits
+        ],
+    }
+
+
+def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: list[Fit]) -> None:
+    parts = needed.parameters
+    named = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
+    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of them for K and V"
+    ranks = "" if config.tp == 1 else f" (each of {config.tp} ranks)"
+    rows = [
+        ("model", f"{config.model}, {model.architecture}"),
+        ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
+        ("vocabulary", f"{model.vocab_size:,} tokens"),
+        ("context", f"{needed.context:,} tokens"),
+        ("parameters", f"{_count(parts.total)}: {named}"),
+        (f"weights in {dtype}", _size(needed.weights) + ranks),
+        ("KV cache, a token", _size(needed.kv_per_token) + ranks),
+        ("KV cache, full context", _size(needed.kv_for_context) + ranks),
+        ("working memory, at most", _size(needed.working) + ranks),
+    ]
+    console = Console(highlight=False)
+    console.print(_table(("", ""), rows, "left"))
+    lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_verdict(each)) for each in fits]
+    title = "GPU" if config.tp == 1 else f"{config.tp} GPUs"
+    console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
+
+
+def _verdict(found: Fit) -> tuple[str, str, str]:
+    if not found.fits:
+        return "no", "-", "-"
+    return "yes", f"{found.kv_tokens:,}", f"{found.full_requests:,.1f} requests"
+
+
+def _table(heads: tuple[str, ...], rows: list[Any], justify: Any) -> Table:
+    drawn = Table(box=rich.box.SIMPLE_HEAD if any(heads) else None, show_header=any(heads))
+    for index, head in enumerate(heads):
+        drawn.add_column(head, justify="left" if index == 0 else justify)
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+def _count(number: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, not {text!r}")
+    return value

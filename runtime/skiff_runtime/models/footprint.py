@@ -1,0 +1,96 @@
+"""How much memory a model takes, by part, reckoned from its configuration alone; no torch.
+
+The engine sizes its KV cache by ``working_bytes``, and ``skiff info`` tells all of it
+before anything is loaded.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from skiff_runtime.config import Config
+from skiff_runtime.models.config import ModelConfig
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAMPLER_BYTES: Final = 48
+"""Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
+PROMPT_SLICE: Final = 64
+"""Positions of a prompt whose logits are in memory at a time."""
+PROMPT_BYTES: Final = 16
+"""Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Counts of weights, of the whole model or of a rank's share."""
+
+    embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    head: int
+    """0 where the embedding serves as output head, too."""
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+
+def count_parameters(model: ModelConfig, ranks: int = 1) -> Parameters:
+    """What the first of ``ranks`` ranks holds, which is as much as any: the whole model if there is one.
+
+    Fewer KV heads than ranks are copied; norms and biases after a sum are whole on every rank.
+    """
+    hidden, layers = model.hidden_size, model.num_layers
+    vocabulary = -(-model.vocab_size // ranks)
+    query = model.num_heads * model.head_dim // ranks
+    outputs = query + 2 * local_kv_heads(model, ranks) * model.head_dim
+    qkv_bias, output_bias = _attention_biases(model)
+    inner = model.intermediate_size // ranks
+    mlp_biases = 2 * inner + hidden if model.mlp_bias else 0
+    head_norms = 2 * model.head_dim if model.architecture == "Qwen3ForCausalLM" else 0
+    return Parameters(
+        embedding=vocabulary * hidden,
+        attention=layers * (hidden * (outputs + query) + qkv_bias * outputs + output_bias * hidden),
+        mlp=layers * (3 * hidden * inner + mlp_biases),
+        norms=layers * (2 * hidden + head_norms) + hidden,
+        head=0 if model.tie_word_embeddings else vocabulary * hidden,
+    )
+
+
+def local_kv_heads(model: ModelConfig, ranks: int) -> int:
+    """KV heads of one rank; with fewer heads than ranks, each rank holds a copy of one."""
+    return max(1, model.num_kv_heads // ranks)
+
+
+def kv_bytes_per_token(model: ModelConfig, ranks: int, element_bytes: int) -> int:
+    """Bytes that one token takes in a rank's KV cache: K and V of every layer."""
+    return 2 * model.num_layers * local_kv_heads(model, ranks) * model.head_dim * element_bytes
+
+
+def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_bytes: int) -> int:
+    """An upper estimate of what a rank's steps and tables take besides weights and KV cache.
+
+    Activations of a full step (in float32 where norms and attention widen them), logits with
+    the sampler's copies, one gathered context, and the tables of tokens and pages.
+    """
+    width = (
+        6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
+    )
+    activations = config.max_batch_tokens * width * 4
+    logits = model.vocab_size * max(
+        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
+    )
+    context = config.max_model_len or model.max_position_embeddings
+    gathered = 2 * context * local_kv_heads(model, ranks) * model.head_dim * element_bytes
+    tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
+    return activations + logits + gathered + tables
+
+
+def _attention_biases(model: ModelConfig) -> tuple[bool, bool]:
+    """Whether the projections of query, key and value have biases, and whether the output's has."""
+    if model.architecture == "Qwen2ForCausalLM":
+        return True, False
+    if model.architecture == "MistralForCausalLM":
+        return False, False
+    return model.attention_bias, model.attention_bias
