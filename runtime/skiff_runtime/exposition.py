@@ -17,8 +17,8 @@ class Family:
     kind = "untyped"
 
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
-        self._name = name
-        self._labels = labels
+        self.name = name
+        self.labels = labels
         self.header = f"# HELP {name} {text}\n# TYPE {name} {self.kind}\n"
 
     def render(self) -> str:
@@ -27,11 +27,11 @@ class Family:
 
     def _series(self, values: Sequence[str], suffix: str = "", **more: str) -> str:
         """``name_suffix{label="value",...}`` and a space."""
-        assert len(values) == len(self._labels), (self._name, values)
-        pairs = [*zip(self._labels, values, strict=True), *more.items()]
+        assert len(values) == len(self.labels), (self.name, values)
+        pairs = [*zip(self.labels, values, strict=True), *more.items()]
         assert not any(mark in value for _, value in pairs for mark in '"\\\n'), pairs
         inside = ",".join(f'{label}="{value}"' for label, value in pairs)
-        return f"{self._name}{suffix}{{{inside}}} " if inside else f"{self._name}{suffix} "
+        return f"{self.name}{suffix}{{{inside}}} " if inside else f"{self.name}{suffix} "
 
 
 class Counter(Family):

@@ -383,6 +383,14 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     port: int = 0
 
 
+class Beats(Struct, frozen=True, tag="beats", array_like=True):
+    """supervisor -> api, about once a second: each process that has spoken, seconds since it did, whether it runs."""
+
+    processes: list[str]
+    ages: list[float]
+    running: list[bool]
+
+
 class ServiceReady(Struct, frozen=True, tag="service_ready", array_like=True):
     """supervisor -> api: every process is ready."""
 
@@ -404,7 +412,7 @@ class ServiceFailed(Struct, frozen=True, tag="service_failed", array_like=True):
 ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 ToScheduler = GenerateRequest | AbortRequest | FlushCache
 ToDetokenizer = TokenBatch
-ToApi = TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | ServiceReady | Drain | ServiceFailed
+ToApi = TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
 ToSupervisor = Heartbeat | PhaseReport | Ready
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED
 from skiff_runtime.launch import Launch, Role
 from skiff_runtime.messages import (
+    Beats,
     Drain,
     Heartbeat,
     PhaseReport,
@@ -63,6 +64,7 @@ class Supervisor:
         self._children = Children(launch, self._poller)
         self._started = time.monotonic()
         self._last_beat: dict[str, float] = {}
+        self._told_beats = 0.0
         self._ready: dict[str, Ready] = {}
         self._serving = False
         self._signals = 0
@@ -111,6 +113,7 @@ class Supervisor:
         self._swallow(wakeup)
         for message in self._inbox.drain(1024):
             self._take(message)
+        self._tell_beats()
         if self._drain_deadline is None and self._signals:
             return self._begin_drain()
         if self._drain_deadline is not None:
@@ -131,6 +134,21 @@ class Supervisor:
             log.event("process_ready", process=message.process)
             if not self._serving and len(self._ready) == len(self._children.running):
                 self._begin_serving()
+
+    def _tell_beats(self) -> None:
+        """Let the api process know, once a turn's length, when each process was last heard of."""
+        now = time.monotonic()
+        if now - self._told_beats < TURN_SECONDS:
+            return
+        self._told_beats = now
+        running = set(self._children.running)
+        self._api.send(
+            Beats(
+                processes=list(self._last_beat),
+                ages=[now - beat for beat in self._last_beat.values()],
+                running=[name in running for name in self._last_beat],
+            )
+        )
 
     def _begin_serving(self) -> None:
         self._serving = True

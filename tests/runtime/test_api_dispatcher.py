@@ -30,7 +30,9 @@ class Tokenizer:
 
 def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     tokenizer, status = Tokenizer(), ServiceStatus()
-    metrics = Metrics(in_flight=lambda: 0, ready=lambda: True, phase_seconds=dict)
+    metrics = Metrics(
+        in_flight=lambda: 0, connections=lambda: 0, ready=lambda: True, phase_seconds=dict, heartbeats=list
+    )
     dispatcher = Dispatcher([cast(Sender, tokenizer)], capacity=1, status=status, metrics=metrics)
     generation = Generation(
         prompt=[1],

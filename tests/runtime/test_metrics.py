@@ -1,10 +1,13 @@
 """The exposition: well formed, true to what was noted, every metric of the contract on it."""
 
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from skiff_runtime import contract
 from skiff_runtime.messages import StepStats, Usage
-from skiff_runtime.metrics import Endpoint, Metrics, Outcome
+from skiff_runtime.metrics import AbortReason, Endpoint, Metrics, Outcome
 
 STATS = StepStats(
     queued=3,
@@ -18,11 +21,22 @@ STATS = StepStats(
     decode_tokens=2,
     retracted=1,
     evicted_pages=4,
+    prefill_rows=3,
+    queued_tokens=900,
+    lookup_tokens=40,
+    hit_tokens=16,
+    queue_seconds=[0.001, 0.2],
 )
 
 
 def make() -> Metrics:
-    return Metrics(in_flight=lambda: 7, ready=lambda: True, phase_seconds=lambda: {"weights": 1.5})
+    return Metrics(
+        in_flight=lambda: 7,
+        connections=lambda: 9,
+        ready=lambda: True,
+        phase_seconds=lambda: {"weights": 1.5},
+        heartbeats=lambda: [("rank0", True, 0.5), ("tokenizer0", False, 61.0)],
+    )
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -49,6 +63,18 @@ def test_every_metric_of_the_contract_is_exposed() -> None:
     assert plain - names == set()
 
 
+def test_the_documentation_tells_each_metric_s_type_and_labels() -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    told = {
+        row[0].strip("`"): (row[1], tuple(re.findall(r"`(\w+)`", row[2]))) for row in rows if len(row) == 4
+    }
+    families = [family for family in make().families() if not family.name.startswith("sglang:")]
+    assert len(families) > 25
+    for family in families:
+        assert told.get(family.name) == (family.kind, family.labels), family.name
+
+
 def test_gauges_are_those_of_the_last_step() -> None:
     metrics = make()
     metrics.note_step(StepStats(running=50), generated=0)
@@ -61,6 +87,9 @@ def test_gauges_are_those_of_the_last_step() -> None:
     assert [found[f"skiff_kv_pages{{state={state}}}"] for state in ("free", "cached", "used")] == [60, 15, 25]
     assert found["skiff_requests_in_flight"] == 7
     assert found["skiff_ready"] == 1
+    assert (found["skiff_http_connections"], found["skiff_queued_prompt_tokens"]) == (9, 900)
+    assert [found[f"skiff_process_up{{process={name}}}"] for name in ("rank0", "tokenizer0")] == [1, 0]
+    assert found["skiff_process_heartbeat_age_seconds{process=tokenizer0}"] == 61
     assert found["skiff_start_phase_seconds{phase=weights}"] == 1.5
 
 
@@ -71,6 +100,9 @@ def test_counters_add_up() -> None:
         metrics.note_usage(Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4))
     metrics.note_request(Endpoint.CHAT, Outcome.FINISHED, 0.3)
     metrics.note_request(Endpoint.CHAT, Outcome.REJECTED, 0.0)
+    metrics.note_abort(AbortReason.DEADLINE)
+    for status in (400, 422, 429, 503, 401):
+        metrics.note_refused(status)
     found = samples(metrics)
     assert found["skiff_generated_tokens_total"] == 6
     assert found["skiff_prompt_tokens_total"] == 30
@@ -81,6 +113,13 @@ def test_counters_add_up() -> None:
     assert found["skiff_requests_total{endpoint=chat,outcome=rejected}"] == 1
     assert found["skiff_requests_total{endpoint=generate,outcome=failed}"] == 0
     assert found["skiff_request_duration_seconds_count{endpoint=chat}"] == 1
+    assert found["skiff_aborted_requests_total{reason=deadline}"] == 1
+    assert found["skiff_aborted_requests_total{reason=disconnect}"] == 0
+    reasons = ("invalid", "queue_full", "unavailable", "unauthorized", "too_large")
+    assert [found[f"skiff_refused_requests_total{{reason={each}}}"] for each in reasons] == [2, 1, 1, 1, 0]
+    assert (found["skiff_request_prompt_tokens_sum"], found["skiff_request_generated_tokens_sum"]) == (30, 15)
+    assert (found["skiff_prefix_lookup_tokens_total"], found["skiff_prefix_hit_tokens_total"]) == (120, 48)
+    assert found["skiff_request_queue_seconds_count"] == 6
 
 
 def test_steps_are_told_apart_by_kind() -> None:
@@ -95,6 +134,8 @@ def test_steps_are_told_apart_by_kind() -> None:
     ]
     assert counts == [1, 1, 1]
     assert found["skiff_step_tokens_sum"] == 32 + 9 + 9
+    assert (found["skiff_prefill_batch_requests_sum"], found["skiff_prefill_batch_requests_count"]) == (3, 1)
+    assert (found["skiff_decode_batch_requests_sum"], found["skiff_decode_batch_requests_count"]) == (11, 2)
 
 
 def test_histogram_buckets_are_cumulative() -> None:

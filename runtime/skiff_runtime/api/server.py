@@ -17,6 +17,7 @@ from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
 from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.errors import ConfigError, InternalError, Unavailable
 from skiff_runtime.messages import (
+    Beats,
     Drain,
     PhaseReport,
     RequestFailed,
@@ -44,7 +45,7 @@ DRAINED_LINGER_SECONDS: Final = 1.0
 DRAINED_CLOSE_SECONDS: Final = 2
 """How long slow readers may take for what is already written."""
 
-ApiMessage = TextBatch | RequestFailed | PhaseReport | ServiceReady | Drain | ServiceFailed
+ApiMessage = TextBatch | RequestFailed | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
 
 
 class _HttpServer(uvicorn.Server):
@@ -65,7 +66,9 @@ class ApiServer:
         self._metrics = Metrics(
             in_flight=lambda: len(self._dispatcher),
             ready=lambda: self._status.state is State.READY,
+            connections=lambda: len(self._http.server_state.connections),
             phase_seconds=self._status.phase_seconds,
+            heartbeats=self._status.heartbeats,
         )
         self._dispatcher = Dispatcher(
             [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))],
@@ -147,6 +150,8 @@ class ApiServer:
                 self._dispatcher.fail(message)
             case PhaseReport():
                 self._status.note(message)
+            case Beats():
+                self._status.note_beats(message)
             case ServiceReady():
                 self._metrics.note_capacity(message.kv_tokens, self._child.launch.config.page_size)
                 self._status.make_ready(message.kv_tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 from skiff_runtime.contract import PHASES
 from skiff_runtime.errors import Unavailable
-from skiff_runtime.messages import PhaseReport
+from skiff_runtime.messages import Beats, PhaseReport
 
 
 class State(StrEnum):
@@ -44,6 +44,8 @@ class ServiceStatus:
         self._began = time.monotonic()
         self._served: float | None = None
         self._processes: dict[str, ProcessStart] = {}
+        self._beats = Beats([], [], [])
+        self._told_beats = self._began
 
     def check_open(self) -> None:
         """Raise ``Unavailable`` unless new requests are served."""
@@ -66,6 +68,17 @@ class ServiceStatus:
         self._served = time.monotonic()
         if self.state is State.STARTING:
             self.state = State.READY
+
+    def note_beats(self, beats: Beats) -> None:
+        """The supervisor tells when each process was last heard of."""
+        self._beats = beats
+        self._told_beats = time.monotonic()
+
+    def heartbeats(self) -> list[tuple[str, bool, float]]:
+        """Each process with whether it runs and how many seconds it has been silent, as far as is known here."""
+        since = time.monotonic() - self._told_beats
+        told = zip(self._beats.processes, self._beats.running, self._beats.ages, strict=True)
+        return [(name, running, age + since) for name, running, age in told]
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds that each finished phase took in the process that was slowest in it."""
