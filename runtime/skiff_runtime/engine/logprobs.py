@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.engine.model_runner import PROMPT_SLICE, Hidden, ModelRunner
+from skiff_runtime.engine.model_runner import Hidden, ModelRunner
+from skiff_runtime.models.footprint import PROMPT_SLICE
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
 
 MAX_TOP: Final = 20

@@ -16,17 +16,11 @@ from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
+from skiff_runtime.models.footprint import working_bytes
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.models.weights import load_weights, weight_bytes
 
 MIB: Final = 1 << 20
-
-SAMPLER_BYTES: Final = 48
-"""Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
-PROMPT_SLICE: Final = 64
-"""Positions of a prompt whose logits are in memory at a time."""
-PROMPT_BYTES: Final = 16
-"""Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
 
 OnPhase = Callable[[str, float], None]
 
@@ -104,7 +98,12 @@ class ModelRunner:
             self._config,
             layout,
             free_bytes=free,
-            reserved_bytes=working_bytes(self._config, self._model_config, layout, self._group.size),
+            reserved_bytes=working_bytes(
+                self._config,
+                self._model_config,
+                ranks=self._group.size,
+                element_bytes=layout.dtype.itemsize,
+            ),
             max_model_len=longest(self._config, self._model_config),
         )
 
@@ -116,22 +115,3 @@ class ModelRunner:
 def longest(config: Config, model: ModelConfig) -> int:
     """Tokens of the longest sequence that is served."""
     return config.max_model_len or model.max_position_embeddings
-
-
-def working_bytes(config: Config, model: ModelConfig, layout: KVLayout, ranks: int) -> int:
-    """An upper estimate of what steps and tables take besides weights and KV cache.
-
-    Activations of a full step (in float32 where norms and attention widen them), logits with
-    the sampler's copies, one gathered context, and the tables of tokens and pages.
-    """
-    width = (
-        6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
-    )
-    activations = config.max_batch_tokens * width * 4
-    logits = model.vocab_size * max(
-        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
-    )
-    context = longest(config, model)
-    gathered = 2 * context * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
-    tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
-    return activations + logits + gathered + tables
