@@ -90,7 +90,7 @@ def test_the_least_recently_used_leaf_goes_first_tail_first() -> None:
     assert cache.evict(1).tolist() == [4]
     assert matched(cache, 4, 5) == [3]
     assert cache.evict(2).tolist() == [1, 2]
-    assert (cache.cached_pages, cache.evictable_pages, cache.evicted_pages) == (2, 2, 3)
+    assert (cache.cached_pages, cache.evictable_pages) == (2, 2)
     assert cache.evict(10).tolist() == [0, 3]
     cache.check()
 
@@ -134,7 +134,7 @@ def test_memory_evicts_only_what_is_missing() -> None:
     insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
     assert (memory.free_pages, memory.available_pages) == (1, 4)
     assert sorted(memory.allocate(2).tolist()) == [2, 3]
-    assert memory.cache.evicted_pages == 1
+    assert memory.evicted_pages == 1
     memory.check(ints(2, 3))
 
 
@@ -144,3 +144,16 @@ def test_check_notices_leaks_and_shares(owned: Int32, fault: str) -> None:
     memory.allocate(1)
     with pytest.raises(AssertionError, match=fault):
         memory.check(owned)
+
+
+def test_a_flush_frees_what_nobody_holds() -> None:
+    memory = KVMemory(num_pages=6, page_size=1, cache="radix")
+    insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
+    insert(memory.cache, ints(1, 5), ints(0, *memory.allocate(1)))
+    held = memory.cache.match(ints(1, 5))
+    memory.cache.lock(held.handle)
+    assert sorted(memory.flush().tolist()) == [1, 2]
+    assert (memory.free_pages, memory.evicted_pages) == (4, 0)
+    memory.cache.unlock(held.handle)
+    assert sorted(memory.flush().tolist()) == [0, 3]
+    assert (memory.free_pages, memory.cache.cached_pages) == (6, 0)

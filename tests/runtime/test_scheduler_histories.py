@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paper_engine import continuation
-from scheduler_bench import EOS, Reply, SchedulerBench, generate
+from paper_engine import continuation, thought
+from scheduler_bench import EOS, UNKNOWN, Reply, SchedulerBench, generate
 
-from skiff_runtime.messages import AbortRequest, Finish
+from skiff_runtime.messages import AbortRequest, Finish, GenerateRequest
 
 LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "1500"))
 
@@ -25,6 +25,8 @@ class Client:
     max_tokens: int
     ignore_eos: bool
     leaves_after: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
@@ -43,6 +45,8 @@ clients = st.builds(
     max_tokens=st.integers(1, 24),
     ignore_eos=st.booleans(),
     leaves_after=st.none() | st.none() | st.integers(0, 12),
+    logprobs=st.none() | st.none() | st.integers(0, 2),
+    prompt_logprobs=st.none() | st.none() | st.none() | st.integers(0, 2),
 )
 options = st.fixed_dictionaries(
     {
@@ -70,6 +74,7 @@ def judge(client: Client, reply: Reply, kv_tokens: int) -> None:
         assert reply.failed is not None and reply.failed.status == 400 and not reply.tokens
         return
     tokens, finish = expected(client)
+    judge_thoughts(client, reply)
     if reply.finish == Finish.ABORT:
         assert client.leaves_after is not None
         assert reply.tokens == tokens[: len(reply.tokens)]
@@ -78,15 +83,42 @@ def judge(client: Client, reply: Reply, kv_tokens: int) -> None:
         assert reply.opened is not None and reply.opened.prompt_tokens == len(client.prompt)
 
 
+def judge_thoughts(client: Client, reply: Reply) -> None:
+    """Each token that was told has its log-probabilities, if they were asked for; so has the prompt."""
+    if client.logprobs is None:
+        assert reply.thoughts == []
+    else:
+        sequence, start = [*client.prompt, *reply.tokens], len(client.prompt)
+        assert reply.thoughts == [
+            (sequence[i], *thought(sequence[:i], sequence[i], client.logprobs))
+            for i in range(start, len(sequence))
+        ]
+    told = len(reply.prompt)
+    assert told == 0 if client.prompt_logprobs is None else told == len(client.prompt) or not reply.tokens
+    top = client.prompt_logprobs or 0
+    for i, each in enumerate(reply.prompt):
+        known = thought(client.prompt[:i], client.prompt[i], top) if i else UNKNOWN
+        assert each == (client.prompt[i], *known)
+
+
+def request(uid: int, client: Client) -> GenerateRequest:
+    return generate(
+        uid,
+        client.prompt,
+        max_tokens=client.max_tokens,
+        ignore_eos=client.ignore_eos,
+        logprobs=client.logprobs,
+        prompt_logprobs=client.prompt_logprobs,
+    )
+
+
 def live(bench: SchedulerBench, population: list[Client]) -> list[int]:
     """Let all clients come and go; the digest after each turn."""
     digests = []
     for turn in range(45):
         for uid, client in enumerate(population):
             if client.turn == turn:
-                bench.put(
-                    generate(uid, client.prompt, max_tokens=client.max_tokens, ignore_eos=client.ignore_eos)
-                )
+                bench.put(request(uid, client))
             if client.leaves_after is not None and client.turn + client.leaves_after == turn:
                 bench.put(AbortRequest(uid))
         bench.turn()

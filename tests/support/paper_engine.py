@@ -3,7 +3,7 @@
 The KV cell of a token is a hash of the token and of all cells before it, *as read through
 the page table*; the next token is a function of all cells. A row that points at a
 wrong page, a page that was freed and overwritten, or a chunk that was never computed
-gives other tokens than ``continuation``. Steps run only when their result is asked for,
+gives other tokens than ``continuation``, and other log-probabilities than ``thought``. Steps run only when their result is asked for,
 in order of launch: a plan that still changes after its launch is found out, too.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from skiff_runtime.step import Int32, StepPlan, StepResult
+from skiff_runtime.step import Logprobs, PromptChunk, SlotOpened, StepPlan, StepResult
 
 VOCAB: Final = 40
 _START: Final = 0x9E3779B97F4A7C15
@@ -50,18 +50,34 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return output
 
 
+def thought(before: Sequence[int], token: int, top: int) -> tuple[float, list[int], list[float]]:
+    """What a right engine thinks of ``token`` after ``before``: its log-probability, and the likeliest tokens."""
+    state = _START
+    for cell in cells(before):
+        state = _mix(state, cell)
+    return _thought(state, token, top)
+
+
+def _thought(state: int, token: int, top: int) -> tuple[float, list[int], list[float]]:
+    ids = [_token(state + 977 * rank) for rank in range(top)]
+    return -float(_mix(state, token) % 4096) / 16, ids, [-float(rank) for rank in range(top)]
+
+
 class PaperStep:
     """The handle of a launched step."""
 
     def __init__(self, engine: "PaperEngine", plan: StepPlan) -> None:
         self.plan = plan
-        self.tokens: Int32 | None = None
+        self.outcome: StepResult | None = None
         self._engine = engine
 
+    def wait(self, timeout_seconds: float) -> bool:
+        return True
+
     def result(self) -> StepResult:
-        while self.tokens is None:
+        while self.outcome is None:
             self._engine.run_next()
-        return StepResult(self.tokens)
+        return self.outcome
 
 
 class PaperEngine:
@@ -74,6 +90,7 @@ class PaperEngine:
         """Cells by page and offset."""
         self._pages = [[-1] * (-(-max_model_len // page_size)) for _ in range(slots)]
         self._tokens = [[-1] * (max_model_len + 1) for _ in range(slots)]
+        self._opened: dict[int, SlotOpened] = {}
         self._pending: deque[PaperStep] = deque()
 
     def launch(self, plan: StepPlan) -> PaperStep:
@@ -90,6 +107,7 @@ class PaperEngine:
         plan = step.plan
         for opened in plan.opened:
             self._tokens[opened.slot][: len(opened.tokens)] = opened.tokens.tolist()
+            self._opened[opened.slot] = opened
         for slot, column, page in zip(plan.page_slots, plan.page_columns, plan.page_ids, strict=True):
             self._pages[slot][column] = int(page)
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
@@ -99,8 +117,39 @@ class PaperEngine:
         sampled = [row for row, samples in zip(rows, plan.samples, strict=True) if samples]
         for slot, start, length in sampled:
             self._tokens[slot][start + length] = _token(self._read(slot, start + length))
-        step.tokens = np.array(
-            [self._tokens[slot][start + length] for slot, start, length in sampled], np.int32
+        places = [(slot, start + length) for slot, start, length in sampled]
+        tokens = np.array([self._tokens[slot][place] for slot, place in places], np.int32)
+        asking = [index for index, (slot, _) in enumerate(places) if self._asked(slot) is not None]
+        top = max((self._asked(places[index][0]) or 0 for index in asking), default=0)
+        prompts = (self._prompt(*row) for row in rows)
+        step.outcome = StepResult(
+            tokens,
+            np.array(asking, np.int32),
+            self._logprobs([places[index] for index in asking], top) if asking else None,
+            tuple(chunk for chunk in prompts if chunk is not None),
+        )
+
+    def _asked(self, slot: int) -> int | None:
+        return self._opened[slot].sampling.logprobs
+
+    def _prompt(self, slot: int, start: int, length: int) -> PromptChunk | None:
+        """What is thought of the prompt's tokens behind those that a row computes."""
+        opened = self._opened[slot]
+        top, end = opened.sampling.prompt_logprobs, min(start + length + 1, opened.prompt_tokens)
+        if top is None or end <= start + 1:
+            return None
+        return PromptChunk(
+            slot, start + 1, self._logprobs([(slot, place) for place in range(start + 1, end)], top)
+        )
+
+    def _logprobs(self, places: list[tuple[int, int]], top: int) -> Logprobs:
+        thoughts = [
+            _thought(self._read(slot, place), self._tokens[slot][place], top) for slot, place in places
+        ]
+        return Logprobs(
+            np.array([chosen for chosen, _, _ in thoughts], np.float32),
+            np.array([ids for _, ids, _ in thoughts], np.int32).reshape(len(thoughts), top),
+            np.array([values for _, _, values in thoughts], np.float32).reshape(len(thoughts), top),
         )
 
     def _read(self, slot: int, end: int) -> int:

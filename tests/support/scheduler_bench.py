@@ -13,7 +13,10 @@ from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
+    CompiledGrammar,
     Finish,
+    FlushCache,
+    Flushed,
     GenerateRequest,
     RequestFailed,
     SamplingParams,
@@ -37,12 +40,29 @@ def generate(
     max_tokens: int = 4,
     ignore_eos: bool = True,
     stops: tuple[int, ...] = (),
+    priority: int = 0,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    grammar: CompiledGrammar | None = None,
 ) -> GenerateRequest:
     """A greedy request."""
     sampling = SamplingParams(
-        max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=ignore_eos, stop_token_ids=stops
+        max_tokens=max_tokens,
+        seed=0,
+        temperature=0.0,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stops,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
-    return GenerateRequest(uid, np.array(prompt, Wire.TOKEN).tobytes(), sampling, TextOptions())
+    token_ids = np.array(prompt, Wire.TOKEN).tobytes()
+    return GenerateRequest(uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar)
+
+
+Thought = tuple[int, float, list[int], list[float]]
+"""A token, its log-probability, the likeliest tokens and theirs."""
+UNKNOWN: Final[tuple[float, list[int], list[float]]] = (1.0, [], [])
+"""What is thought of a token that nothing predicts; NaN would not equal itself."""
 
 
 @dataclass
@@ -51,6 +71,10 @@ class Reply:
 
     opened: StreamOpened | None = None
     tokens: list[int] = field(default_factory=list)
+    thoughts: list[Thought] = field(default_factory=list)
+    """Of its tokens, where it asked for them."""
+    prompt: list[Thought] = field(default_factory=list)
+    """Of its prompt, where it asked for them; of its first token ``UNKNOWN``."""
     finish: Finish = Finish.RUNNING
     failed: RequestFailed | None = None
 
@@ -59,8 +83,18 @@ class Reply:
         return self.finish != Finish.RUNNING or self.failed is not None
 
 
+def columns(ids: bytes, logprobs: bytes) -> tuple[list[int], list[float]]:
+    tokens, values = np.frombuffer(ids, Wire.TOKEN).tolist(), np.frombuffer(logprobs, Wire.LOGPROB).tolist()
+    assert len(tokens) == len(values)
+    return tokens, values
+
+
 class Replies(dict[int, Reply]):
     """Replies by uid; refuses what no client should ever see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed: list[Flushed] = []
 
     def take(self, batch: TokenBatch) -> None:
         for opened in batch.opened:
@@ -82,6 +116,24 @@ class Replies(dict[int, Reply]):
             reply = self.setdefault(failed.uid, Reply())
             assert not reply.ended and reply.opened is None
             reply.failed = failed
+        self._take_logprobs(batch, uids, tokens)
+        self.flushed.extend(batch.flushed)
+
+    def _take_logprobs(self, batch: TokenBatch, uids: list[int], tokens: list[int]) -> None:
+        assert len({told.row for told in batch.logprobs}) == len(batch.logprobs)
+        for told in batch.logprobs:
+            thought = (tokens[told.row], told.logprob, *columns(told.top_ids, told.top_logprobs))
+            self[uids[told.row]].thoughts.append(thought)
+        for run in batch.prompt_logprobs:
+            reply = self[run.uid]
+            assert run.start == len(reply.prompt), "each token of a prompt is told once, in order"
+            top_ids, top = columns(run.top_ids, run.top_logprobs)
+            tokens, values = columns(run.token_ids, run.logprobs)
+            for index, (token, value) in enumerate(zip(tokens, values, strict=True)):
+                some = slice(index * run.top, (index + 1) * run.top)
+                assert np.isnan([value, *top[some]]).all() == (not reply.prompt)
+                known = (value, top_ids[some], top[some]) if reply.prompt else UNKNOWN
+                reply.prompt.append((token, *known))
 
 
 class MemoryChannel(Channel):
@@ -128,7 +180,7 @@ class SchedulerBench:
         self.replies = Replies()
         self.stats: list[StepStats] = []
 
-    def put(self, *items: GenerateRequest | AbortRequest) -> None:
+    def put(self, *items: GenerateRequest | AbortRequest | FlushCache) -> None:
         """Let messages arrive before the next turn."""
         self.channel.arriving.extend(items)
 

@@ -60,8 +60,6 @@ class PrefixCache(ABC):
         """Pages that the cache owns."""
         self.evictable_pages = 0
         """Those of them that nobody has locked."""
-        self.evicted_pages = 0
-        """How many it has given back since the start."""
 
     @abstractmethod
     def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:

@@ -16,6 +16,8 @@ class KVMemory:
     def __init__(self, *, num_pages: int, page_size: int, cache: str) -> None:
         self.cache = CACHES[cache](page_size)
         self._allocator = PageAllocator(num_pages)
+        self.evicted_pages = 0
+        """How many pages the cache has given up since the start because others needed them."""
 
     @property
     def total_pages(self) -> int:
@@ -34,12 +36,20 @@ class KVMemory:
         """Take ``count`` of the available pages, evicting cached ones where too few are free."""
         missing = count - self._allocator.free_count
         if missing > 0:
-            self._allocator.free(self.cache.evict(missing))
+            evicted = self.cache.evict(missing)
+            self.evicted_pages += len(evicted)
+            self._allocator.free(evicted)
         return self._allocator.allocate(count)
 
     def free(self, pages: Int32) -> None:
         """Give back pages that the caller owns."""
         self._allocator.free(pages)
+
+    def flush(self) -> Int32:
+        """Free every cached page that nobody has locked; these pages."""
+        pages = self.cache.evict(self.cache.evictable_pages)
+        self._allocator.free(pages)
+        return pages
 
     def check(self, owned: Int32) -> None:
         """Assert that each page is exactly one of free, cached and ``owned`` (by requests)."""

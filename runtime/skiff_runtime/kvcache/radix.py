@@ -67,7 +67,6 @@ class RadixCache(PrefixCache):
         pages = np.concatenate(runs) if runs else NO_PAGES
         self.cached_pages -= len(pages)
         self.evictable_pages -= len(pages)
-        self.evicted_pages += len(pages)
         return pages
 
     def check(self) -> Int32:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from skiff_runtime.config import Config
 from skiff_runtime.kvcache.base import Int32
 from skiff_runtime.kvcache.memory import KVMemory
-from skiff_runtime.messages import StreamOpened
 from skiff_runtime.scheduler.admission import Admission
 from skiff_runtime.scheduler.draft import Draft
 from skiff_runtime.scheduler.queue import RequestQueue
@@ -24,7 +23,7 @@ class Planned:
     """A planned step and what planning it brought about."""
 
     step: StepPlan
-    opened: list[StreamOpened]
+    opened: list[Request]
     """Requests that run for the first time."""
     duplicates: list[Int32]
     """Pages to free when the step has retired."""
@@ -45,7 +44,7 @@ class Batcher:
         self._tenancy = tenancy
         self._admission = Admission(config.page_size)
         self._rewrites = Rewrites()
-        self._opened: list[StreamOpened] = []
+        self._opened: list[Request] = []
         self._number = 0
 
     def starved(self) -> bool:
@@ -132,12 +131,14 @@ class Batcher:
             self._tenancy.forgo(match)
             return False
         self._tenancy.enter(request, match)
-        draft.open(SlotOpened(request.slot, request.tokens, request.sampling, request.prompt_tokens))
+        draft.open(
+            SlotOpened(request.slot, request.tokens, request.sampling, request.prompt_tokens, request.grammar)
+        )
         draft.span(request.slot, 0, match.pages)
         if not request.opened:
             request.opened = True
-            cached = match.handle.depth * self._page_size
-            self._opened.append(StreamOpened(request.uid, request.prompt_tokens, cached, request.text))
+            request.cached_tokens = match.handle.depth * self._page_size
+            self._opened.append(request)
         return True
 
     def _chunk(self, draft: Draft, request: Request, budget: int) -> int:

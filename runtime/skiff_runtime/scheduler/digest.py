@@ -24,5 +24,9 @@ class Digest:
         """Take in the tokens of a step."""
         self._add(tokens)
 
+    def flushed(self, pages: Int32) -> None:
+        """Take in the pages that the cache gave up."""
+        self._add(pages)
+
     def _add(self, column: Int32) -> None:
         self.value = crc32(column.tobytes(), self.value)

@@ -2,6 +2,8 @@
 
 from time import perf_counter
 
+from msgspec.structs import replace
+
 from skiff_runtime.kvcache.memory import KVMemory
 from skiff_runtime.messages import StepStats
 from skiff_runtime.scheduler.batching import Planned
@@ -21,36 +23,31 @@ class Gauges:
 
     def now(self) -> StepStats:
         """Where things stand, when no step has just ended."""
-        return self._stats(step_seconds=0.0, prefill_tokens=0, decode_tokens=0, retracted=0)
+        evicted, self._evicted = self._memory.evicted_pages - self._evicted, self._memory.evicted_pages
+        return StepStats(
+            queued=len(self._queue),
+            running=self._slots.running,
+            pages_total=self._memory.total_pages,
+            pages_free=self._memory.free_pages,
+            pages_cached=self._memory.cache.evictable_pages,
+            page_size=self._memory.cache.page_size,
+            evicted_pages=evicted,
+        )
 
     def after(self, planned: Planned, *, launched_at: float) -> StepStats:
         """Where things stand after a step, which ran since its launch or since the end of the one before."""
         ended_at = perf_counter()
         began_at = max(launched_at, self._busy_since)
         self._busy_since = ended_at
-        decode_tokens = planned.step.decode_rows
-        return self._stats(
+        step, opened = planned.step, planned.opened
+        return replace(
+            self.now(),
             step_seconds=ended_at - began_at,
-            prefill_tokens=planned.step.tokens - decode_tokens,
-            decode_tokens=decode_tokens,
+            prefill_rows=len(step.slots) - step.decode_rows,
+            prefill_tokens=step.tokens - step.decode_rows,
+            decode_tokens=step.decode_rows,
             retracted=planned.retracted,
-        )
-
-    def _stats(
-        self, *, step_seconds: float, prefill_tokens: int, decode_tokens: int, retracted: int
-    ) -> StepStats:
-        cache = self._memory.cache
-        evicted, self._evicted = cache.evicted_pages - self._evicted, cache.evicted_pages
-        return StepStats(
-            queued=len(self._queue),
-            running=self._slots.running,
-            pages_total=self._memory.total_pages,
-            pages_free=self._memory.free_pages,
-            pages_cached=cache.evictable_pages,
-            page_size=cache.page_size,
-            step_seconds=step_seconds,
-            prefill_tokens=prefill_tokens,
-            decode_tokens=decode_tokens,
-            retracted=retracted,
-            evicted_pages=evicted,
+            lookup_tokens=sum(each.prompt_tokens for each in opened if each.sampling.prompt_logprobs is None),
+            hit_tokens=sum(request.cached_tokens for request in opened),
+            queue_seconds=[launched_at - request.arrived_at for request in opened],
         )

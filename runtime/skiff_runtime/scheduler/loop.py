@@ -8,7 +8,7 @@ import numpy as np
 
 from skiff_runtime.config import Config
 from skiff_runtime.kvcache.memory import KVMemory
-from skiff_runtime.messages import AbortRequest, GenerateRequest
+from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest
 from skiff_runtime.scheduler.batching import Batcher, Planned
 from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.digest import Digest
@@ -104,15 +104,23 @@ class Scheduler:
             self._registry.accept(item)
         elif isinstance(item, AbortRequest):
             self._registry.abort(item)
+        elif isinstance(item, FlushCache):
+            self._flush(item.uid)
         else:
             self._stopped = True
+
+    def _flush(self, uid: int) -> None:
+        pages = self._memory.flush()
+        self._digest.flushed(pages)
+        self._replies.flush(Flushed(uid=uid, pages=len(pages), running=self._slots.occupied))
 
     def _launch(self) -> bool:
         """Plan and start the next step, if there is anything to compute."""
         planned = self._batcher.plan()
         if planned is None:
             return False
-        self._replies.open(planned.opened)
+        for request in planned.opened:
+            self._replies.open(request)
         self._digest.planned(planned.step)
         launched_at = perf_counter()
         self._flights.append(Flight(planned, self._engine.launch(planned.step), launched_at))
@@ -125,10 +133,10 @@ class Scheduler:
     def _retire(self, flight: Flight) -> None:
         """Wait for a step; apply its tokens, free what only it still used, and tell."""
         step = flight.planned.step
-        tokens = flight.handle.result().tokens
-        self._digest.retired(tokens)
+        result = flight.handle.result()
+        self._digest.retired(result.tokens)
         self._slots.flying[step.slots] -= 1
-        self._registry.end_slots(self._results.apply(step.slots[step.samples], tokens))
+        self._registry.end_slots(self._results.apply(step.slots[step.samples], result))
         for pages in flight.planned.duplicates:
             self._memory.free(pages)
         self._registry.release()

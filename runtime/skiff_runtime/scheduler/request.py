@@ -1,13 +1,14 @@
 """One request as the scheduler knows it, from its arrival to its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.kvcache.base import Handle, Int32
-from skiff_runtime.messages import GenerateRequest, SamplingParams, TextOptions, Wire
+from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingParams, TextOptions, Wire
 
 QUEUED = -1
 
@@ -24,17 +25,35 @@ class Request:
     prompt_tokens: int
     sampling: SamplingParams
     text: TextOptions
+    grammar: CompiledGrammar | None = None
     salt: bytes = b""
     slot: int = QUEUED
     handle: Handle | None = None
     """The locked prefix of its page-table row that the cache owns, while it has a slot."""
     opened: bool = False
     """Whether the client has been told that it runs."""
+    cached_tokens: int = 0
+    """How much of its prompt the cache had when it first ran."""
+    told_prompt: int = 0
+    """Of how many tokens of its prompt the log-probabilities were told, where they are asked for."""
+    arrived_at: float = field(default_factory=perf_counter)
+    """For reports only: what decides must be alike on all ranks, and clocks are not."""
 
     @property
     def remaining(self) -> int:
         """Output tokens still allowed when it enters a slot."""
         return self.sampling.max_tokens - (len(self.tokens) - self.prompt_tokens)
+
+    @property
+    def matchable(self) -> Int32:
+        """Its first tokens, which need not be computed where their KV is cached.
+
+        The last token is left out: it must be computed for there to be logits. So is, where log-probabilities of
+        the prompt are asked for, what comes before the first token that has not been told.
+        """
+        if self.sampling.prompt_logprobs is not None and self.told_prompt < self.prompt_tokens:
+            return self.tokens[: max(0, self.told_prompt - 1)]
+        return self.tokens[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,7 @@ def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request
         prompt_tokens=len(tokens),
         sampling=replace(message.sampling, max_tokens=output),
         text=message.text,
+        grammar=message.grammar,
     )
 
 

@@ -1,12 +1,14 @@
-"""What a step's sampled tokens mean: appended, counted, and checked for the end of their request."""
+"""What a step brought: tokens are appended, counted, and checked for the end of their request, and all is told."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skiff_runtime.kvcache.base import Int32
 from skiff_runtime.messages import Finish
+from skiff_runtime.scheduler import logprobs
 from skiff_runtime.scheduler.replies import Replies
 from skiff_runtime.scheduler.slots import Rows, Slots
+from skiff_runtime.step import PromptChunk, StepResult
 
 
 class Results:
@@ -17,14 +19,16 @@ class Results:
         self._slots = slots
         self._replies = replies
 
-    def apply(self, rows: Rows, tokens: Int32) -> Rows:
-        """One token int32[S] for each of S slots; the slots whose requests ended.
+    def apply(self, rows: Rows, result: StepResult) -> Rows:
+        """One token for each of the slots int32[S] that sampled; the slots whose requests ended.
 
         Slots whose request has ended meanwhile (at end of sequence, or aborted, while
         this step was in flight) are passed over: their token is dropped.
         """
-        slots = self._slots
+        slots, tokens = self._slots, result.tokens
         alive = slots.alive[rows]
+        self._tell_prompts(result.prompts)
+        told = logprobs.of_rows(result, slots, rows, alive)
         if not alive.all():
             rows, tokens = rows[alive], tokens[alive]
         known = slots.known[rows]
@@ -35,9 +39,16 @@ class Results:
         finishes = np.where(unsent == 0, np.uint8(Finish.LENGTH), np.uint8(Finish.RUNNING))
         finishes[self._stopped(rows, tokens)] = Finish.STOP
         if len(rows):
-            self._replies.rows(slots.uids[rows], tokens, finishes)
+            self._replies.rows(slots.uids[rows], tokens, finishes, told)
         ended: Rows = rows[finishes != Finish.RUNNING]
         return ended
+
+    def _tell_prompts(self, chunks: tuple[PromptChunk, ...]) -> None:
+        for chunk in chunks:
+            if self._slots.alive[chunk.slot]:
+                told = logprobs.of_prompt(self._slots.request(chunk.slot), chunk)
+                if told is not None:
+                    self._replies.prompt(told)
 
     def _stopped(self, rows: Rows, tokens: Int32) -> NDArray[np.bool_]:
         """Which tokens end their sequence by what they are."""

@@ -33,11 +33,8 @@ class Tenancy:
         self._slots = slots
 
     def match(self, request: Request) -> Match:
-        """The cached prefix of a waiting request, locked.
-
-        The last token is left out: it must be computed for there to be logits.
-        """
-        match = self._cache.match(request.tokens[:-1], salt=request.salt)
+        """The cached prefix of a waiting request, locked."""
+        match = self._cache.match(request.matchable, salt=request.salt)
         self._cache.lock(match.handle)
         return match
 
