@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skiff_runtime.api.body import ClientGone, read_body, request_id
+from skiff_runtime.api.body import BodyReader, ClientGone, request_id
 from skiff_runtime.errors import BodyTooLarge, BodyTooSlow
 
 
@@ -17,7 +17,7 @@ def read(*messages: dict[str, Any], length: int | None = None, limit: int = 10) 
         return queue.pop(0) if queue else await asyncio.Event().wait()  # type: ignore[return-value]
 
     headers = [] if length is None else [(b"content-length", str(length).encode())]
-    return asyncio.run(read_body(headers, receive, limit, timeout_seconds=0.05))
+    return asyncio.run(BodyReader(limit, max_values=0, timeout_seconds=0.05).read(headers, receive))
 
 
 def piece(body: bytes, more: bool = False) -> dict[str, Any]:
@@ -39,6 +39,11 @@ def test_a_length_that_was_not_declared() -> None:
         read(piece(b"x" * 11))
     with pytest.raises(BodyTooLarge):
         read(piece(b"x" * 6, True), piece(b"x" * 6, True))
+
+
+def test_too_much_structure_is_refused_unread() -> None:
+    with pytest.raises(BodyTooLarge, match="strings, objects and arrays"):
+        read(piece(b"[" * 9000, True), piece(b"[" * 9000, True), limit=1 << 20)
 
 
 def test_a_body_that_never_ends() -> None:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from skiff_runtime import contract
+from skiff_runtime.api.body import BodyReader
 from skiff_runtime.api.chat import prepare_chat
 from skiff_runtime.api.completions import prepare_completion
 from skiff_runtime.api.dispatcher import Dispatcher
@@ -28,6 +29,7 @@ from skiff_runtime.metrics import Endpoint, Metrics
 def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> Gate:
     """Assemble the application, and the gate before it. No middleware: requests reach their endpoint untouched."""
     model = ServedModel.of(launch)
+    body = BodyReader(launch.config.max_request_bytes, max_values=2 * model.max_model_len)
 
     def generation(path: str, name: Endpoint, prepare: Prepare) -> Route:
         endpoint = GenerationEndpoint(
@@ -36,7 +38,7 @@ def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, met
             model=model,
             dispatcher=dispatcher,
             metrics=metrics,
-            max_request_bytes=launch.config.max_request_bytes,
+            body=body,
         )
         return Route(path, endpoint, methods=["POST"])
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
+from skiff_runtime.api.structure import Structure
 from skiff_runtime.api.writer import Headers
 from skiff_runtime.errors import BodyTooLarge, BodyTooSlow
 
@@ -13,6 +14,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 BODY_TIMEOUT_SECONDS: Final = 60.0
+SMALL_BYTES: Final = 1 << 14
+"""A body that comes in one piece of at most so many bytes is not counted: it cannot hold much."""
+SLICE_BYTES: Final = 1 << 16
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TIMEOUT_HEADER: Final = b"x-request-timeout-seconds"
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
@@ -30,30 +34,46 @@ def request_id(headers: Headers) -> str:
     return secrets.token_hex(12)
 
 
-async def read_body(
-    headers: Headers, receive: Receive, limit_bytes: int, *, timeout_seconds: float = BODY_TIMEOUT_SECONDS
-) -> bytes:
-    """The whole body. Raises ``BodyTooLarge``, where it can before reading it, ``BodyTooSlow`` or ``ClientGone``."""
-    for name, value in headers:
-        if name == b"content-length" and int(value) > limit_bytes:
-            raise _too_large(limit_bytes)
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            return await _read_pieces(receive, limit_bytes)
-    except TimeoutError:
-        raise BodyTooSlow(f"the request body did not arrive within {timeout_seconds:g} s") from None
+class BodyReader:
+    """Reads bodies within limits of size, structure and time."""
 
+    def __init__(
+        self, limit_bytes: int, *, max_values: int, timeout_seconds: float = BODY_TIMEOUT_SECONDS
+    ) -> None:
+        """``max_values``: how many values a body may hold at least, such as the token ids of a whole context."""
+        self._limit_bytes = limit_bytes
+        self._max_values = max_values
+        self._timeout_seconds = timeout_seconds
 
-async def _read_pieces(receive: Receive, limit_bytes: int) -> bytes:
-    pieces = bytearray()
-    while (message := await receive())["type"] == "http.request":
-        pieces += message["body"]
-        if len(pieces) > limit_bytes:
-            raise _too_large(limit_bytes)
-        if not message.get("more_body"):
-            return bytes(pieces)
-    raise ClientGone
+    async def read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises ``BodyTooLarge``, where it can before reading it, ``BodyTooSlow`` or ``ClientGone``."""
+        for name, value in headers:
+            if name == b"content-length" and int(value) > self._limit_bytes:
+                raise self._too_large()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._pieces(receive)
+        except TimeoutError:
+            raise BodyTooSlow(f"the request body did not arrive within {self._timeout_seconds:g} s") from None
 
+    async def _pieces(self, receive: Receive) -> bytes:
+        whole = bytearray()
+        structure = Structure(self._max_values)
+        while (message := await receive())["type"] == "http.request":
+            piece = message["body"]
+            if len(whole) + len(piece) > self._limit_bytes:
+                raise self._too_large()
+            if not whole and not message.get("more_body") and len(piece) <= SMALL_BYTES:
+                return bytes(piece)
+            whole += piece
+            for start in range(0, len(piece), SLICE_BYTES):
+                structure.feed(piece[start : start + SLICE_BYTES])
+                await asyncio.sleep(0)  # others' turn
+            if not message.get("more_body"):
+                return bytes(whole)
+        raise ClientGone
 
-def _too_large(limit_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the request body exceeds {limit_bytes} bytes (--max-request-bytes); send less")
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"the request body exceeds {self._limit_bytes} bytes (--max-request-bytes); send less"
+        )

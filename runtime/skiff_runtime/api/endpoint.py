@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from skiff_runtime import log
-from skiff_runtime.api.body import ClientGone, Receive, Scope, read_body
+from skiff_runtime.api.body import BodyReader, ClientGone, Receive, Scope
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.reply import own_headers, own_id
@@ -31,20 +31,20 @@ class GenerationEndpoint:
         model: ServedModel,
         dispatcher: Dispatcher,
         metrics: Metrics,
-        max_request_bytes: int,
+        body: BodyReader,
     ) -> None:
         self._name = name
         self._prepare = prepare
         self._model = model
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._max_request_bytes = max_request_bytes
+        self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = _Exchange(scope, send)
         try:
-            raw = await read_body(scope["headers"], receive, self._max_request_bytes)
+            raw = await self._body.read(scope["headers"], receive)
             generation = self._prepare(raw, self._model)
             kind = StreamSink if generation.stream else WholeSink
             uid = self._dispatcher.submit(
