@@ -84,7 +84,8 @@ class PromptChunk:
 class StepResult:
     """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
 
-    ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
+    A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed: that request
+    can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
     """
 
     tokens: Int32

@@ -9,14 +9,15 @@ import torch
 
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.arrival import Arrival
+from skiff_runtime.engine.arrival import NO_ROWS, Arrival
 from skiff_runtime.engine.batch import SampledRows, Tables
 from skiff_runtime.engine.cpu import avoid_trapping_amx
 from skiff_runtime.engine.edits import LogitEdits
+from skiff_runtime.engine.guide import GrammarGuide
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.messages import SamplingParams
+from skiff_runtime.messages import NO_TOKEN, SamplingParams
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
@@ -66,6 +67,7 @@ class Engine:
         self._edits = LogitEdits(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+        self._guide = GrammarGuide(config.max_running_requests, model)
         self._sampler = Sampler(config.max_running_requests, group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
@@ -79,6 +81,7 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step behind those launched before it, and return at once."""
+        self._guide.open(plan.opened)
         return _Step(self._thread.submit(self._run, plan))
 
     def warmup(self) -> None:
@@ -94,8 +97,9 @@ class Engine:
         self.launch(_row(prompt, 1, decode=True)).result()
 
     def close(self) -> None:
-        """Wait for launched steps and end the thread."""
+        """Wait for launched steps and end the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._guide.close()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Arrival:
@@ -110,14 +114,18 @@ class Engine:
         return self._choose(batch.sampled, self._runner.logits(hidden, batch.last_tokens), prompts)
 
     def _choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
-        """Each row's next token, from logits float32 [S, vocab]."""
+        """Each row's next token, from logits float32 [S, vocab]; ``NO_TOKEN`` where no token would be right."""
         logprobs = self._logprobs.rows(logits, rows)
         self._edits.apply(logits, rows)
+        stuck = self._guide.restrict(logits, rows)
         tokens = self._sampler.sample(logits, rows)
         self._tables.append(rows, tokens)
-        if logprobs is None:
-            return Arrival(tokens, prompts=prompts)
-        return Arrival(tokens, logprobs.rows, logprobs.of(tokens), prompts)
+        told = None if logprobs is None else logprobs.of(tokens)
+        if len(stuck):
+            tokens[torch.from_numpy(stuck).to(tokens.device)] = NO_TOKEN
+        arrival = Arrival(tokens, NO_ROWS if logprobs is None else logprobs.rows, told, prompts)
+        self._guide.follow(rows, arrival)
+        return arrival
 
 
 def _row(

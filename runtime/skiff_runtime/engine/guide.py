@@ -1,0 +1,128 @@
+"""Holds answers to their grammars while the steps go on.
+
+The mask of a row's next token is made on a thread as soon as the token before it is known, beside the model's
+forward pass, and waited for right before the next one is sampled. A grammar is read on another thread as soon as its
+request takes a slot. xgrammar is imported there, too, when the first grammar comes: it takes over a second.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from skiff_runtime import log
+from skiff_runtime.engine.arrival import Arrival
+from skiff_runtime.engine.batch import SampledRows
+from skiff_runtime.errors import ModelError
+from skiff_runtime.kernels.bitmask import keep_admitted
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.step import SlotOpened
+
+if TYPE_CHECKING:
+    from skiff_runtime.grammar.matcher import Follower, GrammarShelf
+
+Rows = NDArray[np.int64]
+MASK_BITS = 32
+"""Tokens in a word of a mask."""
+
+
+class GrammarGuide:
+    """The followers of all slots, and the threads on which they work.
+
+    ``open`` belongs to the thread that launches steps, ``restrict`` and ``follow`` to the one that runs them. A slot
+    opens only when every step with a row of it has run, but the mask behind its last token may still be in the making.
+    """
+
+    def __init__(self, slots: int, model: ModelConfig) -> None:
+        self._model = model
+        self._guided = np.zeros(slots, dtype=np.bool_)
+        self._masks = torch.zeros((slots, -(-model.vocab_size // MASK_BITS)), dtype=torch.int32)
+        self._followers: list[Follower | None] = [None] * slots
+        """None: its grammar cannot be followed."""
+        self._pending: list[Future[None] | None] = [None] * slots
+        """What still works on the slot's mask."""
+        self._shelf: GrammarShelf | None = None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
+        self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
+
+    def open(self, opened: Sequence[SlotOpened]) -> None:
+        """Begin to read the grammars of newly taken slots."""
+        for each in opened:
+            self._guided[each.slot] = each.grammar is not None
+            if each.grammar is not None:
+                before = self._pending[each.slot]
+                self._pending[each.slot] = self._loader.submit(self._load, each, before)
+
+    def restrict(self, logits: torch.Tensor, rows: SampledRows) -> Rows:
+        """Mask logits float32 [S, vocab] in place, where answers must match a grammar.
+
+        Returns the rows whose answers cannot go on: no token of theirs would be right.
+        """
+        guided = np.flatnonzero(self._guided[rows.host_slots])
+        if len(guided) == 0:
+            return guided
+        followers = [self._follower(int(slot)) for slot in rows.host_slots[guided]]
+        bound = guided[[each is not None and each.bound for each in followers]]
+        if len(bound):
+            masks = self._masks[torch.from_numpy(rows.host_slots[bound]).long()]
+            where = torch.from_numpy(bound).to(logits.device)
+            keep_admitted(logits, where, masks.to(logits.device, non_blocking=True))
+        return guided[[each is None or each.stuck for each in followers]]
+
+    def follow(self, rows: SampledRows, arrival: Arrival) -> None:
+        """Make the next masks as soon as this step's tokens have arrived."""
+        followed = []
+        for row in np.flatnonzero(self._guided[rows.host_slots]).tolist():
+            follower = self._followers[rows.host_slots[row]]
+            if follower is not None and follower.bound:
+                followed.append((row, follower))
+        if followed:
+            future = self._filler.submit(_follow, followed, arrival)
+            for row, _ in followed:
+                self._pending[rows.host_slots[row]] = future
+
+    def close(self) -> None:
+        """Wait for what is in the making, and end the threads."""
+        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._filler.shutdown(wait=True, cancel_futures=True)
+
+    def _follower(self, slot: int) -> "Follower | None":
+        """The slot's, once its mask is made."""
+        pending = self._pending[slot]
+        if pending is not None:
+            pending.result()
+        return self._followers[slot]
+
+    def _load(self, opened: SlotOpened, before: "Future[None] | None") -> None:
+        """Make a slot's follower, and its first mask."""
+        from skiff_runtime.grammar.matcher import Follower
+
+        if before is not None:
+            before.result()
+        assert opened.grammar is not None
+        self._followers[opened.slot] = None
+        try:
+            grammar = self._open_shelf().get(opened.grammar)
+        except (ModelError, RuntimeError, ValueError) as error:
+            log.error("grammar_unreadable", error=str(error))
+            return
+        follower = Follower(grammar, self._masks[opened.slot])
+        follower.follow(opened.tokens[opened.prompt_tokens :].tolist())
+        self._followers[opened.slot] = follower
+
+    def _open_shelf(self) -> "GrammarShelf":
+        from skiff_runtime.grammar.matcher import GrammarShelf
+        from skiff_runtime.grammar.vocabulary import read_vocabulary
+
+        if self._shelf is None:
+            self._shelf = GrammarShelf(read_vocabulary(self._model))
+        return self._shelf
+
+
+def _follow(followed: Sequence[tuple[int, "Follower"]], arrival: Arrival) -> None:
+    tokens = arrival.tokens()
+    for row, follower in followed:
+        follower.follow((int(tokens[row]),))
