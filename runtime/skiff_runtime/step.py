@@ -84,6 +84,7 @@ class PromptChunk:
 class StepResult:
     """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
 
+    ``NO_TOKEN`` there: no token can follow, for the request's grammar admits none.
     A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed: that request
     can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
     """
@@ -96,6 +97,10 @@ class StepResult:
 
 class StepHandle(Protocol):
     """A launched step."""
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the step has run (or failed), but no longer than this; whether it has."""
+        ...
 
     def result(self) -> StepResult:
         """Wait until the step has run."""

@@ -1,6 +1,8 @@
 """A step's results on their way from the device to the host."""
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -8,6 +10,8 @@ import torch
 from skiff_runtime.engine.logprobs import Told, ToldChunk
 from skiff_runtime.step import Int32, Logprobs, PromptChunk, StepResult
 
+POLL_SECONDS: Final = 20e-6
+"""CUDA waits for an event for ever or not at all."""
 NO_ROWS: Int32 = np.empty(0, np.int32)
 
 
@@ -30,6 +34,15 @@ class Arrival:
         if tokens.device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until all has arrived, but no longer than this; whether it has."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
     def tokens(self) -> Int32:
         """Wait for them; int32[S]. May be asked for in any thread, and more than once."""

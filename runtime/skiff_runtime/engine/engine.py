@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -42,6 +43,14 @@ class _Step(StepHandle):
 
     def __init__(self, future: "Future[Arrival]") -> None:
         self._future = future
+
+    def wait(self, timeout_seconds: float) -> bool:
+        deadline = monotonic() + timeout_seconds
+        try:
+            failed = self._future.exception(timeout_seconds)
+        except TimeoutError:
+            return False
+        return failed is not None or self._future.result().wait(deadline - monotonic())
 
     def result(self) -> StepResult:
         return self._future.result().result()
