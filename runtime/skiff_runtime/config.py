@@ -74,6 +74,9 @@ class Config:
         "Server",
         "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated",
     )
+    grammar_timeout_seconds: float = option(
+        10.0, "Server", "how long the grammar of a structured answer may take to compile; beyond, 400"
+    )
     drain_timeout_seconds: float = option(
         30.0, "Server", "after SIGTERM, how long running requests may take to finish"
     )
@@ -160,6 +163,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("max_request_bytes", 1024, 1 << 30),
     ("max_connections", 1, 1 << 20),
     ("request_timeout_seconds", 0, 86400),
+    ("grammar_timeout_seconds", 0.1, 3600),
     ("drain_timeout_seconds", 0, 86400),
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),

@@ -77,7 +77,8 @@ def process_name(role: Role, index: int) -> str:
     return f"{role}{index}" if role in (Role.RANK, Role.TOKENIZER) else str(role)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Be killed when ``parent`` ends, or end at once if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_FAILURE)
@@ -86,7 +87,7 @@ def _die_with_parent(parent: int) -> None:
 def main(arguments: list[str]) -> int:
     """Run one role until it is told to stop; the boundary where its errors become an exit code."""
     role, index, launch = Role(arguments[0]), int(arguments[1]), Launch.read(Path(arguments[2]))
-    _die_with_parent(int(arguments[3]))
+    die_with_parent(int(arguments[3]))
     log.configure(process_name(role, index), launch.config.log_level)
     child = Child(role, index, launch)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,15 +1,24 @@
 """The tokenizer process's messages: copies of a request, token ids and texts on demand, one reply to each."""
 
+import re
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import zmq
+from tiny_config import write_config
 from tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_tokenizer
 
+from skiff_runtime.config import Config
+from skiff_runtime.grammar.compilation import Compilations
+from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     AbortRequest,
     ChatPrompt,
@@ -17,7 +26,11 @@ from skiff_runtime.messages import (
     DecodeRequest,
     Encoded,
     EncodeRequest,
+    Finish,
     FlushCache,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
     RequestFailed,
     SamplingParams,
     TextOptions,
@@ -26,11 +39,9 @@ from skiff_runtime.messages import (
     ToScheduler,
     Wire,
 )
-from skiff_runtime.tokenizer.encoder import Encoder, load_tokenizer
-from skiff_runtime.tokenizer.model_files import read_tokenizer_files
-from skiff_runtime.tokenizer.prompt import PromptBuilder
-from skiff_runtime.tokenizer.template import ChatTemplate
-from skiff_runtime.tokenizer.worker import TokenizerWorker
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.tokenizer.grammars import Grammars
+from skiff_runtime.tokenizer.worker import TokenizerWorker, load_builder
 from skiff_runtime.transport import Endpoints, Receiver, Sender
 
 CONTEXT = 64
@@ -41,6 +52,8 @@ class Bench:
     """A worker, and the sockets it writes to."""
 
     worker: TokenizerWorker
+    grammars: Grammars
+    poller: zmq.Poller
     scheduler_inbox: "Receiver[Any]"
     api_inbox: "Receiver[Any]"
 
@@ -52,25 +65,67 @@ class Bench:
         """The next message to the API, or None."""
         return self.api_inbox.receive(timeout_seconds)
 
+    def turn(self) -> None:
+        """What the process's loop does until no request waits for a grammar."""
+        deadline = time.monotonic() + 60
+        while len(self.grammars):
+            assert time.monotonic() < deadline, "a request still waits for its grammar"
+            self.poller.poll(int(self.grammars.seconds_left(0.5) * 1000) + 1)
+            self.worker.turn()
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    write_tokenizer(tmp_path)
-    files = read_tokenizer_files(tmp_path)
-    encoder = Encoder(load_tokenizer(files.tokenizer), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    builder = PromptBuilder(ChatTemplate(files.template, files.special_tokens), encoder, CONTEXT)
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="skiff-test-") as directory:
-        endpoints = Endpoints(Path(directory))
-        scheduler, api = Receiver[Any](endpoints.rank(0), ToScheduler), Receiver[Any](endpoints.api, ToApi)
-        senders = Sender(endpoints.rank(0)), Sender(endpoints.api)
-        yield Bench(TokenizerWorker(builder, scheduler=senders[0], api=senders[1]), scheduler, api)
-        for closable in (*senders, scheduler, api):
-            closable.close()
+        yield from running_bench(Path(directory))
 
 
-def request(prompt: str | list[int] | ChatPrompt, *, copies: int = 1, seed: int = 5) -> TokenizeRequest:
+def running_bench(directory: Path) -> Iterator[Bench]:
+    write_config(directory)
+    write_tokenizer(directory)
+    config = Config(model=str(directory), max_model_len=CONTEXT, grammar_timeout_seconds=1.5)
+    launch = Launch(config=config, model=read_model_config(directory), run_dir=directory)
+    launch.write()
+    endpoints, poller = Endpoints(directory), zmq.Poller()
+    inboxes = Receiver[Any](endpoints.rank(0), ToScheduler), Receiver[Any](endpoints.api, ToApi)
+    senders = Sender(endpoints.rank(0)), Sender(endpoints.api)
+    grammars = Grammars(Compilations(launch, poller))
+    worker = TokenizerWorker(load_builder(launch), grammars, scheduler=senders[0], api=senders[1])
+    yield Bench(worker, grammars, poller, *inboxes)
+    grammars.close()
+    for closable in (*senders, *inboxes):
+        closable.close()
+
+
+def request(
+    prompt: str | list[int] | ChatPrompt,
+    *,
+    uid: int = 7,
+    copies: int = 1,
+    seed: int = 5,
+    grammar: Grammar | None = None,
+) -> TokenizeRequest:
     sampling = SamplingParams(max_tokens=4, seed=seed)
-    return TokenizeRequest(7, prompt, sampling, TextOptions(), copies=copies, priority=3)
+    return TokenizeRequest(uid, prompt, sampling, TextOptions(), copies=copies, priority=3, grammar=grammar)
+
+
+def slow(length: int) -> Grammar:
+    """A grammar that takes many seconds, in a length that no other test has."""
+    return Grammar(GrammarKind.JSON_SCHEMA, f'{{"type": "string", "pattern": "^.{{0,{length}}}$"}}')
+
+
+def kill_compiler(bench: Bench, but: int = 0) -> int:
+    """Kill the process that compiles for the bench, another one than ``but``; its id."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if child.pid != but and "skiff_runtime.grammar.compile_process" in child.cmdline():
+                    child.kill()
+                    return child.pid
+        bench.poller.poll(10)
+        bench.worker.turn()
+    raise AssertionError("no process compiles")
 
 
 def test_copies_have_uids_and_seeds_that_count_upwards(bench: Bench) -> None:
@@ -129,3 +184,67 @@ def test_aborts_and_flushes_are_passed_on_in_order(bench: Bench) -> None:
         bench.worker.serve(message)
     kinds = [type(bench.scheduler()).__name__ for _ in range(3)]
     assert kinds == ["GenerateRequest", "AbortRequest", "FlushCache"]
+
+
+def test_a_request_waits_for_its_grammar_and_others_go_on(bench: Bench) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer"}')
+    bench.worker.serve(request([5], uid=10, copies=2, grammar=grammar))
+    bench.worker.serve(request([6], uid=20))
+    assert bench.scheduler().uid == 20
+    bench.turn()
+    told = [bench.scheduler() for _ in range(2)]
+    assert [each.uid for each in told] == [10, 11]
+    assert told[0].grammar == told[1].grammar
+    assert b'"' in told[0].grammar.data
+    bench.worker.serve(request([5], uid=30, grammar=grammar))
+    assert bench.scheduler().grammar == told[0].grammar, "the second time it is there at once"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar(GrammarKind.REGEX, "("), "cannot be compiled.*parenthesis"),
+        (Grammar(GrammarKind.EBNF, "root ::= other"), "cannot be compiled.*other"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}'), "'uniqueItems' .* at # is not supported"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"anyOf": ['), "no valid JSON"),
+        (Grammar(GrammarKind.REGEX, "(a|b)^c"), "cannot be enforced.*should be at the start"),
+        (slow(4000), "not compiled within 1.5 s"),
+        (Grammar(GrammarKind.REGEX, "a"), ""),
+    ],
+)
+def test_a_grammar_that_cannot_be_served_is_a_400(bench: Bench, grammar: Grammar, says: str) -> None:
+    """Also one that takes too long, after which the next one (the last case) is served by a new process."""
+    bench.worker.serve(request([5], grammar=grammar))
+    bench.turn()
+    if not says:
+        assert isinstance(bench.scheduler(), GenerateRequest)
+        return
+    failed = bench.api()
+    assert (failed.uid, failed.status, failed.code) == (7, 400, "invalid_grammar")
+    assert re.search(says, failed.message)
+
+
+def test_a_request_that_waits_can_be_aborted(bench: Bench) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "[ab]{3}")
+    bench.worker.serve(request([5], copies=3, grammar=grammar))
+    bench.worker.serve(AbortRequest(8))
+    bench.worker.serve(AbortRequest(9, Finish.TIMEOUT))
+    assert [(told.uid, told.status) for told in (bench.api(), bench.api())] == [(8, 499), (9, 408)]
+    bench.turn()
+    assert bench.scheduler().uid == 7
+    assert bench.scheduler(0.05) is None
+    bench.worker.serve(AbortRequest(7))
+    assert isinstance(bench.scheduler(), AbortRequest)
+
+
+def test_a_compiler_that_dies_is_replaced_and_its_task_tried_once_more(bench: Bench) -> None:
+    bench.worker.serve(request([5], uid=40, grammar=Grammar(GrammarKind.REGEX, "warm")))
+    bench.turn()
+    assert bench.scheduler().uid == 40
+    bench.worker.serve(request([5], uid=41, grammar=slow(4001)))
+    bench.worker.serve(request([5], uid=42, grammar=Grammar(GrammarKind.REGEX, "abc")))
+    kill_compiler(bench, but=kill_compiler(bench))
+    bench.turn()
+    failed = bench.api()
+    assert (failed.uid, failed.status) == (41, 500)
+    assert bench.scheduler().uid == 42

@@ -9,6 +9,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from skiff_runtime.grammar.compilation import Compilations
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     AbortRequest,
@@ -26,6 +27,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.process import Child
 from skiff_runtime.tokenizer.byte_table import read_byte_decoder
 from skiff_runtime.tokenizer.encoder import load_tokenizer
+from skiff_runtime.tokenizer.grammars import Grammars
 from skiff_runtime.tokenizer.incremental import Decoder, WindowDecoder
 from skiff_runtime.tokenizer.logprobs import LogprobTexts
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
@@ -153,9 +155,7 @@ def run(child: Child) -> None:
     if child.launch.config.tokenizers:
         _run_alone(child, batches, worker)
         return
-    prompts: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizer(0), ToTokenizer)
-    tokenizer = TokenizerWorker(load_builder(child.launch), scheduler=scheduler, api=api)
-    _run_both(child, batches, worker, prompts, tokenizer)
+    _run_both(child, batches, worker, scheduler=scheduler, api=api)
 
 
 def _run_alone(child: Child, batches: Receiver[TokenBatch], worker: DetokenizerWorker) -> None:
@@ -169,21 +169,22 @@ def _run_alone(child: Child, batches: Receiver[TokenBatch], worker: DetokenizerW
 
 
 def _run_both(
-    child: Child,
-    batches: Receiver[TokenBatch],
-    worker: DetokenizerWorker,
-    prompts: Receiver[TokenizerMessage],
-    tokenizer: TokenizerWorker,
+    child: Child, batches: Receiver[TokenBatch], worker: DetokenizerWorker, *, scheduler: Sender, api: Sender
 ) -> None:
+    prompts: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(0), ToTokenizer)
     poller = zmq.Poller()
     poller.register(batches.socket, zmq.POLLIN)
     poller.register(prompts.socket, zmq.POLLIN)
+    grammars = Grammars(Compilations(child.launch, poller))
+    tokenizer = TokenizerWorker(load_builder(child.launch), grammars, scheduler=scheduler, api=api)
     child.phase("ready")
     child.ready()
     while not child.stopping:
-        poller.poll(int(WAIT_SECONDS * 1000))
+        poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for batch in batches.drain(MAX_BATCHES_PER_TURN):
             worker.serve(batch)
         for message in prompts.drain(1):
             tokenizer.serve(message)
+        tokenizer.turn()
         child.beat()
+    grammars.close()

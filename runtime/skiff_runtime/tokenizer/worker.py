@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Final
 
+import zmq
 from msgspec.structs import replace
 
 from skiff_runtime import log
 from skiff_runtime.errors import RequestError
+from skiff_runtime.grammar.compilation import Compilations
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     AbortRequest,
@@ -20,6 +22,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.process import Child
 from skiff_runtime.tokenizer.encoder import Encoder, load_tokenizer
+from skiff_runtime.tokenizer.grammars import Grammars
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 from skiff_runtime.tokenizer.prompt import PromptBuilder
 from skiff_runtime.tokenizer.template import ChatTemplate
@@ -34,13 +37,23 @@ TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortReques
 class TokenizerWorker:
     """Serves one tokenizer endpoint."""
 
-    def __init__(self, builder: PromptBuilder, *, scheduler: Sender, api: Sender) -> None:
+    def __init__(self, builder: PromptBuilder, grammars: Grammars, *, scheduler: Sender, api: Sender) -> None:
         self._builder = builder
+        self._grammars = grammars
         self._scheduler = scheduler
         self._api = api
 
+    def turn(self) -> None:
+        """Let requests go on whose grammar has been compiled, or refused."""
+        for decided in self._grammars.collect():
+            receiver = self._scheduler if isinstance(decided, GenerateRequest) else self._api
+            receiver.send(decided)
+
     def serve(self, message: TokenizerMessage) -> None:
         """Pass one message on; a request that cannot be served is answered, and harms nobody else."""
+        if isinstance(message, AbortRequest) and (ended := self._grammars.abort(message)) is not None:
+            self._api.send(ended)
+            return
         if isinstance(message, AbortRequest | FlushCache):
             self._scheduler.send(message)
             return
@@ -56,9 +69,14 @@ class TokenizerWorker:
         elif isinstance(message, DecodeRequest):
             self._api.send(self._builder.decode(message))
         else:
-            request = self._builder.build(message)
-            for copy in copies(request, message.copies):
-                self._scheduler.send(copy)
+            self._generate(message)
+
+    def _generate(self, message: TokenizeRequest) -> None:
+        requests = copies(self._builder.build(message), message.copies)
+        if message.grammar is not None:
+            requests = iter(self._grammars.attach(requests, message.grammar))
+        for request in requests:
+            self._scheduler.send(request)
 
 
 def copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
@@ -93,15 +111,21 @@ def run(child: Child) -> None:
     """Main function of a tokenizer process."""
     child.phase("config")
     inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
+    poller = zmq.Poller()
+    poller.register(inbox.socket, zmq.POLLIN)
+    grammars = Grammars(Compilations(child.launch, poller))
     worker = TokenizerWorker(
         load_builder(child.launch),
+        grammars,
         scheduler=Sender(child.endpoints.rank(0)),
         api=Sender(child.endpoints.api),
     )
     child.phase("ready")
     child.ready()
     while not child.stopping:
-        message = inbox.receive(WAIT_SECONDS)
-        if message is not None:
+        poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
+        for message in inbox.drain(1):
             worker.serve(message)
+        worker.turn()
         child.beat()
+    grammars.close()
