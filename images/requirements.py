@@ -1,7 +1,7 @@
 """What an image must install: the requirements of some extras, without what its base image already holds.
 
 Run in a stage of a Dockerfile, as `requirements.py OUT EXTRA...`, by a Python that sees the base's packages. It writes
-OUT/requirements.txt, and OUT/constraints.txt with the project's pins except those of packages that the base holds: a base comes
+OUT/requirements.txt, OUT/alone.txt (to be installed without what those packages require), and OUT/constraints.txt with the project's pins except those of packages that the base holds: a base comes
 with builds of torch and numpy that fit each other and its device, and they stay.
 """
 
@@ -17,6 +17,8 @@ from packaging.utils import canonicalize_name
 
 # Too large, and too much the device's own, to be installed over the base by accident.
 FROM_BASE = ("torch",)
+# xgrammar requires triton, 600 MB that only a GPU uses, and whose torch brings it; what else it requires, the project lists.
+ALONE = ("xgrammar",)
 
 
 def held_version(name: str) -> str | None:
@@ -57,7 +59,10 @@ def main() -> None:
         *(each for extra in extras for each in project["optional-dependencies"][extra]),
     ]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "requirements.txt").write_text("\n".join(missing([Requirement(each) for each in listed])) + "\n")
+    wanted = missing([Requirement(each) for each in listed])
+    alone = [each for each in wanted if canonicalize_name(Requirement(each).name) in ALONE]
+    (out / "alone.txt").write_text("".join(f"{each}\n" for each in alone))
+    (out / "requirements.txt").write_text("".join(f"{each}\n" for each in wanted if each not in alone))
     (out / "constraints.txt").write_text("\n".join(pins(Path("constraints.txt").read_text())) + "\n")
 
 

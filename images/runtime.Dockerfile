@@ -24,6 +24,8 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
     python3 -m venv --system-site-packages --without-pip /opt/skiff \
     && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip --python /opt/skiff/bin/python install \
         --quiet --no-cache-dir --no-compile -r /requirements/requirements.txt -c /requirements/constraints.txt \
+    && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip --python /opt/skiff/bin/python install \
+        --quiet --no-cache-dir --no-compile --no-deps -r /requirements/alone.txt -c /requirements/constraints.txt \
     && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/skiff/lib
 
 FROM dependencies AS application

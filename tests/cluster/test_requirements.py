@@ -15,7 +15,7 @@ PROJECT = """
 [project]
 dependencies = ["skiff-absent>=1"]
 [project.optional-dependencies]
-runtime = ["pytest>=8", "torch{torch}"]
+runtime = ["pytest>=8", "torch{torch}", "xgrammar>=0.2"]
 """
 
 
@@ -32,6 +32,7 @@ def test_torch_stays_the_bases_and_so_do_the_versions_that_it_holds(tmp_path: Pa
     done = run(tmp_path, torch=">=2.0")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "requirements.txt").read_text().split() == ["skiff-absent>=1", "pytest>=8"]
+    assert (tmp_path / "out" / "alone.txt").read_text() == "xgrammar>=0.2\n", "else it brings triton"
     assert (tmp_path / "out" / "constraints.txt").read_text().split() == ["skiff-absent==1.2"]
 
 
