@@ -35,7 +35,7 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     )
     dispatcher = Dispatcher([cast(Sender, tokenizer)], capacity=1, status=status, metrics=metrics)
     generation = Generation(
-        prompt=[1],
+        prompts=[[1]],
         sampling=SamplingParams(max_tokens=1, seed=0),
         text=TextOptions(),
         reply=GenerateFormat(),
@@ -43,8 +43,8 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     )
     status.make_ready(kv_tokens=64)
     with pytest.raises(TransportError):
-        dispatcher.submit(generation, NullSink(), endpoint=Endpoint.GENERATE, request_id="a")
+        dispatcher.submit(generation, [NullSink()], endpoint=Endpoint.GENERATE, request_id="a")
     assert len(dispatcher) == 0
     tokenizer.full = False
-    uid = dispatcher.submit(generation, NullSink(), endpoint=Endpoint.GENERATE, request_id="b")
-    assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [uid])
+    flight = dispatcher.submit(generation, [NullSink()], endpoint=Endpoint.GENERATE, request_id="b")
+    assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [flight.first])

@@ -97,7 +97,7 @@ def test_bodies_that_are_no_json(front: Front, raw: bytes) -> None:
 def test_the_official_client_understands(front: Front) -> None:
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
     with pytest.raises(APIStatusError) as caught:
-        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}], n=2)
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}], n=129)
     assert (caught.value.status_code, caught.value.body["param"]) == (400, "n")  # type: ignore[index]
 
 

@@ -7,7 +7,8 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from skiff_runtime.api.schemas import UNSERVED, ChatRequest, CompletionRequest, GenerateBody, Strict
+from skiff_runtime.api.refusals import UNSERVED
+from skiff_runtime.api.schemas import ChatRequest, CompletionRequest, GenerateBody, Strict
 from skiff_runtime.api.validation import parse
 from skiff_runtime.errors import InvalidRequest
 
@@ -53,16 +54,11 @@ def test_advice_is_only_given_on_known_fields() -> None:
     ("field", "value"),
     [
         ("audio", {"voice": "x", "format": "wav"}),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
         ("function_call", "auto"),
         ("functions", [{"name": "f"}]),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
-        ("top_logprobs", 2),
         ("metadata", {"a": "b"}),
         ("modalities", ["text", "audio"]),
-        ("n", 2),
+        ("best_of", 2),
         ("parallel_tool_calls", False),
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "low"),
@@ -85,7 +81,14 @@ def test_what_is_not_served_is_refused_by_name(field: str, value: object) -> Non
 @pytest.mark.parametrize(
     "extra",
     [
-        {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0.0},
+        {
+            "n": 1,
+            "best_of": 1,
+            "logprobs": False,
+            "top_logprobs": 0,
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+        },
         {"tools": None, "tool_choice": "none", "logit_bias": {}, "functions": []},
         {"tools": [], "response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]},
         {"stop": None, "seed": None, "temperature": None, "top_p": None, "stream": None, "max_tokens": None},
@@ -131,6 +134,25 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
         ({"stop": ["a" * 257]}, "stop[0]", "at most 256 characters"),
         ({"stop": 5}, "stop", "must be a string or a list"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 2.1}, "repetition_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5", "valid number"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "at most 1024 items"),
+        ({"top_logprobs": 2}, None, 'needs "logprobs": true'),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"min_tokens": 6, "max_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"priority": 1001}, "priority", "less than or equal to 1000"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, None, "send only one of"),
+        ({"chat_template_kwargs": {str(n): 1 for n in range(65)}}, "chat_template_kwargs", "at most 64"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "should be an object"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, None, 'needs "stream": true'),
@@ -138,7 +160,7 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         (
             {"temprature": 1},
             "temprature",
-            "unknown field 'temprature'; remove it; known fields are ignore_eos",
+            "unknown field 'temprature'; remove it, or did you mean 'temperature'?",
         ),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": "hi"}, "messages", "valid array"),
@@ -196,28 +218,40 @@ def test_bodies_that_are_not_even_json(raw: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "meaning"),
-    [("x", "x"), (["x"], "x"), ([5, 6], [5, 6]), ([[5, 6]], [5, 6]), ("", ""), ([], [])],
+    [
+        ("x", ["x"]),
+        (["x"], ["x"]),
+        (["x", "y"], ["x", "y"]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        (["x", [7]], ["x", [7]]),
+        ("", [""]),
+        ([], [[]]),
+    ],
 )
-def test_spellings_of_one_prompt(prompt: object, meaning: object) -> None:
+def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
     assert parsed(CompletionRequest, {"model": "m", "prompt": prompt}).prompt == meaning
 
 
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
-        ({"prompt": ["x", "y"]}, "prompt", "several prompts in one request are not supported yet"),
-        ({"prompt": [[1], [2]]}, "prompt", "several prompts"),
-        ({"prompt": [1, -5]}, "prompt[1]", "greater than or equal to 0, not -5"),
-        ({"prompt": [1, "x"]}, "prompt[1]", "valid integer"),
-        ({"prompt": 5}, "prompt", "must be a string or a list of token ids"),
+        ({"prompt": ["x"] * 2049}, "prompt", "at most 2048 items"),
+        ({"prompt": ["x", 5]}, "prompt[1]", "valid string"),
+        ({"prompt": [1, -5]}, "prompt[0][1]", "greater than or equal to 0, not -5"),
+        ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),
+        ({"prompt": 5}, "prompt", "must be a string, a list of token ids, or a list of those"),
         ({"prompt": ...}, "prompt", "is missing"),
         ({"best_of": 3}, "best_of", "not supported yet"),
-        ({"echo": True}, "echo", "not supported yet"),
-        ({"logprobs": 1}, "logprobs", "not supported yet"),
+        ({"echo": 1}, "echo", "valid boolean"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"max_tokens": 0}, None, 'needs "echo": true'),
+        ({"min_tokens": 17}, None, "no more than 16 tokens"),
         ({"suffix": "end"}, "suffix", "not supported yet"),
     ],
 )
-def test_completions(changes: dict[str, Any], param: str, says: str) -> None:
+def test_completions(changes: dict[str, Any], param: str | None, says: str) -> None:
     body = {key: value for key, value in {**TEXT, **changes}.items() if value is not ...}
     error = refused(CompletionRequest, json.dumps(body).encode())
     assert (error.param, says in error.message) == (param, True), error.message

@@ -12,7 +12,7 @@ from skiff_runtime.api.body import BodyReader, ClientGone, Receive, Scope
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.reply import own_headers, own_id
-from skiff_runtime.api.sinks import StreamSink, WholeSink, write_error
+from skiff_runtime.api.sinks import make_sinks, write_error
 from skiff_runtime.api.writer import Send, Writer
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics import Endpoint, Metrics, Outcome
@@ -46,10 +46,9 @@ class GenerationEndpoint:
         try:
             raw = await self._body.read(scope["headers"], receive)
             generation = self._prepare(raw, self._model)
-            kind = StreamSink if generation.stream else WholeSink
-            uid = self._dispatcher.submit(
+            flight = self._dispatcher.submit(
                 generation,
-                kind(exchange.writer, generation.reply, exchange.headers),
+                make_sinks(generation, exchange.writer, exchange.headers),
                 endpoint=self._name,
                 request_id=exchange.id,
             )
@@ -70,7 +69,7 @@ class GenerationEndpoint:
         try:
             await exchange.ended(receive)
         finally:
-            self._dispatcher.abort(uid)
+            self._dispatcher.abort(flight)
 
 
 class _Exchange:

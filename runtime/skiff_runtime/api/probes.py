@@ -17,7 +17,15 @@ from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.api.writer import Send
 from skiff_runtime.errors import InternalError, RequestError, Unavailable
 from skiff_runtime.launch import Launch
-from skiff_runtime.messages import Finish, RequestFailed, SamplingParams, TextOptions, Usage
+from skiff_runtime.messages import (
+    Finish,
+    RequestFailed,
+    SamplingParams,
+    StreamOpened,
+    TextLogprobs,
+    TextOptions,
+    Usage,
+)
 from skiff_runtime.metrics import Metrics
 
 HEALTH_TIMEOUT_SECONDS: Final = 30.0
@@ -123,15 +131,15 @@ class HealthEndpoint:
         sink = _HealthSink()
         sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
         generation = Generation(
-            prompt=[0], sampling=sampling, text=TextOptions(), reply=GenerateFormat(), stream=False
+            prompts=[[0]], sampling=sampling, text=TextOptions(), reply=GenerateFormat(), stream=False
         )
-        uid = self._dispatcher.submit(generation, sink, endpoint=None, request_id="health")
+        flight = self._dispatcher.submit(generation, [sink], endpoint=None, request_id="health")
         try:
             await asyncio.wait_for(sink.ended, HEALTH_TIMEOUT_SECONDS)
         except TimeoutError:
             raise Unavailable(f"no token within {HEALTH_TIMEOUT_SECONDS:g} s") from None
         finally:
-            self._dispatcher.abort(uid)
+            self._dispatcher.abort(flight)
 
 
 class _HealthSink:
@@ -140,10 +148,18 @@ class _HealthSink:
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def write(self, text: str, token: int) -> None:
+    def open(self, opened: StreamOpened) -> None:
         pass
 
-    def finish(self, text: str, token: int, finish: Finish, usage: Usage) -> None:
+    def prompt(self, tokens: list[TextLogprobs]) -> None:
+        pass
+
+    def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
+        pass
+
+    def finish(
+        self, text: str, token: int, logprobs: TextLogprobs | None, finish: Finish, usage: Usage
+    ) -> None:
         self._end(None if usage.completion_tokens else InternalError("the request ended without a token"))
 
     def fail(self, error: RequestFailed) -> None:

@@ -1,13 +1,13 @@
 """The request bodies of the API, as pydantic models: what OpenAI knows, what Skiff adds, what is refused.
 
 Every field that OpenAI's API knows is declared. One that is not served yet accepts only the value that means
-"off"; anything else is refused by name with the advice in ``UNSERVED``. Unknown fields are refused too.
+"off"; anything else is refused by name with the advice in ``refusals.UNSERVED``. Unknown fields are refused too.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_MESSAGES: Final = 4096
@@ -16,49 +16,13 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_TOKENS: Final = 64
 MAX_OUTPUT_TOKENS: Final = (1 << 31) - 1
+MAX_CHOICES: Final = 128
+MAX_PROMPTS: Final = 2048
+MAX_BIASES: Final = 1024
+MAX_LOGPROBS: Final = 20
+MAX_PRIORITY: Final = 1000
+MAX_TEMPLATE_OPTIONS: Final = 64
 DEFAULT_COMPLETION_TOKENS: Final = 16
-
-UNSERVED: Final[dict[str, str]] = {
-    "audio": "remove it; only text is generated",
-    "best_of": "use 1; send several requests and choose among the answers",
-    "echo": "use false; the prompt is known to the sender",
-    "frequency_penalty": "use 0",
-    "function_call": "remove it; tool calls are not supported",
-    "functions": "remove it; tool calls are not supported",
-    "logit_bias": "remove it",
-    "logprobs": "remove it",
-    "metadata": "remove it; nothing is stored",
-    "modalities": 'use ["text"]',
-    "moderation": "remove it",
-    "n": "use 1; send one request for each answer",
-    "name": "remove it from the message; write the name into its content",
-    "parallel_tool_calls": "remove it; tool calls are not supported",
-    "prediction": "remove it",
-    "presence_penalty": "use 0",
-    "prompt_cache_key": "remove it; prefixes are found without it",
-    "prompt_cache_options": "remove it; prefixes are found without it",
-    "prompt_cache_retention": "remove it; prefixes are kept while there is room",
-    "reasoning_effort": "remove it",
-    "response_format": 'use {"type": "text"}; ask for the format in the prompt',
-    "safety_identifier": "remove it; use 'user'",
-    "service_tier": 'use "auto"',
-    "store": "use false; nothing is stored",
-    "suffix": "remove it",
-    "tool_calls": "remove it; tool calls are not supported",
-    "tool_choice": 'use "none"; tool calls are not supported',
-    "tools": "remove it; tool calls are not supported",
-    "top_logprobs": "remove it",
-    "verbosity": 'use "medium"',
-    "web_search_options": "remove it; nothing is searched",
-}
-"""Fields that are not served yet -> what to do instead."""
-
-WANTED: Final[dict[str, str]] = {
-    "content": "must be a string or a list of text parts",
-    "prompt": "must be a string or a list of token ids",
-    "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
-}
-"""Fields that take several types -> what they take."""
 
 
 class Strict(BaseModel):
@@ -77,35 +41,63 @@ def _listed(kind: type) -> Callable[[Any], Any]:
 
 
 Empty = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
-Zero = Annotated[float, Field(ge=0, le=0)] | None
+Count = Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class StreamOptions(Strict):
-    """``include_usage``: a last event tells the token counts."""
+    """``include_usage``: a last event tells the token counts. ``continuous_usage_stats``: so does every other event."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] = False
 
 
 class Sampling(Strict):
     """How tokens are chosen: OpenAI's fields, and the field's usual extensions (``top_k``, ``min_p`` and on)."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
     stop: Annotated[
         Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
         BeforeValidator(_listed(str)),
     ] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
     stream: bool | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """How many tokens are asked for at most, None without a limit."""
+        return self.max_tokens
+
+    @model_validator(mode="after")
+    def _least_below_limit(self) -> Self:
+        least, limit = self.min_tokens or 0, self.output_limit
+        if limit is not None and least > limit:
+            raise PydanticCustomError(
+                "min_tokens", f"'min_tokens' is {least}, but no more than {limit} tokens are asked for"
+            )
+        return self
 
 
 class OpenAIRequest(Sampling):
@@ -113,15 +105,11 @@ class OpenAIRequest(Sampling):
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-
-    n: Literal[1] | None = None
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: Empty = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Literal[1] | None = None
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> "OpenAIRequest":
+    def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "'stream_options' needs \"stream\": true")
         return self
@@ -159,12 +147,21 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=MAX_TEMPLATE_OPTIONS)
+        ]
+        | None
+    ) = None
 
     audio: None = None
     function_call: Literal["none"] | None = None
     functions: Empty = None
-    logprobs: Literal[False] | None = None
     metadata: Empty = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     moderation: None = None
@@ -180,16 +177,27 @@ class ChatRequest(OpenAIRequest):
     store: Literal[False] | None = None
     tool_choice: Literal["none"] | None = None
     tools: Empty = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
+    def _consistent(self) -> "ChatRequest":
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise PydanticCustomError(
                 "max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send only the latter"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "'top_logprobs' needs \"logprobs\": true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "continue_final_message",
+                "an answer that continues the final message has no prompt of its own: "
+                "send only one of 'add_generation_prompt' and 'continue_final_message'",
             )
         return self
 
@@ -200,30 +208,41 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
-def _one_prompt(value: Any) -> Any:
-    """A list that holds one prompt means that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise PydanticCustomError(
-                "several_prompts",
-                "several prompts in one request are not supported yet; send one request for each",
-            )
-        return value[0]
-    return value
+def _as_prompts(value: Any) -> Any:
+    """One prompt means a list of it."""
+    is_one = isinstance(value, str) or (
+        isinstance(value, list) and not (value and isinstance(value[0], str | list))
+    )
+    return [value] if is_one else value
 
 
-Prompt = Annotated[str | TokenIds, BeforeValidator(_one_prompt)]
+Prompts = Annotated[
+    Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
+    BeforeValidator(_as_prompts),
+]
 
 
 class CompletionRequest(OpenAIRequest):
-    """POST /v1/completions. ``max_tokens`` is 16 unless given, as OpenAI has it."""
+    """POST /v1/completions. ``max_tokens`` is 16 unless given, as OpenAI has it; 0 with ``echo``: the prompt alone."""
 
-    prompt: Prompt
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
 
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @model_validator(mode="after")
+    def _something_to_tell(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError(
+                "max_tokens", "'max_tokens' 0 needs \"echo\": true, else nothing is told"
+            )
+        return self
 
 
 class GenerateBody(Sampling):
@@ -231,7 +250,8 @@ class GenerateBody(Sampling):
 
     text: str | None = None
     token_ids: TokenIds | None = None
-    skip_special_tokens: bool = True
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @model_validator(mode="after")
     def _one_input(self) -> "GenerateBody":

@@ -1,11 +1,13 @@
 """Raw bytes to a validated request body, once; pydantic's errors to one sentence that says what to change."""
 
+from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from skiff_runtime.api.schemas import UNSERVED, WANTED, Strict
+from skiff_runtime.api.refusals import UNSERVED, WANTED
+from skiff_runtime.api.schemas import Strict
 from skiff_runtime.errors import InvalidRequest
 
 _MAX_SHOWN_CHARACTERS: Final = 60
@@ -52,8 +54,8 @@ def _refusal(error: ErrorDetails, kind: type[Strict]) -> InvalidRequest:
                 f"'{where}' is not supported yet: {UNSERVED[name]}", param=where, code="unsupported_parameter"
             )
     if error["type"] == "extra_forbidden":
-        known = ", ".join(sorted(set(kind.model_fields) - set(UNSERVED)))
-        hint = f"; known fields are {known}" if len(path) == 1 else ""
+        meant = get_close_matches(last, sorted(set(kind.model_fields) - set(UNSERVED)), n=1)
+        hint = f", or did you mean '{meant[0]}'?" if meant and len(path) == 1 else ""
         return InvalidRequest(
             f"unknown field '{where}'; remove it{hint}", param=where, code="unknown_parameter"
         )

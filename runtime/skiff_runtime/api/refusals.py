@@ -1,0 +1,38 @@
+"""What is said of fields that are refused: what to do instead, and what a field of several types takes."""
+
+from typing import Final
+
+UNSERVED: Final[dict[str, str]] = {
+    "audio": "remove it; only text is generated",
+    "best_of": "use 1; ask for several with 'n' and choose among them",
+    "function_call": "remove it; tool calls are not supported",
+    "functions": "remove it; tool calls are not supported",
+    "metadata": "remove it; nothing is stored",
+    "modalities": 'use ["text"]',
+    "moderation": "remove it",
+    "name": "remove it from the message; write the name into its content",
+    "parallel_tool_calls": "remove it; tool calls are not supported",
+    "prediction": "remove it",
+    "prompt_cache_key": "remove it; prefixes are found without it",
+    "prompt_cache_options": "remove it; prefixes are found without it",
+    "prompt_cache_retention": "remove it; prefixes are kept while there is room",
+    "reasoning_effort": "remove it",
+    "response_format": 'use {"type": "text"}; ask for the format in the prompt',
+    "safety_identifier": "remove it; use 'user'",
+    "service_tier": 'use "auto"',
+    "store": "use false; nothing is stored",
+    "suffix": "remove it",
+    "tool_calls": "remove it; tool calls are not supported",
+    "tool_choice": 'use "none"; tool calls are not supported',
+    "tools": "remove it; tool calls are not supported",
+    "verbosity": 'use "medium"',
+    "web_search_options": "remove it; nothing is searched",
+}
+"""Fields that are not served yet -> what to do instead."""
+
+WANTED: Final[dict[str, str]] = {
+    "content": "must be a string or a list of text parts",
+    "prompt": "must be a string, a list of token ids, or a list of those",
+    "stop": "must be a string or a list of strings",
+}
+"""Fields that take several types -> what they take."""
