@@ -4,7 +4,7 @@ import pytest
 from paper_engine import continuation
 from scheduler_bench import EOS, SchedulerBench, generate
 
-from skiff_runtime.messages import AbortRequest, Finish, Shutdown
+from skiff_runtime.messages import AbortRequest, CompiledGrammar, Finish, Shutdown
 
 
 def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
@@ -82,6 +82,28 @@ def test_abort_at_any_moment(turns: int, overlap: bool) -> None:
             assert reply.ended and reply.tokens == tokens[: len(reply.tokens)]
     assert bench.replies[4].finish == Finish.STOP
     assert bench.replies[4].opened is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("admitted", [0, 1, 6])
+def test_who_is_left_no_token_by_a_grammar_fails_alone(admitted: int, overlap: bool) -> None:
+    bench = SchedulerBench(disable_overlap=not overlap)
+    grammar = CompiledGrammar(b"key", str(admitted).encode())
+    bench.put(
+        generate(0, [5, 6, 7], max_tokens=9),
+        generate(1, [5, 6, 8], max_tokens=9, grammar=grammar, logprobs=2),
+        generate(2, [5, 6, 9], max_tokens=9, logprobs=2),
+    )
+    bench.finish()
+    stuck = bench.replies[1]
+    assert stuck.tokens == continuation([5, 6, 8], admitted) and len(stuck.thoughts) == admitted
+    assert stuck.failed is not None and (stuck.failed.status, stuck.failed.code) == (400, "grammar_stuck")
+    assert bench.replies[0].tokens == continuation([5, 6, 7], 9)
+    assert bench.replies[2].tokens == continuation([5, 6, 9], 9)
+    assert [thought[0] for thought in bench.replies[2].thoughts] == bench.replies[2].tokens
+    bench.put(generate(3, [5, 6, 8, *continuation([5, 6, 8], 7)], max_tokens=4))
+    bench.finish()
+    assert bench.replies[3].tokens == continuation([5, 6, 8], 11)[7:]
 
 
 def test_what_could_never_run_is_refused_with_numbers() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from skiff_runtime.messages import NO_TOKEN
 from skiff_runtime.step import Logprobs, PromptChunk, SlotOpened, StepPlan, StepResult
 
 VOCAB: Final = 40
@@ -118,7 +119,7 @@ class PaperEngine:
         for slot, start, length in sampled:
             self._tokens[slot][start + length] = _token(self._read(slot, start + length))
         places = [(slot, start + length) for slot, start, length in sampled]
-        tokens = np.array([self._tokens[slot][place] for slot, place in places], np.int32)
+        tokens = np.array([self._chosen(slot, place) for slot, place in places], np.int32)
         asking = [index for index, (slot, _) in enumerate(places) if self._asked(slot) is not None]
         top = max((self._asked(places[index][0]) or 0 for index in asking), default=0)
         prompts = (self._prompt(*row) for row in rows)
@@ -128,6 +129,13 @@ class PaperEngine:
             self._logprobs([places[index] for index in asking], top) if asking else None,
             tuple(chunk for chunk in prompts if chunk is not None),
         )
+
+    def _chosen(self, slot: int, place: int) -> int:
+        """The token there, unless the grammar, whose data is a number, admits only so many."""
+        opened = self._opened[slot]
+        if opened.grammar is not None and place - opened.prompt_tokens >= int(opened.grammar.data):
+            return NO_TOKEN
+        return self._tokens[slot][place]
 
     def _asked(self, slot: int) -> int | None:
         return self._opened[slot].sampling.logprobs

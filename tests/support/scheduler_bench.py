@@ -114,7 +114,7 @@ class Replies(dict[int, Reply]):
                 reply.tokens.append(token)
         for failed in batch.failed:
             reply = self.setdefault(failed.uid, Reply())
-            assert not reply.ended and reply.opened is None
+            assert not reply.ended and (reply.opened is None or failed.code == "grammar_stuck")
             reply.failed = failed
         self._take_logprobs(batch, uids, tokens)
         self.flushed.extend(batch.flushed)

@@ -53,7 +53,7 @@ class Replies:
             self._prompts.append(first)
 
     def fail(self, failed: RequestFailed) -> None:
-        """A request that never ran."""
+        """A request that was refused, or that cannot go on."""
         self._failed.append(failed)
 
     def flush(self, flushed: Flushed) -> None:
