@@ -84,7 +84,10 @@ class Config:
         1800.0, "Server", "how long processes may take until the model is ready"
     )
     heartbeat_timeout_seconds: float = option(
-        60.0, "Server", "a process that is silent for longer counts as dead; a step must not take so long"
+        60.0, "Server", "a process that is silent for longer counts as dead"
+    )
+    step_timeout_seconds: float = option(
+        600.0, "Server", "a step of the engine that takes longer counts as hung, and ends the service"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "least level that is logged"
@@ -167,6 +170,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("drain_timeout_seconds", 0, 86400),
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
+    ("step_timeout_seconds", 1, 86400),
     ("tp", 1, MAX_TENSOR_PARALLEL),
     ("cpu_threads", 1, 1024),
     ("max_model_len", 2, 1 << 24),

@@ -391,6 +391,13 @@ class Beats(Struct, frozen=True, tag="beats", array_like=True):
     running: list[bool]
 
 
+class ProcessFailed(Struct, frozen=True, tag="process_failed", array_like=True):
+    """child -> supervisor: why this process ends; the last that is heard of it."""
+
+    process: str
+    message: str
+
+
 class ServiceReady(Struct, frozen=True, tag="service_ready", array_like=True):
     """supervisor -> api: every process is ready."""
 
@@ -412,8 +419,10 @@ class ServiceFailed(Struct, frozen=True, tag="service_failed", array_like=True):
 ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 ToScheduler = GenerateRequest | AbortRequest | FlushCache
 ToDetokenizer = TokenBatch
-ToApi = TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
-ToSupervisor = Heartbeat | PhaseReport | Ready
+ToApi = (
+    TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
+)
+ToSupervisor = Heartbeat | PhaseReport | Ready | ProcessFailed
 
 T = TypeVar("T")
 encode = msgspec.msgpack.Encoder().encode

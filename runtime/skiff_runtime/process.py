@@ -4,6 +4,7 @@ A child dies with its parent, leaves SIGINT to it, takes SIGTERM as a request to
 and tells the supervisor its start phases and heartbeats.
 """
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -18,8 +19,8 @@ from skiff_runtime import log
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK, PHASES
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.launch import Launch, Role
-from skiff_runtime.messages import Heartbeat, PhaseReport, Ready
-from skiff_runtime.transport import Endpoints, Sender
+from skiff_runtime.messages import Heartbeat, PhaseReport, ProcessFailed, Ready
+from skiff_runtime.transport import Endpoints, Sender, TransportError, hang_up
 
 BEAT_SECONDS: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -50,7 +51,7 @@ class Child:
         now = time.monotonic()
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
-            self._supervisor.send(Heartbeat(process=self.name))
+            self._supervisor.offer(Heartbeat(process=self.name))
 
     def phase(self, name: str, progress: float = 0.0) -> None:
         """Enter a start phase (or report progress within it, 0 to 1)."""
@@ -66,6 +67,12 @@ class Child:
         """Tell the supervisor that this process serves."""
         self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
         self.beat()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the supervisor why this process ends; nothing can be sent afterwards."""
+        with contextlib.suppress(TransportError):
+            self._supervisor.send(ProcessFailed(process=self.name, message=str(error)))
+        hang_up()
 
     def stop(self, _signal: int, _frame: object) -> None:
         """Signal handler of SIGTERM."""
@@ -98,6 +105,7 @@ def main(arguments: list[str]) -> int:
         run(child)
     except SkiffError as error:
         log.error("process_failed", error=type(error).__name__, message=str(error))
+        child.fail(error)
         os._exit(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))

@@ -12,12 +12,14 @@ from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.messages import (
     AbortRequest,
+    FlushCache,
     GenerateRequest,
     Inbox,
     Shutdown,
     TokenBatch,
     ToScheduler,
 )
+from skiff_runtime.patience import PatientEngine
 from skiff_runtime.process import Child
 from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.loop import Scheduler
@@ -37,7 +39,9 @@ class LeaderChannel(Channel):
     """Rank 0's: requests come from tokenizers, token batches go to the detokenizer."""
 
     def __init__(self, endpoints: Endpoints, size: int, should_stop: Callable[[], bool]) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest] = Receiver(endpoints.rank(0), ToScheduler)
+        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
+            endpoints.rank(0), ToScheduler
+        )
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
         self._should_stop = should_stop
@@ -109,7 +113,7 @@ def _serve(child: Child, engine: Engine, channel: Channel) -> None:
         config,
         eos_token_ids=child.launch.model.eos_token_ids,
         num_pages=engine.num_pages,
-        engine=engine,
+        engine=PatientEngine(engine, timeout_seconds=config.step_timeout_seconds, beat=child.beat),
         channel=channel,
     )
     child.phase("ready")

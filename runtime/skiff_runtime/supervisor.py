@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 
 from skiff_runtime import log
-from skiff_runtime.children import Children, make_run_dir
+from skiff_runtime.children import Children, Ended, make_run_dir
 from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED
 from skiff_runtime.launch import Launch, Role
@@ -24,6 +24,7 @@ from skiff_runtime.messages import (
     Drain,
     Heartbeat,
     PhaseReport,
+    ProcessFailed,
     Ready,
     ServiceFailed,
     ServiceReady,
@@ -33,6 +34,7 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.process import process_name
 from skiff_runtime.transport import Endpoints, Receiver, Sender
 
+Report = Heartbeat | PhaseReport | Ready | ProcessFailed
 TURN_SECONDS: Final = 1.0
 FAILURE_GRACE_SECONDS: Final = 2.0
 """How long the api process may take to tell its clients that the service failed."""
@@ -57,13 +59,15 @@ class Supervisor:
     def __init__(self, launch: Launch) -> None:
         self._config = launch.config
         endpoints = Endpoints(launch.run_dir)
-        self._inbox: Receiver[Heartbeat | PhaseReport | Ready] = Receiver(endpoints.supervisor, ToSupervisor)
+        self._inbox: Receiver[Report] = Receiver(endpoints.supervisor, ToSupervisor)
         self._api = Sender(endpoints.api, timeout_seconds=FAILURE_GRACE_SECONDS)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._children = Children(launch, self._poller)
         self._started = time.monotonic()
         self._last_beat: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        """What processes said of their end."""
         self._told_beats = 0.0
         self._ready: dict[str, Ready] = {}
         self._serving = False
@@ -125,10 +129,12 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             wakeup.recv(4096)
 
-    def _take(self, message: Heartbeat | PhaseReport | Ready) -> None:
+    def _take(self, message: Report) -> None:
         self._last_beat[message.process] = time.monotonic()
         if isinstance(message, PhaseReport):
             self._api.send(message)
+        elif isinstance(message, ProcessFailed):
+            self._failures[message.process] = message.message
         elif isinstance(message, Ready):
             self._ready[message.process] = message
             log.event("process_ready", process=message.process)
@@ -162,14 +168,13 @@ class Supervisor:
         """Fail when a child has ended, is silent or late."""
         ended = self._children.reap()
         if ended:
-            return self._fail("; ".join(str(each) for each in ended))
+            return self._fail_after(ended)
         now = time.monotonic()
         limit = self._config.heartbeat_timeout_seconds
         for name in self._ready:
             if now - self._last_beat[name] > limit:
                 return self._fail(
-                    f"{name} has been silent for {limit:g} s; if its steps take so long, lower --max-batch-tokens "
-                    "or raise --heartbeat-timeout-seconds"
+                    f"{name} has been silent for {limit:g} s, which --heartbeat-timeout-seconds allows at most"
                 )
         if not self._serving and now - self._started > self._config.startup_timeout_seconds:
             late = [name for name in self._children.running if name not in self._ready]
@@ -177,6 +182,13 @@ class Supervisor:
                 f"not ready within {self._config.startup_timeout_seconds:g} s: {', '.join(late)}"
             )
         return None
+
+    def _fail_after(self, ended: list[Ended]) -> int:
+        """Fail for children that have ended, with what they said themselves."""
+        for message in self._inbox.drain(1024):
+            self._take(message)
+        said = ((each, self._failures.get(each.name)) for each in ended)
+        return self._fail("; ".join(f"{each}: {why}" if why else str(each) for each, why in said))
 
     def _fail(self, reason: str) -> int:
         """Let the api process tell its clients, then end everything."""
@@ -209,7 +221,7 @@ class Supervisor:
             log.event("service_stopped", reason="drained")
             return EXIT_OK
         if ended:
-            return self._fail("; ".join(str(each) for each in ended))
+            return self._fail_after(ended)
         if self._signals > 1 or time.monotonic() > self._drain_deadline:
             return self._fail("the drain was cut short" if self._signals > 1 else "the drain took too long")
         return None

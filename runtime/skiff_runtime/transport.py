@@ -4,6 +4,7 @@ The receiver binds, senders connect. A send never waits for ever: a peer that st
 reading for ``SEND_TIMEOUT_SECONDS`` is an error, which ends the process at its boundary.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -78,8 +79,18 @@ class Sender:
             name = self._address.rsplit("/", 1)[-1]
             raise TransportError(f"{name} does not read its messages; it hangs or is overloaded") from None
 
+    def offer(self, message: msgspec.Struct) -> None:
+        """Queue one message, unless the queue is full: for news that nobody misses who does not read."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(message), zmq.NOBLOCK)
+
     def close(self) -> None:
         self._socket.close()
+
+
+def hang_up() -> None:
+    """Close every socket of this process once what it sent has left, but wait for ``LINGER_SECONDS`` at most."""
+    zmq.Context.instance().destroy(linger=int(LINGER_SECONDS * 1000))
 
 
 class Receiver(Generic[T]):
