@@ -3,13 +3,16 @@
     with LLM("demo://") as llm:
         for completion in llm.generate(["What is a pod?", "Kubernetes is"], max_tokens=32):
             print(completion.text)
+        for increment in llm.stream([{"role": "user", "content": "What is a pod?"}]):
+            print(increment.text, end="")
 
 Tokenizing and detokenizing happen in the caller's process, by the same code as in a server.
-One ``LLM`` is for one thread.
+One ``LLM`` is for one thread, which must outlive it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,57 +20,20 @@ import msgspec
 import numpy as np
 
 from skiff_runtime.backend import Backend
+from skiff_runtime.completion import Completion, Increment, completed
 from skiff_runtime.config import Config, field_names
-from skiff_runtime.errors import ConfigError, InvalidRequest, RequestError
-from skiff_runtime.messages import (
-    AbortRequest,
-    ChatPrompt,
-    Finish,
-    GenerateRequest,
-    RequestFailed,
-    TextBatch,
-    TextOptions,
-    TokenizeRequest,
-    Usage,
-    Wire,
-)
+from skiff_runtime.errors import ConfigError, InvalidRequest
+from skiff_runtime.inflight import InFlight
+from skiff_runtime.messages import ChatPrompt, EncodeRequest, GenerateRequest, TokenizeRequest, Wire
+from skiff_runtime.progress import Counter
 from skiff_runtime.resolve import resolve
 from skiff_runtime.sampling import Sampling
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
-from skiff_runtime.tokenizer.worker import load_builder
+from skiff_runtime.tokenizer.worker import copies, load_builder
 
 Prompt = str | list[int]
-Message = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One prompt's outcome. ``finish_reason``: "stop" or "length"."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class _Growing:
-    """A completion while it is being made."""
-
-    __slots__ = ("texts", "token_ids")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-
-    def completed(self, finish: int, usage: Usage) -> Completion:
-        return Completion(
-            text="".join(self.texts),
-            token_ids=self.token_ids,
-            finish_reason=Finish(finish).name.lower(),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-        )
+Message = dict[str, Any]
+OnProgress = Callable[[int], None]
 
 
 class LLM:
@@ -87,39 +53,70 @@ class LLM:
         self._backend = Backend(config, self._model, on_phase=on_phase)
         try:
             self._builder = load_builder(self._backend.launch)
-            self._detokenizer = Detokenizer(load_decoder(self._backend.launch))
+            detokenizer = Detokenizer(load_decoder(self._backend.launch))
             self._backend.wait_ready()
         except BaseException:
             self._backend.close()
             raise
-        self._window = config.running_limit + max(1, config.max_queued_requests)
+        window = config.running_limit + max(1, config.max_queued_requests)
+        self._in_flight = InFlight(self._backend, detokenizer, window)
         self._next_uid = 0
-        self._growing: dict[int, _Growing] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        on_progress: Callable[[int], None] | None = None,
+        progress: bool = False,
+        on_progress: OnProgress | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Complete each prompt (a text, or token ids); completions in the order of prompts.
+        """Complete each prompt (a text, or token ids); ``n`` completions of each, in the order of prompts.
 
-        ``sampling``: one for all, or one each; ``options`` change single fields of it.
-        ``on_progress`` is told how many tokens came, after each step. Raises RequestError
-        for a prompt that cannot be served, before anything is computed, and SkiffError when
-        the engine fails.
+        ``sampling``: one for all, or one each; ``options`` change single fields of it. ``progress``
+        shows a bar in a terminal; ``on_progress`` is told how many tokens came, after each step.
+        Raises RequestError for a prompt that cannot be served, before anything is computed, and
+        SkiffError when the engine fails.
         """
         asked = _as_list(prompts)
-        return self._run([*asked], _one_each(sampling, len(asked), options), on_progress)
+        requests = self._requests([*asked], _one_each(sampling, len(asked), options))
+        return self._run(requests, progress, on_progress)
 
     def chat(
         self, messages: Sequence[Message], sampling: Sampling | None = None, **options: Any
     ) -> Completion:
-        """Answer one conversation, rendered with the model's chat template."""
-        prompt = ChatPrompt(messages=[*messages])
-        return self._run([prompt], _one_each(sampling, 1, options), None)[0]
+        """Answer one conversation, rendered with the model's chat template.
+
+        ``options`` change single fields of ``sampling``; among them may be ``continue_final_message``,
+        ``tools`` (OpenAI's tool objects) and ``template_options`` (variables of the template).
+        """
+        prompt, rest = _chat_prompt(messages, options)
+        [chosen] = _one_each(sampling, 1, rest)
+        if chosen.n != 1:
+            raise InvalidRequest("chat gives one answer; for n of them, use stream or ask again", param="n")
+        return self._run(self._requests([prompt], [chosen]), progress=False, on_progress=None)[0]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **options: Any
+    ) -> Generator[Increment, None, None]:
+        """The completions of one prompt or conversation while they come, step by step.
+
+        An increment's ``index`` tells which of the ``n`` completions it belongs to. Closing the
+        generator (or leaving a ``for`` over it and dropping it) ends the request. Errors as of ``generate``,
+        those of the prompt at once.
+        """
+        asked, rest = _stream_prompt(prompt, options)
+        return self._increments(self._requests([asked], _one_each(sampling, 1, rest)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError where it has none, or too many."""
+        request = EncodeRequest(uid=0, prompt=text, add_special_tokens=add_special_tokens)
+        ids: list[int] = np.frombuffer(self._builder.encode(request).token_ids, Wire.TOKEN).tolist()
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises RequestError for an id outside the vocabulary."""
+        return self._builder.encoder.decode([*token_ids])
 
     def close(self) -> None:
         """End the ranks; idempotent."""
@@ -133,70 +130,46 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(
-        self,
-        prompts: list[Prompt | ChatPrompt],
-        samplings: list[Sampling],
-        on_progress: Callable[[int], None] | None,
-    ) -> list[Completion]:
-        requests = [self._request(prompt, each) for prompt, each in zip(prompts, samplings, strict=True)]
-        first = self._next_uid - len(requests)
-        done: dict[int, Completion] = {}
-        waiting = iter(requests)
-        try:
-            while len(done) < len(requests):
-                self._submit(waiting)
-                batch, stopped = self._detokenizer.detokenize(self._backend.receive())
-                for uid in stopped:
-                    self._backend.send(AbortRequest(uid=uid, finish=Finish.STOP))
-                done.update(self._collect(batch))
-                if on_progress is not None:
-                    on_progress(len(batch.texts))
-        finally:
-            self._abandon()
-        return [done[first + index] for index in range(len(requests))]
-
-    def _request(self, prompt: Prompt | ChatPrompt, sampling: Sampling) -> GenerateRequest:
-        self._next_uid += 1
-        return self._builder.build(
-            TokenizeRequest(
-                uid=self._next_uid - 1,
+    def _requests(
+        self, prompts: list[Prompt | ChatPrompt], samplings: list[Sampling]
+    ) -> list[GenerateRequest]:
+        """What the ranks are asked, ``n`` requests for each prompt, with uids that count upwards."""
+        requests: list[GenerateRequest] = []
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            told = TokenizeRequest(
+                uid=self._next_uid + len(requests),
                 prompt=prompt,
-                sampling=sampling.params(self._model.sampling),
-                text=TextOptions(stop=sampling.stop, skip_special_tokens=sampling.skip_special_tokens),
+                sampling=sampling.params(self._model),
+                text=sampling.text_options(),
             )
-        )
+            built = self._builder.build(told)
+            constraint = sampling.constraint()
+            if constraint is not None:
+                built = msgspec.structs.replace(built, grammar=self._backend.compile(constraint))
+            requests += copies(built, sampling.n)
+        self._next_uid += len(requests)
+        return requests
 
-    def _submit(self, waiting: Iterator[GenerateRequest]) -> None:
-        """Keep as many requests in flight as the scheduler is meant to hold."""
-        while len(self._growing) < self._window and (request := next(waiting, None)) is not None:
-            self._growing[request.uid] = _Growing()
-            self._backend.send(request)
+    def _run(
+        self, requests: list[GenerateRequest], progress: bool, on_progress: OnProgress | None
+    ) -> list[Completion]:
+        parts: list[list[Increment]] = [[] for _ in requests]
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(Counter("completions", len(requests))) if progress else None
+            for news in stack.enter_context(contextlib.closing(self._in_flight.run(requests))):
+                for each in news:
+                    parts[each.index].append(each)
+                tokens = sum(len(each.token_ids) for each in news)
+                if bar is not None:
+                    bar.advance(done=sum(each.finish_reason is not None for each in news), tokens=tokens)
+                if on_progress is not None:
+                    on_progress(tokens)
+        return [completed(each) for each in parts]
 
-    def _collect(self, batch: TextBatch) -> Iterator[tuple[int, Completion]]:
-        for failed in batch.failed:
-            if self._growing.pop(failed.uid, None) is not None:  # else of an earlier call
-                raise _as_error(failed)
-        uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
-        tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
-        usages = iter(batch.usages)
-        for uid, text, token, finish in zip(uids, batch.texts, tokens, batch.finishes, strict=True):
-            usage = next(usages) if finish else None
-            growing = self._growing.get(uid)
-            if growing is None:  # of an earlier call that ended with an error
-                continue
-            growing.texts.append(text)
-            if token >= 0:
-                growing.token_ids.append(token)
-            if usage is not None:
-                del self._growing[uid]
-                yield uid, growing.completed(finish, usage)
-
-    def _abandon(self) -> None:
-        """After an error: end what is still in flight, so that the next call starts afresh."""
-        for uid in self._growing:
-            self._backend.send(AbortRequest(uid=uid))
-        self._growing.clear()
+    def _increments(self, requests: list[GenerateRequest]) -> Generator[Increment, None, None]:
+        with contextlib.closing(self._in_flight.run(requests)) as steps:
+            for news in steps:
+                yield from news
 
 
 def _config(options: dict[str, Any]) -> Config:
@@ -216,9 +189,29 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
+def _stream_prompt(
+    prompt: Prompt | Sequence[Message], options: dict[str, Any]
+) -> tuple[Prompt | ChatPrompt, dict[str, Any]]:
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        return _chat_prompt(prompt, options)  # type: ignore[arg-type]
+    return _as_list(prompt)[0] if prompt else [], options  # type: ignore[arg-type]
+
+
+def _chat_prompt(messages: Sequence[Message], options: dict[str, Any]) -> tuple[ChatPrompt, dict[str, Any]]:
+    """The conversation, and the options that are not its own."""
+    own = ("continue_final_message", "tools", "template_options")
+    given = {name: options[name] for name in own if name in options}
+    continues = bool(given.get("continue_final_message"))
+    prompt = ChatPrompt(messages=[*messages], add_generation_prompt=not continues, **given)
+    return prompt, {name: value for name, value in options.items() if name not in own}
+
+
 def _one_each(
     sampling: Sampling | Sequence[Sampling] | None, count: int, options: dict[str, Any]
 ) -> list[Sampling]:
+    unknown = sorted(set(options) - set(Sampling.__dataclass_fields__))
+    if unknown:
+        raise InvalidRequest(f"there is no option {unknown[0]!r}; options are the fields of Sampling")
     if sampling is None or isinstance(sampling, Sampling):
         return [replace(sampling or Sampling(), **options)] * count
     if len(sampling) != count:
@@ -226,9 +219,3 @@ def _one_each(
             f"{count} prompts need one sampling or {count}, not {len(sampling)}", param="sampling"
         )
     return [replace(each, **options) for each in sampling]
-
-
-def _as_error(failed: RequestFailed) -> RequestError:
-    error = RequestError(failed.message, param=failed.param, code=failed.code)
-    error.status, error.kind = failed.status, failed.kind
-    return error

@@ -116,7 +116,6 @@ def test_after_the_death_of_a_rank_every_call_fails(model: Path) -> None:
         ("max_tokens", 2.5),
         ("max_tokens", True),
         ("top_k", 1 << 40),
-        ("seed", -1),
         ("stop", "one"),
         ("stop", ("",)),
         ("stop_token_ids", (1.5,)),

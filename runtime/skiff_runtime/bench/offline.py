@@ -12,7 +12,7 @@ from rich.console import Console
 
 from skiff_runtime import log
 from skiff_runtime.bench import report
-from skiff_runtime.bench.progress import Counter
+from skiff_runtime.progress import Counter
 from skiff_runtime.bench.results import Figures
 from skiff_runtime.bench.values import Span, natural_float, natural_int, positive_int
 from skiff_runtime.bench.workload import Sample, random_tokens

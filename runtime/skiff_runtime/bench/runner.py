@@ -11,7 +11,7 @@ import uvloop
 from skiff_runtime.bench.connection import Target
 from skiff_runtime.bench.exchange import Exchange
 from skiff_runtime.bench.load import Due, Limits, Load
-from skiff_runtime.bench.progress import Counter
+from skiff_runtime.progress import Counter
 from skiff_runtime.bench.workload import Sample, body
 from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_COMPLETIONS, PATH_MODELS
 from skiff_runtime.errors import SkiffError

@@ -1,0 +1,91 @@
+"""What a caller of ``LLM`` gets: increments while they come, and completions made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+from skiff_runtime.messages import Finish, TextLogprobs, TokenText, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, the bytes it writes by itself, and its natural log-probability.
+
+    ``logprob`` is None for the first token of a prompt. ``top``: the likeliest tokens of this position.
+    """
+
+    token_id: int
+    data: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """News of one completion. ``index`` is its place among those that were asked for.
+
+    ``text`` may be "" while bytes are held back. With ``finish_reason`` ("stop", "length"), it is the last one
+    and tells how many tokens the prompt has, and how many of them were found in the cache.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion of one prompt. ``finish_reason``: "stop" or "length".
+
+    ``logprobs`` has an entry for each of ``token_ids`` and ``prompt_logprobs`` one for each token of the
+    prompt, where the sampling asks for them; else they are empty.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+
+
+def completed(increments: Sequence[Increment]) -> Completion:
+    """All increments of one completion, the last of which ends it, put together."""
+    last = increments[-1]
+    assert last.finish_reason is not None, "the last increment ends the completion"
+    return Completion(
+        text="".join(each.text for each in increments),
+        token_ids=[token for each in increments for token in each.token_ids],
+        finish_reason=last.finish_reason,
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=last.cached_tokens,
+        logprobs=[told for each in increments for told in each.logprobs],
+        prompt_logprobs=[told for each in increments for told in each.prompt_logprobs],
+    )
+
+
+def ended(index: int, text: str, token_ids: tuple[int, ...], finish: int, usage: Usage) -> Increment:
+    """The last increment of a completion, without its log-probabilities."""
+    return Increment(
+        index,
+        text,
+        token_ids,
+        finish_reason=Finish(finish).name.lower(),
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def token_logprob(told: TextLogprobs) -> TokenLogprob:
+    """One position's log-probabilities as a caller sees them."""
+    return _of(told.chosen, tuple(_of(each) for each in told.top))
+
+
+def _of(text: TokenText, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    return TokenLogprob(text.token, text.data, None if isnan(text.logprob) else text.logprob, top)

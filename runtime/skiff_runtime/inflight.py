@@ -1,0 +1,117 @@
+"""The requests of an ``LLM`` that are under way: sent to the ranks, and their news brought to whoever asked."""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from skiff_runtime.backend import Backend
+from skiff_runtime.completion import Increment, ended, token_logprob
+from skiff_runtime.errors import RequestError
+from skiff_runtime.messages import AbortRequest, Finish, GenerateRequest, RequestFailed, TextBatch, Wire
+from skiff_runtime.tokenizer.detokenizer import Detokenizer
+
+
+class _Call:
+    """The requests of one call: those not yet sent, those that run, and news that nobody has taken."""
+
+    def __init__(self, requests: list[GenerateRequest]) -> None:
+        self.waiting: Iterator[GenerateRequest] = iter(requests)
+        self.first = requests[0].uid
+        self.left = len(requests)
+        self.running: set[int] = set()
+        self.news: list[Increment] = []
+        self.failure: RequestError | None = None
+
+
+class InFlight:
+    """Several calls may be open at a time, such as two streams that are read in turn; all from one thread."""
+
+    def __init__(self, backend: Backend, detokenizer: Detokenizer, window: int) -> None:
+        """At most ``window`` requests are sent ahead: as many as the scheduler is meant to hold."""
+        self._backend = backend
+        self._detokenizer = detokenizer
+        self._window = window
+        self._owners: dict[int, _Call] = {}
+
+    def run(self, requests: list[GenerateRequest]) -> Generator[list[Increment], None, None]:
+        """News of ``requests``, whose uids count upwards, step by step until each has ended.
+
+        Closing the generator ends those that still run. Raises RequestError when one of them fails, and
+        Unavailable when a rank has ended or hangs; either ends the others.
+        """
+        if not requests:
+            return
+        call = _Call(requests)
+        try:
+            while call.left:
+                self._submit(call)
+                if not call.news and call.failure is None:
+                    self._turn()
+                if call.failure is not None:
+                    raise call.failure
+                news, call.news = call.news, []
+                if news:
+                    call.left -= sum(each.finish_reason is not None for each in news)
+                    yield news
+        finally:
+            self._abandon(call)
+
+    def _submit(self, call: _Call) -> None:
+        while len(self._owners) < self._window and (request := next(call.waiting, None)) is not None:
+            self._owners[request.uid] = call
+            call.running.add(request.uid)
+            self._backend.send(request)
+
+    def _turn(self) -> None:
+        """Bring one step's news to the calls that they belong to; what belongs to none is of an earlier one."""
+        batch, stopped = self._detokenizer.detokenize(self._backend.receive())
+        for uid in stopped:
+            self._backend.send(AbortRequest(uid=uid, finish=Finish.STOP))
+        for failed in batch.failed:
+            call = self._owners.pop(failed.uid, None)
+            if call is not None:
+                call.running.discard(failed.uid)
+                call.failure = call.failure or _as_error(failed)
+        for uid, increment in _increments(batch):
+            self._take(uid, increment)
+
+    def _take(self, uid: int, increment: Increment) -> None:
+        call = self._owners.get(uid)
+        if call is None:
+            return
+        call.news.append(replace(increment, index=uid - call.first))
+        if increment.finish_reason is not None:
+            del self._owners[uid]
+            call.running.discard(uid)
+
+    def _abandon(self, call: _Call) -> None:
+        """End what still runs, so that later calls start afresh."""
+        for uid in sorted(call.running):
+            del self._owners[uid]
+            self._backend.send(AbortRequest(uid=uid))
+        call.running.clear()
+
+
+def _increments(batch: TextBatch) -> Iterable[tuple[int, Increment]]:
+    """What a batch tells of each request; prompts come before the first token."""
+    for prompt in batch.prompt_logprobs:
+        yield prompt.uid, Increment(0, prompt_logprobs=tuple(map(token_logprob, prompt.tokens)))
+    told = {each.row: (token_logprob(each),) for each in batch.logprobs}
+    uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
+    tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
+    usages = iter(batch.usages)
+    rows = zip(uids, batch.texts, tokens, batch.finishes, strict=True)
+    for row, (uid, text, token, finish) in enumerate(rows):
+        token_ids = (token,) if token >= 0 else ()
+        if finish:
+            increment = ended(0, text, token_ids, finish, next(usages))
+        else:
+            increment = Increment(0, text, token_ids)
+        yield uid, replace(increment, logprobs=told[row]) if row in told else increment
+
+
+def _as_error(failed: RequestFailed) -> RequestError:
+    error = RequestError(failed.message, param=failed.param, code=failed.code)
+    error.status, error.kind = failed.status, failed.kind
+    return error
