@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skiff_runtime.demo import DIRECTORY
 from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.messages import ChatPrompt
 from skiff_runtime.tokenizer.template import ChatTemplate
 
 MAX_FOLDER_BYTES = 12_000_000
@@ -126,7 +127,7 @@ def test_plain_text_gets_one_bos_and_a_rendered_chat_no_second_one(
     bos = tokenizer.token_to_id(BOS)
     assert bos is not None
     assert tokenizer.encode("Kubernetes is").ids.count(bos) == 1
-    chat = template.render(TURNS)
+    chat = template.render(ChatPrompt(TURNS))
     assert chat == RENDERED
     assert tokenizer.encode(chat, add_special_tokens=False).ids.count(bos) == 1
 
@@ -140,7 +141,7 @@ def test_transformers_renders_and_encodes_the_same(tokenizer: Tokenizer) -> None
 
 def test_the_template_refuses_an_unknown_role(template: ChatTemplate) -> None:
     with pytest.raises(InvalidRequest, match="system, user or assistant"):
-        template.render([{"role": "tool", "content": "4"}])
+        template.render(ChatPrompt([{"role": "tool", "content": "4"}]))
 
 
 def test_training_sees_chats_as_the_template_renders_them(
@@ -149,7 +150,7 @@ def test_training_sees_chats_as_the_template_renders_them(
     messages = [Message(turn["role"], turn["content"].strip()) for turn in TURNS]
     assert rendered(Case(tuple(messages), "")) == RENDERED
     ids, labels = RowMaker(DIRECTORY / "tokenizer.json", rows=1, length=64, seed=0).chat(messages)
-    chat = template.render(TURNS, add_generation_prompt=False)
+    chat = template.render(ChatPrompt(TURNS, add_generation_prompt=False))
     assert ids == tokenizer.encode(chat, add_special_tokens=False).ids
     learned = [token for token in labels if token != IGNORED]
     assert tokenizer.decode(learned, skip_special_tokens=False) == "A unit.<|end|>"

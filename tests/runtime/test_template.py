@@ -6,6 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.messages import ChatPrompt
 from skiff_runtime.tokenizer import template as template_module
 from skiff_runtime.tokenizer.template import ChatTemplate
 
@@ -49,7 +50,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("generation_prompt", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renders_as_transformers_does(name: str, generation_prompt: bool) -> None:
-    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(CHAT, add_generation_prompt=generation_prompt)
+    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(
+        ChatPrompt(CHAT, add_generation_prompt=generation_prompt)
+    )
     theirs, _ = render_jinja_template(
         conversations=[CHAT],
         chat_template=TEMPLATES[name],
@@ -80,7 +83,7 @@ def test_renders_as_transformers_does(name: str, generation_prompt: bool) -> Non
 def test_a_faulty_template_is_quoted(source: str, says: str) -> None:
     template = ChatTemplate(source, TOKENS)
     with pytest.raises(InvalidRequest, match=says) as caught:
-        template.render(CHAT)
+        template.render(ChatPrompt(CHAT))
     assert (caught.value.status, caught.value.param, caught.value.code) == (
         400,
         "messages",
@@ -93,14 +96,14 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "RENDER_TIMEOUT_SECONDS", 0.2)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(InvalidRequest, match="ran for more than"):
-        ChatTemplate(loop, TOKENS).render(CHAT)
+        ChatTemplate(loop, TOKENS).render(ChatPrompt(CHAT))
 
 
 def test_a_model_without_template() -> None:
     template = ChatTemplate(None, TOKENS)
     assert not template.usable
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
-        template.render(CHAT)
+        template.render(ChatPrompt(CHAT))
 
 
 def test_renders_leave_nothing_behind() -> None:
@@ -109,4 +112,61 @@ def test_renders_leave_nothing_behind() -> None:
         "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ seen }}", TOKENS
     )
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
-    assert [template.render(messages) for _ in range(3)] == ["1"] * 3
+    assert [template.render(ChatPrompt(messages)) for _ in range(3)] == ["1"] * 3
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "now", "description": "The <time>.", "parameters": {"type": "object"}},
+}
+CALLING = """{% for t in tools %}{{ t | tojson }};{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}
+{%- for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }} {{ c.function.arguments.zone }}>
+{%- endfor %}{{ m.tool_call_id }}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}"""
+
+
+def test_tools_and_options_reach_the_template_as_in_transformers() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"zone": "Köln"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+    ]
+    prompt = ChatPrompt(messages, tools=[TOOL], template_options={"enable_thinking": False})
+    theirs, _ = render_jinja_template([messages], tools=[TOOL], chat_template=CALLING, enable_thinking=False)
+    assert ChatTemplate(CALLING, {}).render(prompt) == theirs[0]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "documents"])
+def test_options_override_nothing(name: str) -> None:
+    prompt = ChatPrompt(CHAT, template_options={name: "mine"})
+    with pytest.raises(InvalidRequest, match=f"'{name}' is no option") as caught:
+        ChatTemplate(TEMPLATES["turns"], TOKENS).render(prompt)
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("content", ["Once upon", " Once upon a \n ", "Hello.", "[a] {{ b }}"])
+@pytest.mark.parametrize("trims", [False, True])
+def test_the_final_message_is_continued_as_in_transformers(content: str, trims: bool) -> None:
+    source = (
+        TEMPLATES["turns"]
+        if trims
+        else "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    )
+    messages: list[dict[str, Any]] = [*CHAT, {"role": "assistant", "content": content}]
+    theirs, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, **TOKENS)
+    prompt = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+    assert ChatTemplate(source, TOKENS).render(prompt) == theirs[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "says"),
+    [
+        ("{{ messages[0].content }}", "Hello", "does not write the final message"),
+        ("{{ messages[-1].content }}", " ", "needs a final message with content"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(source: str, content: str, says: str) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": content}]
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        ChatTemplate(source, TOKENS).render(ChatPrompt(messages, continue_final_message=True))
+    assert caught.value.param == "continue_final_message"

@@ -54,8 +54,7 @@ class PromptBuilder:
             return self.encoder.encode(prompt, add_special_tokens=True)
         if isinstance(prompt, list):
             return self.encoder.check(prompt)
-        text = self.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
-        return self.encoder.encode(text, add_special_tokens=False)
+        return self.encoder.encode(self.template.render(prompt), add_special_tokens=False)
 
     def _fitting(self, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
         """``sampling``, whose ``max_tokens`` the context has room for; 0 stays, for the scheduler to fill in."""

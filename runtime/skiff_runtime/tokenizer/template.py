@@ -23,11 +23,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.messages import ChatPrompt
 
 MAX_RENDERED_CHARACTERS: Final = 32 << 20
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 _MAX_EXPONENT: Final = 64
 _MAX_MESSAGE_CHARACTERS: Final = 500
+_MARK: Final = "[the answer goes on here: 5b1f6c0e] "
+"""Written at the end of a message that is to be continued. Its blank at the end tells whether a template trims."""
 
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
@@ -66,7 +69,7 @@ class ChatTemplate:
         """Whether there is a template that compiles; ``fault`` says why not."""
         return self._template is not None
 
-    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text. Raises ``InvalidRequest`` with what the template said against it.
 
         A template that runs for too long is ended by a timer's signal, which only a main thread can take (as in
@@ -76,20 +79,54 @@ class ChatTemplate:
             raise InvalidRequest(self.fault, param="messages", code="chat_template_error")
         variables: dict[str, Any] = {
             **self._special_tokens,
-            "messages": messages,
-            "tools": None,
+            "messages": _marked(prompt.messages) if prompt.continue_final_message else prompt.messages,
+            "tools": prompt.tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": prompt.add_generation_prompt,
         }
+        self._check_options(prompt.template_options, variables)
         try:
             with _deadline(RENDER_TIMEOUT_SECONDS):
-                return _collect(self._template.generate(variables))
+                text = _collect(self._template.generate({**prompt.template_options, **variables}))
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequest(
                 f"the model's chat template refused these messages: {_shorten(error)}",
                 param="messages",
                 code="chat_template_error",
             ) from None
+        return _cut(text) if prompt.continue_final_message else text
+
+    def _check_options(self, options: dict[str, Any], variables: dict[str, Any]) -> None:
+        for name in options:
+            if name in variables or name in self._special_tokens:
+                raise InvalidRequest(
+                    f"{name!r} is no option of the chat template: it is set by the request itself, or by the model",
+                    param="chat_template_kwargs",
+                )
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with a mark where the final one's content ends."""
+    *others, final = messages
+    content = final.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise InvalidRequest(
+            "'continue_final_message' needs a final message with content, which the answer continues",
+            param="continue_final_message",
+        )
+    return [*others, {**final, "content": content + _MARK}]
+
+
+def _cut(text: str) -> str:
+    """``text`` up to the mark. A template that trims contents has taken the mark's last character, too."""
+    end = text.rfind(_MARK.rstrip())
+    if end < 0:
+        raise InvalidRequest(
+            "the model's chat template does not write the final message as it is, so no answer can continue it",
+            param="continue_final_message",
+            code="chat_template_error",
+        )
+    return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
 
 
 class _GenerationBlock(Extension):
