@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"make: $(PYTHON) is Python {v[0]}.{v[1]}; Skiff needs 3.11 or later: make PYTHON=python3.12 setup" if v < (3, 11) else 0)'
 	@echo "setup: installing Python packages into $(VENV) (torch alone is 2.5 GB to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,runtime,bench,tracing,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,runtime,bench,fast,tracing,dev]'
 	@touch $@
 	@echo "setup: done"
 

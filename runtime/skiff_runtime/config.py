@@ -53,6 +53,11 @@ class Config:
 
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all")
     port: int = option(API_PORT, "Server", "port to listen on; 0 takes a free one and logs it")
+    tokenizer_backend: Literal["tokenizers", "fastokens"] = option(
+        "tokenizers",
+        "Server",
+        "who encodes prompts: fastokens is faster, and is used where it agrees with tokenizers on a probe",
+    )
     tokenizers: int = option(1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes")
     max_request_bytes: int = option(8 << 20, "Server", "largest request body, in bytes")
     max_connections: int = option(8192, "Server", "most open connections; beyond, 503 to all but probes")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest, ModelError
+from skiff_runtime.tokenizer.fast import EncodeText, exact_encoding
 
 Int32 = NDArray[np.int32]
 
@@ -35,8 +36,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
 class Encoder:
     """Turns prompts into token ids within the model's vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        encode_text: EncodeText | None = None,
+    ) -> None:
+        """``encode_text`` stands in for the tokenizer's own encoding."""
         self._tokenizer = tokenizer
+        self._encode_text = encode_text or exact_encoding(tokenizer)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -55,10 +65,10 @@ class Encoder:
                 "the prompt holds half of a UTF-16 surrogate pair; send valid Unicode"
             ) from None
         try:
-            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = self._encode_text(text, add_special_tokens)
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower; one request must not end all)
             raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from None
-        return self._checked(np.array(encoding.ids, dtype=np.int64))
+        return self._checked(ids)
 
     def check(self, token_ids: list[int]) -> Int32:
         """``token_ids`` as int32[T], each within the vocabulary. Raises ``InvalidRequest``."""

@@ -22,6 +22,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.process import Child
 from skiff_runtime.tokenizer.encoder import Encoder, load_tokenizer
+from skiff_runtime.tokenizer.fast import fast_encoding
 from skiff_runtime.tokenizer.grammars import Grammars
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 from skiff_runtime.tokenizer.prompt import PromptBuilder
@@ -101,8 +102,13 @@ def load_builder(launch: Launch) -> PromptBuilder:
         log.warning("chat_unavailable", reason=template.fault)
     max_model_len = launch.config.max_model_len
     assert max_model_len is not None, "the configuration is resolved before processes start"
+    tokenizer = load_tokenizer(files.tokenizer)
+    fast = launch.config.tokenizer_backend == "fastokens"
     encoder = Encoder(
-        load_tokenizer(files.tokenizer), vocab_size=launch.model.vocab_size, max_model_len=max_model_len
+        tokenizer,
+        vocab_size=launch.model.vocab_size,
+        max_model_len=max_model_len,
+        encode_text=fast_encoding(files.tokenizer, tokenizer) if fast else None,
     )
     return PromptBuilder(template=template, encoder=encoder, max_model_len=max_model_len)
 
