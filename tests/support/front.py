@@ -26,14 +26,18 @@ from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
     Finish,
+    FlushCache,
+    Flushed,
     GenerateRequest,
     PhaseReport,
+    PromptLogprobs,
     Ready,
     RequestFailed,
     ServiceReady,
     StepStats,
     StreamOpened,
     TokenBatch,
+    TokenLogprobs,
     ToScheduler,
     ToSupervisor,
     Wire,
@@ -59,11 +63,11 @@ class Rank:
     """What the test says in place of rank 0's scheduler."""
 
     def __init__(self, endpoints: Endpoints, model: Path) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest] = Receiver(endpoints.rank(0), ToScheduler)
+        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(endpoints.rank(0), ToScheduler)
         self._detokenizer = Sender(endpoints.detokenizer)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-    def receive(self, timeout_seconds: float = TIMEOUT_SECONDS) -> GenerateRequest | AbortRequest:
+    def receive(self, timeout_seconds: float = TIMEOUT_SECONDS) -> GenerateRequest | AbortRequest | FlushCache:
         """The next message; fails the test when none comes."""
         message = self._inbox.receive(timeout_seconds)
         assert message is not None, "the scheduler was told nothing"
@@ -75,7 +79,7 @@ class Rank:
         assert isinstance(message, GenerateRequest), message
         return message
 
-    def poll(self) -> list[GenerateRequest | AbortRequest]:
+    def poll(self) -> list[GenerateRequest | AbortRequest | FlushCache]:
         """What is there, or arrives soon."""
         first = self._inbox.receive(0.02)
         return [] if first is None else [first, *self._inbox.drain(10_000)]
@@ -98,6 +102,9 @@ class Rank:
         opened: Sequence[StreamOpened] = (),
         failed: Sequence[RequestFailed] = (),
         stats: StepStats | EllipsisType = ...,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        flushed: Sequence[Flushed] = (),
     ) -> None:
         """One step's batch."""
         uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
@@ -109,6 +116,9 @@ class Rank:
                 finishes=bytes(finishes),
                 failed=list(failed),
                 stats=StepStats() if stats is ... else stats,
+                logprobs=list(logprobs),
+                prompt_logprobs=list(prompt_logprobs),
+                flushed=list(flushed),
             )
         )
 
@@ -149,11 +159,13 @@ class Echo(threading.Thread):
             if rows:
                 self._rank.step(rows, stats=StepStats(running=len(rows), decode_tokens=len(rows)))
 
-    def _take(self, messages: list[GenerateRequest | AbortRequest]) -> None:
+    def _take(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
         for message in messages:
             if isinstance(message, GenerateRequest):
                 self._rank.open(message)
                 self._running[message.uid] = self._rank.prompt(message)
+            elif isinstance(message, FlushCache):
+                self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
             elif self._running.pop(message.uid, None) is not None:
                 self.aborted.append(message.uid)
                 self._rank.end(message.uid, message.finish)

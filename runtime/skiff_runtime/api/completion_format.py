@@ -40,6 +40,8 @@ class CompletionFormat:
         echo: Echo | None = None,
     ) -> None:
         self._head = reply_head("cmpl", "text_completion", model=model.name, fingerprint=model.fingerprint)
+        self.id: str = self._head["id"]
+        self.id: str = self._head["id"]
         self.chunks = Chunks(self._head, options, choices=choices, copies=copies)
         self.logprobs = logprobs
         self._copies = copies
