@@ -28,7 +28,6 @@ class ChatFormat:
             "chatcmpl", "chat.completion", model=model.name, fingerprint=model.fingerprint
         )
         self.id: str = self._head["id"]
-        self.id: str = self._head["id"]
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self.chunks = Chunks(chunk_head, options, choices=choices, copies=choices)
         self.parsing = parsing

@@ -41,7 +41,6 @@ class CompletionFormat:
     ) -> None:
         self._head = reply_head("cmpl", "text_completion", model=model.name, fingerprint=model.fingerprint)
         self.id: str = self._head["id"]
-        self.id: str = self._head["id"]
         self.chunks = Chunks(self._head, options, choices=choices, copies=copies)
         self.logprobs = logprobs
         self._copies = copies
