@@ -27,7 +27,17 @@ def generated(
 ) -> list[list[list[int]]]:
     """Greedy tokens, then sampled ones, of every model."""
     samplings = [
-        SamplingParams(max_tokens=count, seed=number, temperature=1.0, top_k=number % 3 * 8)
+        SamplingParams(
+            max_tokens=count,
+            seed=number,
+            temperature=1.0,
+            top_k=number % 3 * 8,
+            repetition_penalty=1.0 + number % 2,
+            logit_bias=((10 * number, 3.0),),
+            min_tokens=number % 4,
+            logprobs=number,
+            prompt_logprobs=2,
+        )
         for number in range(len(prompts))
     ]
     outputs = []

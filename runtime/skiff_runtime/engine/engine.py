@@ -77,6 +77,8 @@ class Engine:
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._guide = GrammarGuide(config.max_running_requests, model)
+        if group.device.type == "cuda":
+            self._guide.prepare()
         self._sampler = Sampler(config.max_running_requests, group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(

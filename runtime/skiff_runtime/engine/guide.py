@@ -2,7 +2,7 @@
 
 The mask of a row's next token is made on a thread as soon as the token before it is known, beside the model's
 forward pass, and waited for right before the next one is sampled. A grammar is read on another thread as soon as its
-request takes a slot. xgrammar is imported there, too, when the first grammar comes: it takes over a second.
+request takes a slot. xgrammar is imported there, too: it takes a second and some memory, which few small services need.
 """
 
 from collections.abc import Sequence
@@ -47,6 +47,10 @@ class GrammarGuide:
         self._shelf: GrammarShelf | None = None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
+
+    def prepare(self) -> None:
+        """Begin to get ready for grammars, so that the first one holds up nobody."""
+        self._loader.submit(self._open_shelf)
 
     def open(self, opened: Sequence[SlotOpened]) -> None:
         """Begin to read the grammars of newly taken slots."""
