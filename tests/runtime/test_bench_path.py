@@ -33,6 +33,8 @@ def test_it_measures_every_process_and_leaves_none_behind(tmp_path: Path) -> Non
     assert sorted(figures["rss_mib"]) == ["api", "detokenizer", "tokenizer0"]
     assert figures["requests"]["us"]["tokenizer0"] > 10
     assert figures["streams"]["us"]["api"] > 0.1
+    assert sorted(figures["scheduler_us"]) == ["1", "256", "64"]
+    assert min(figures["scheduler_us"].values()) > 1
     assert figures["streams"]["count"] == 8 * 20
     assert figures["streams"]["age_ms"]["count"] <= 8 * 20
     assert 0 < figures["streams"]["tokens_per_second"] <= 8 * 1000 / 20 * 1.2, "no more than the steps allow"

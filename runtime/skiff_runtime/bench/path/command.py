@@ -13,6 +13,7 @@ from skiff_runtime import log
 from skiff_runtime.bench import report
 from skiff_runtime.bench.path.figures import Loads, PathBench
 from skiff_runtime.bench.path.fronts import Fronts
+from skiff_runtime.bench.path.steps import scheduler_steps
 from skiff_runtime.bench.results import Figures
 from skiff_runtime.bench.values import natural_int, positive_float, positive_int
 from skiff_runtime.config import Config
@@ -24,7 +25,8 @@ What the serving path costs, the engine apart: the real API, tokenizer and detok
 and a stub in the scheduler's place that gives every running request one token a step."""
 EPILOG: Final = """\
 Figures: CPU-microseconds of each process for a request and for a token, how old a token is when the
-client has it, how late the tokens of running streams are while long prompts come in, resident memory.
+client has it, how late the tokens of running streams are while long prompts come in, resident memory;
+and what a decode step costs the whole scheduler over an engine that takes no time.
 
 examples:
   skiff bench path
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--output-len", 400, "their tokens"),
         ("--long-prompts", 8, "long prompts that come in beside the streams"),
         ("--long-input-len", 30_000, "their length in tokens"),
+        ("--scheduler-steps", 500, "decode steps of the scheduler alone"),
     )
     parser.add_argument(
         "--model", default="demo://", help="whose tokenizer and chat template are used (default: %(default)s)"
@@ -81,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         token=_token(arguments.model),
     ) as fronts:
         figures = PathBench(fronts, loads).run()
+    figures["scheduler_us"] = scheduler_steps(arguments.scheduler_steps)
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     figures = {"benchmark": "path", "machine": machine, **figures}
     _show(figures)
@@ -115,4 +119,6 @@ def _show(figures: Figures) -> None:
         f"{streams['tokens_per_second']:,.0f} tokens/s; a token is {age['p50']:.2f} ms old at the client (p50), "
         f"{age['p99']:.2f} (p99)"
     )
+    steps = ", ".join(f"{us:,.0f} at batch {batch}" for batch, us in figures["scheduler_us"].items())
+    console.print(f"scheduler, CPU-us a decode step: {steps}")
     console.print(f"beside long prompts tokens are {late['p50']:.2f} ms late (p50), {late['p99']:.2f} (p99)")
