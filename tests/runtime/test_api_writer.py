@@ -105,3 +105,31 @@ def test_a_client_that_does_not_read_is_given_up_once() -> None:
         assert len(server.body()) == len(piece)
 
     run(scenario())
+
+
+def test_pieces_go_straight_to_the_connection_while_it_takes_them() -> None:
+    async def scenario() -> None:
+        server = Server()
+        straight: list[bytes] = []
+
+        def chunk(data: bytes) -> bool:
+            if server.open.is_set():
+                straight.append(data)
+                server.written.append({"type": "http.response.body", "body": data})
+            return server.open.is_set()
+
+        writer = Writer(server.send, on_overflow=server.overflow, chunk=chunk)
+        writer.start(200, [])
+        writer.body(b"a", more=True)
+        writer.body(b"", more=True)
+        server.open.clear()
+        writer.body(b"b", more=True)
+        server.open.set()
+        writer.body(b"c", more=True)
+        await asyncio.sleep(0.01)
+        writer.body(b"d", more=True)
+        writer.body(b"e", more=False)
+        assert straight == [b"a", b"d"], "b waited, and c must not overtake it"
+        assert server.body() == b"abcde" and server.ended()
+
+    run(scenario())

@@ -4,11 +4,12 @@ import asyncio
 from typing import Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from skiff_runtime.api.body import REQUEST_ID_HEADER, request_id
 from skiff_runtime.api.error_replies import error_body
 from skiff_runtime.api.gate import Gate
+from skiff_runtime.api.writer import CHUNKS
 from skiff_runtime.errors import InvalidRequest, RequestError, Unavailable
 
 HEAD_TIMEOUT_SECONDS: Final = 20.0
@@ -24,6 +25,23 @@ class LimitedConfig(uvicorn.Config):
         super().__init__(gate, http=LimitedProtocol, **settings)
         self.gate = gate
         self.max_connections = max_connections
+
+
+class ChunkedBody:
+    """One response's body, past the ASGI messages that begin and end it."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        """Write ``data``, not empty, as one chunk; False while the connection is full, or where that cannot be."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -71,6 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._head_bytes = 0
         super().on_headers_complete()
+        self.scope["extensions"] = {CHUNKS: ChunkedBody(self.cycle).write}  # type: ignore[dict-item]
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP at all is refused in the API's own shape."""
