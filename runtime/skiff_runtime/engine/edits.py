@@ -111,8 +111,9 @@ class LogitEdits:
         for at in range(0, len(penalized), step):
             where = torch.from_numpy(penalized[at : at + step]).to(logits.device)
             slots = rows.slots[where]
-            logits[where] = penalize(
-                logits[where],
+            penalize(
+                logits,
+                where,
                 self._tokens[slots, :longest],
                 self._prompts[slots],
                 rows.positions[where],
