@@ -11,7 +11,7 @@ CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup check format test matrix e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format test matrix soak e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,10 +39,13 @@ format: setup ## Let ruff format and mend what it can
 
 test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
 	$(CLUSTER) tools
-	$(PYTEST) -m "not e2e and not gpu and not matrix" $(PYTEST_ARGS)
+	$(PYTEST) -m "not e2e and not gpu and not matrix and not soak" $(PYTEST_ARGS)
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
+
+soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
+	$(PYTEST) -s -m soak $(PYTEST_ARGS)
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
