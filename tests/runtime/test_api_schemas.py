@@ -62,7 +62,6 @@ def test_advice_is_only_given_on_known_fields() -> None:
         ("parallel_tool_calls", False),
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "low"),
-        ("response_format", {"type": "json_object"}),
         ("service_tier", "flex"),
         ("store", True),
         ("tool_choice", "auto"),

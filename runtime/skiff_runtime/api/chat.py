@@ -2,6 +2,7 @@
 
 from skiff_runtime.api.chat_format import ChatFormat
 from skiff_runtime.api.generation import Generation, ServedModel, text_options
+from skiff_runtime.api.response_format import answer_grammar, check_with_grammar
 from skiff_runtime.api.schemas import ChatRequest, Message
 from skiff_runtime.api.validation import parse
 from skiff_runtime.messages import ChatPrompt
@@ -15,18 +16,19 @@ def prepare_chat(raw: bytes, model: ServedModel) -> Generation:
     model.check_name(body.model)
     copies = body.n or 1
     return Generation(
-        prompts=[_prompt(body)],
+        prompts=[chat_prompt(body)],
         sampling=model.sampling(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
         text=text_options(body),
         reply=ChatFormat(model, body.stream_options, choices=copies),
         stream=bool(body.stream),
         copies=copies,
         priority=body.priority or 0,
+        grammar=check_with_grammar(body, answer_grammar(body)),
         user=body.user,
     )
 
 
-def _prompt(body: ChatRequest) -> ChatPrompt:
+def chat_prompt(body: ChatRequest) -> ChatPrompt:
     goes_on = bool(body.continue_final_message)
     return ChatPrompt(
         [_message(each) for each in body.messages],

@@ -2,6 +2,7 @@
 
 from skiff_runtime.api.completion_format import CompletionFormat, Echo
 from skiff_runtime.api.generation import Generation, ServedModel, text_options
+from skiff_runtime.api.response_format import answer_grammar, check_with_grammar
 from skiff_runtime.api.schemas import CompletionRequest
 from skiff_runtime.api.validation import parse
 
@@ -26,6 +27,7 @@ def prepare_completion(raw: bytes, model: ServedModel) -> Generation:
         stream=bool(body.stream),
         copies=copies,
         priority=body.priority or 0,
+        grammar=check_with_grammar(body, answer_grammar(body)),
         user=body.user,
     )
 

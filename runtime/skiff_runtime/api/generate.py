@@ -6,6 +6,7 @@ from typing import Any
 
 from skiff_runtime.api.generation import FINISH_REASONS, Answer, Generation, ServedModel, text_options
 from skiff_runtime.api.logprobs import value
+from skiff_runtime.api.response_format import answer_grammar, check_with_grammar
 from skiff_runtime.api.schemas import GenerateBody
 from skiff_runtime.api.sse import DONE, encode_json, event
 from skiff_runtime.api.usage import usage_json
@@ -25,6 +26,7 @@ def prepare_generate(raw: bytes, model: ServedModel) -> Generation:
         reply=GenerateFormat(),
         stream=bool(body.stream),
         priority=body.priority or 0,
+        grammar=check_with_grammar(body, answer_grammar(body)),
         user=body.user,
     )
 

@@ -17,7 +17,6 @@ UNSERVED: Final[dict[str, str]] = {
     "prompt_cache_options": "remove it; prefixes are found without it",
     "prompt_cache_retention": "remove it; prefixes are kept while there is room",
     "reasoning_effort": "remove it",
-    "response_format": 'use {"type": "text"}; ask for the format in the prompt',
     "safety_identifier": "remove it; use 'user'",
     "service_tier": 'use "auto"',
     "store": "use false; nothing is stored",

@@ -7,8 +7,11 @@ Every field that OpenAI's API knows is declared. One that is not served yet acce
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
+
+from skiff_runtime.api.format_schemas import Guided
+from skiff_runtime.api.strict import Strict as Strict
 
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024
@@ -23,12 +26,6 @@ MAX_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 1000
 MAX_TEMPLATE_OPTIONS: Final = 64
 DEFAULT_COMPLETION_TOKENS: Final = 16
-
-
-class Strict(BaseModel):
-    """No coercion, no unknown field, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 def _listed(kind: type) -> Callable[[Any], Any]:
@@ -100,7 +97,7 @@ class Sampling(Strict):
         return self
 
 
-class OpenAIRequest(Sampling):
+class OpenAIRequest(Sampling, Guided):
     """What both OpenAI endpoints share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -171,7 +168,6 @@ class ChatRequest(OpenAIRequest):
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
-    response_format: "TextFormat | None" = None
     safety_identifier: None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
@@ -200,12 +196,6 @@ class ChatRequest(OpenAIRequest):
                 "send only one of 'add_generation_prompt' and 'continue_final_message'",
             )
         return self
-
-
-class TextFormat(Strict):
-    """The only response format there is yet."""
-
-    type: Literal["text"]
 
 
 def _as_prompts(value: Any) -> Any:
@@ -245,7 +235,7 @@ class CompletionRequest(OpenAIRequest):
         return self
 
 
-class GenerateBody(Sampling):
+class GenerateBody(Sampling, Guided):
     """POST /generate, the native endpoint: ``text`` or ``token_ids`` in, text and token ids out."""
 
     text: str | None = None

@@ -1,0 +1,88 @@
+"""Structured answers as a client asks for them: the grammar reaches rank 0 compiled, and what cannot be is a 400."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from front import NAME, Front, running_front, write_model
+
+from skiff_runtime.messages import Finish
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with running_front(write_model(tmp_path_factory.mktemp("model"))) as front:
+        yield front
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": FORMAT},
+        {"guided_json": SCHEMA},
+        {"guided_json": '{"type": "integer"}'},
+        {"guided_regex": "[a-c]+"},
+        {"guided_choice": ['"yes"', "no\n", "東"]},
+        {"guided_grammar": 'root ::= "a" | "b"'},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_each_form_reaches_the_engine_compiled(front: Front, path: str, fields: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(front.post, path, model=NAME, **body, **fields)
+        request = front.rank.request()
+        front.rank.open(request)
+        front.rank.say(request.uid, "a", Finish.STOP)
+        assert reply.result().status_code == 200
+    assert request.grammar is not None
+    assert request.grammar.data.startswith(b"{")
+
+
+def test_through_the_official_client(front: Front) -> None:
+    client = openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
+    with pytest.raises(
+        openai.BadRequestError, match="'uniqueItems' of the JSON schema at #/properties/a"
+    ) as caught:
+        client.chat.completions.create(
+            model=NAME,
+            messages=MESSAGES,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "list",
+                    "schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+                },
+            },
+        )
+    assert caught.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"guided_regex": "("}, "parenthesis"),
+        ({"guided_grammar": "root ::= nothing"}, "nothing"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "'guided_regex' and 'guided_choice' both say"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema' is missing"),
+        ({"guided_json": SCHEMA, "ignore_eos": True}, "'ignore_eos' contradicts"),
+        ({"guided_json": SCHEMA, "min_tokens": 3}, "'min_tokens' contradicts"),
+        ({"guided_json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "is false"),
+        ({"guided_json": {"$ref": "#"}}, "no finite value"),
+        ({"guided_regex": "x" * (300 << 10)}, "guided_regex"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(front: Front, fields: dict[str, Any], says: str) -> None:
+    reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, **fields)
+    assert reply.status_code == 400, reply.text
+    assert says in reply.json()["error"]["message"]
