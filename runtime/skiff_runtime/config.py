@@ -107,6 +107,14 @@ class Config:
 
     max_running_requests: int = option(64, "Scheduling", "most requests that are computed at a time")
     max_queued_requests: int = option(1024, "Scheduling", "most requests that wait; beyond, 429")
+    max_queued_tokens: int = option(
+        1 << 22, "Scheduling", "most tokens of requests that wait, in all; beyond, 429"
+    )
+    queue_order: Literal["fcfs", "prefix"] = option(
+        "fcfs",
+        "Scheduling",
+        "who runs next among equal priorities: fcfs, who came first; prefix, whose prompt has the longest cached prefix",
+    )
     max_batch_tokens: int = option(
         2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
     )
@@ -181,6 +189,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("max_model_len", 2, 1 << 24),
     ("max_running_requests", 1, 4096),
     ("max_queued_requests", 0, 1 << 20),
+    ("max_queued_tokens", 1, 1 << 40),
     ("max_batch_tokens", 1, 1 << 20),
     ("page_size", 1, MAX_PAGE_SIZE),
     ("kv_cache_tokens", 2, 1 << 40),

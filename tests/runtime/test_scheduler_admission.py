@@ -13,7 +13,7 @@ from skiff_runtime.scheduler.slots import Slots
 def request(uid: int, prompt: int, max_tokens: int) -> Request:
     return Request(
         uid=uid,
-        arrival=uid,
+        place=(uid, uid),
         tokens=np.zeros(prompt, np.int32),
         prompt_tokens=prompt,
         sampling=SamplingParams(max_tokens=max_tokens, seed=0),

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from paper_engine import continuation, thought
 from scheduler_bench import EOS, UNKNOWN, Reply, SchedulerBench, generate
 
-from skiff_runtime.messages import AbortRequest, Finish, GenerateRequest
+from skiff_runtime.messages import AbortRequest, CompiledGrammar, Finish, FlushCache, GenerateRequest
+from skiff_runtime.scheduler.batching import Planned
 
+FEW_QUEUED = 40
 LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "1500"))
 
 
@@ -27,6 +29,10 @@ class Client:
     leaves_after: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    priority: int
+    copies: int
+    admitted: int | None
+    """How many tokens its grammar admits, if it has one."""
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
@@ -47,7 +53,14 @@ clients = st.builds(
     leaves_after=st.none() | st.none() | st.integers(0, 12),
     logprobs=st.none() | st.none() | st.integers(0, 2),
     prompt_logprobs=st.none() | st.none() | st.none() | st.integers(0, 2),
+    priority=st.integers(-2, 2),
+    copies=st.sampled_from([1, 1, 1, 3]),
+    admitted=st.none() | st.none() | st.none() | st.integers(0, 24),
 )
+crowds = st.lists(clients, min_size=1, max_size=12).map(
+    lambda crowd: [client for client in crowd for _ in range(client.copies)]
+)
+flush_turns = st.lists(st.integers(0, 40), max_size=3, unique=True).map(sorted)
 options = st.fixed_dictionaries(
     {
         "num_pages": st.integers(2, 60),
@@ -56,26 +69,37 @@ options = st.fixed_dictionaries(
         "max_batch_tokens": st.sampled_from([6, 7, 16, 200]),
         "cache": st.sampled_from(["radix", "radix", "naive"]),
         "disable_overlap": st.booleans(),
+        "queue_order": st.sampled_from(["fcfs", "prefix"]),
+        "max_queued_requests": st.sampled_from([0, 3, 100]),
+        "max_queued_tokens": st.sampled_from([FEW_QUEUED, 100_000, 100_000]),
     }
 )
 
 
 def expected(client: Client) -> tuple[list[int], Finish]:
-    tokens = continuation(client.prompt, client.max_tokens)
+    """The whole answer, and its end; ``RUNNING`` where its grammar ends it with an error."""
+    tokens, finish = continuation(client.prompt, client.max_tokens), Finish.LENGTH
     if not client.ignore_eos and EOS in tokens:
-        return tokens[: tokens.index(EOS) + 1], Finish.STOP
-    return tokens, Finish.LENGTH
+        tokens, finish = tokens[: tokens.index(EOS) + 1], Finish.STOP
+    if client.admitted is not None and client.admitted < len(tokens):
+        return tokens[: client.admitted], Finish.RUNNING
+    return tokens, finish
 
 
-def judge(client: Client, reply: Reply, kv_tokens: int) -> None:
+def judge(client: Client, reply: Reply, options: dict[str, Any]) -> None:
     """The reply has one end, and the right tokens before it."""
     needed = len(client.prompt) + client.max_tokens
-    if needed > kv_tokens:
+    if needed > options["num_pages"] * options["page_size"]:
         assert reply.failed is not None and reply.failed.status == 400 and not reply.tokens
+        return
+    if reply.failed is not None and reply.failed.status == 429:
+        assert options["max_queued_tokens"] == FEW_QUEUED and reply.opened is None
         return
     tokens, finish = expected(client)
     judge_thoughts(client, reply)
-    if reply.finish == Finish.ABORT:
+    if reply.failed is not None:
+        assert (reply.failed.code, reply.tokens, finish) == ("grammar_stuck", tokens, Finish.RUNNING)
+    elif reply.finish == Finish.ABORT:
         assert client.leaves_after is not None
         assert reply.tokens == tokens[: len(reply.tokens)]
     else:
@@ -109,11 +133,13 @@ def request(uid: int, client: Client) -> GenerateRequest:
         ignore_eos=client.ignore_eos,
         logprobs=client.logprobs,
         prompt_logprobs=client.prompt_logprobs,
+        priority=client.priority,
+        grammar=None if client.admitted is None else CompiledGrammar(b"key", b"%d" % client.admitted),
     )
 
 
-def live(bench: SchedulerBench, population: list[Client]) -> list[int]:
-    """Let all clients come and go; the digest after each turn."""
+def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) -> list[int]:
+    """Let all clients come and go, and the cache be flushed now and then; the digest after each turn."""
     digests = []
     for turn in range(45):
         for uid, client in enumerate(population):
@@ -121,26 +147,55 @@ def live(bench: SchedulerBench, population: list[Client]) -> list[int]:
                 bench.put(request(uid, client))
             if client.leaves_after is not None and client.turn + client.leaves_after == turn:
                 bench.put(AbortRequest(uid))
+        if turn in flushes:
+            bench.put(FlushCache(turn))
         bench.turn()
         digests.append(bench.scheduler.digest)
     bench.finish()
+    assert [flushed.uid for flushed in bench.replies.flushed] == flushes
     return digests
 
 
+def watch_plans(bench: SchedulerBench) -> None:
+    """Let each plan be checked as it is made: no request that decodes is left out of a step, but for the retracted,
+    and no step computes more than its budget. So a prompt delays decoding by one step's budget at most."""
+    batcher, slots = bench.scheduler._batcher, bench.scheduler._slots
+    make = batcher.plan
+
+    def plan() -> Planned | None:
+        due = np.flatnonzero(slots.decoding).tolist()
+        planned = make()
+        if planned is None:
+            assert not due
+            return None
+        decoding = planned.step.slots[: planned.step.decode_rows].tolist()
+        assert planned.step.lengths[: planned.step.decode_rows].tolist() == [1] * len(decoding)
+        assert set(decoding) <= set(due) and len(due) - len(decoding) <= planned.retracted
+        assert planned.step.tokens <= bench.config.max_batch_tokens
+        return planned
+
+    batcher.plan = plan  # type: ignore[method-assign]
+
+
 @settings(max_examples=LIVES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, population=st.lists(clients, min_size=1, max_size=12))
-def test_every_client_gets_its_tokens_and_one_end(options: dict[str, Any], population: list[Client]) -> None:
+@given(options=options, population=crowds, flushes=flush_turns)
+def test_every_client_gets_its_tokens_and_one_end(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
+) -> None:
     bench = SchedulerBench(**options)
-    live(bench, population)
+    watch_plans(bench)
+    live(bench, population, flushes)
     for uid, client in enumerate(population):
-        judge(client, bench.replies[uid], options["num_pages"] * options["page_size"])
+        judge(client, bench.replies[uid], options)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=options, population=st.lists(clients, min_size=1, max_size=12))
-def test_two_schedulers_plan_alike(options: dict[str, Any], population: list[Client]) -> None:
+@given(options=options, population=crowds, flushes=flush_turns)
+def test_two_schedulers_plan_alike(
+    options: dict[str, Any], population: list[Client], flushes: list[int]
+) -> None:
     ours, theirs = SchedulerBench(**options), SchedulerBench(**options)
-    assert live(ours, population) == live(theirs, population)
+    assert live(ours, population, flushes) == live(theirs, population, flushes)
     assert ours.replies == theirs.replies
 
 

@@ -94,7 +94,7 @@ def test_retraction_tells_no_token_of_a_prompt_twice(overlap: bool, cache: str) 
 
 def test_a_slot_opens_with_its_grammar_each_time() -> None:
     bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2)
-    grammar = CompiledGrammar(b"key", b"data")
+    grammar = CompiledGrammar(b"key", b"100")
     bench.put(generate(0, [1, 2], max_tokens=12), generate(1, [3, 4], max_tokens=12, grammar=grammar))
     bench.finish()
     opened = [(each.grammar, each.prompt_tokens) for plan in bench.engine.plans for each in plan.opened]

@@ -95,12 +95,15 @@ class Replies(dict[int, Reply]):
     def __init__(self) -> None:
         super().__init__()
         self.flushed: list[Flushed] = []
+        self.opened: list[int] = []
+        """Uids in the order in which they first ran."""
 
     def take(self, batch: TokenBatch) -> None:
         for opened in batch.opened:
             reply = self.setdefault(opened.uid, Reply())
             assert reply.opened is None and not reply.tokens and not reply.ended
             reply.opened = opened
+            self.opened.append(opened.uid)
         uids = np.frombuffer(batch.uids, Wire.UID).tolist()
         tokens = np.frombuffer(batch.tokens, Wire.TOKEN).tolist()
         finishes = np.frombuffer(batch.finishes, Wire.FINISH).tolist()

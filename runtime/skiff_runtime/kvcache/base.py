@@ -66,6 +66,10 @@ class PrefixCache(ABC):
         """The longest prefix of ``tokens`` int32[T], in whole pages, that is cached."""
 
     @abstractmethod
+    def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
+        """How many pages ``match`` would find; this is no use of them, and changes nothing."""
+
+    @abstractmethod
     def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
         """Offer pages int32[P] which hold ``tokens`` int32[P * page_size], from the sequence's start.
 

@@ -15,6 +15,9 @@ class NaiveCache(PrefixCache):
     def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:
         return Match(self._nothing, NO_PAGES)
 
+    def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
+        return 0
+
     def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
         return Inserted(self._nothing, NO_PAGES, NO_PAGES)
 

@@ -26,6 +26,15 @@ class RadixCache(PrefixCache):
         node, runs = self._descend(self._root, tokens, salt)
         return Match(node, np.concatenate(runs) if runs else NO_PAGES)
 
+    def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
+        node = self._root
+        while (child := self._child(node, tokens, salt)) is not None:
+            same = self._shared_pages(child, tokens)
+            if same < len(child.pages):
+                return node.depth + same
+            node = child
+        return node.depth
+
     def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
         assert isinstance(after, Node) and len(tokens) == len(pages) * self.page_size
         assert after.depth <= len(pages), "the sequence is shorter than the prefix it was matched with"
@@ -106,20 +115,25 @@ class RadixCache(PrefixCache):
         Splits the last node where the tokens part from it, and marks all as used.
         """
         self._clock += 1
-        size = self.page_size
-        last = len(tokens) // size
         runs: list[Int32] = []
-        while node.depth < last:
-            child = node.children.get(self._key(node, tokens, salt))
-            if child is None:
-                break
-            offset = node.depth * size
-            length = min(len(child.tokens), last * size - offset)
-            same = shared_length(child.tokens[:length], tokens[offset : offset + length]) // size
+        while (child := self._child(node, tokens, salt)) is not None:
+            same = self._shared_pages(child, tokens)
             node = child if same == len(child.pages) else self._split(child, same)
             node.used = self._clock
             runs.append(node.pages)
         return node, runs
+
+    def _child(self, node: Node, tokens: Int32, salt: bytes) -> Node | None:
+        """Where ``tokens`` go on below the prefix of ``node`` for at least one cached page."""
+        if len(tokens) < (node.depth + 1) * self.page_size:
+            return None
+        return node.children.get(self._key(node, tokens, salt))
+
+    def _shared_pages(self, child: Node, tokens: Int32) -> int:
+        """How many of a node's pages ``tokens`` go along with."""
+        offset = (child.depth - len(child.pages)) * self.page_size
+        length = min(len(child.tokens), len(tokens) - offset)
+        return shared_length(child.tokens[:length], tokens[offset : offset + length]) // self.page_size
 
     def _split(self, lower: Node, count: int) -> Node:
         """Put the first ``count`` pages of a node into a new parent of it; the new node."""

@@ -11,8 +11,9 @@ from skiff_runtime.kvcache.base import Int32
 from skiff_runtime.kvcache.memory import KVMemory
 from skiff_runtime.scheduler.admission import Admission
 from skiff_runtime.scheduler.draft import Draft
+from skiff_runtime.scheduler.order import QueueOrder
 from skiff_runtime.scheduler.queue import RequestQueue
-from skiff_runtime.scheduler.request import Request
+from skiff_runtime.scheduler.request import Place, Request
 from skiff_runtime.scheduler.slots import Rows, Slots
 from skiff_runtime.scheduler.tenancy import Rewrites, Tenancy
 from skiff_runtime.step import SlotOpened, StepPlan
@@ -34,13 +35,21 @@ class Batcher:
     """Plans steps. It decides by counts alone, never by time, so that all ranks plan the same."""
 
     def __init__(
-        self, config: Config, *, memory: KVMemory, slots: Slots, queue: RequestQueue, tenancy: Tenancy
+        self,
+        config: Config,
+        *,
+        memory: KVMemory,
+        slots: Slots,
+        queue: RequestQueue,
+        order: QueueOrder,
+        tenancy: Tenancy,
     ) -> None:
         self._budget = config.max_batch_tokens
         self._page_size = config.page_size
         self._memory = memory
         self._slots = slots
         self._queue = queue
+        self._order = order
         self._tenancy = tenancy
         self._admission = Admission(config.page_size)
         self._rewrites = Rewrites()
@@ -102,17 +111,18 @@ class Batcher:
         return draft
 
     def _resume(self, draft: Draft, budget: int) -> int:
-        """Go on with prompts that were begun, in order of arrival; the budget that is left."""
-        rows = np.flatnonzero(self._slots.prefilling)
-        for slot in rows[np.argsort(self._slots.arrivals[rows])]:
-            budget -= self._chunk(draft, self._slots.request(int(slot)), budget)
+        """Go on with prompts that were begun, in the order of their places; the budget that is left."""
+        begun = [self._slots.request(int(slot)) for slot in np.flatnonzero(self._slots.prefilling)]
+        for request in sorted(begun, key=_place):
+            budget -= self._chunk(draft, request, budget)
         return budget
 
     def _admit(self, draft: Draft, budget: int) -> None:
         """Let waiting requests in, in their order, while budget, slots and memory last."""
-        while budget > 0 and len(self._queue) and not self._slots.full:
-            request = self._queue.first()
-            if not self._enter(draft, request):
+        if budget <= 0 or self._slots.full:
+            return
+        for request in self._order.candidates():
+            if budget <= 0 or self._slots.full or not self._enter(draft, request):
                 return
             self._queue.remove(request)
             length = self._chunk(draft, request, budget)
@@ -173,15 +183,18 @@ class Batcher:
         del self._rewrites.cells[:due]
 
     def _retract(self) -> None:
-        """The youngest request gives up its memory and waits again; its tokens go with it.
+        """The last in order gives up its memory and waits again; its tokens go with it.
 
         What it computed goes to the cache, so it loses work only where that is evicted.
         """
         slots = self._slots
-        rows = np.flatnonzero(slots.alive)
-        slot = int(rows[slots.arrivals[rows].argmax()])
-        request = slots.request(slot)
+        request = max((slots.request(int(slot)) for slot in np.flatnonzero(slots.alive)), key=_place)
+        slot = request.slot
         request.tokens = slots.tokens[slot, : slots.known[slot]].copy()
         self._tenancy.leave(request)
         self._admission.after_retraction(slots)
-        self._queue.push_front(request)
+        self._queue.push(request)
+
+
+def _place(request: Request) -> Place:
+    return request.place

@@ -26,6 +26,7 @@ class Gauges:
         evicted, self._evicted = self._memory.evicted_pages - self._evicted, self._memory.evicted_pages
         return StepStats(
             queued=len(self._queue),
+            queued_tokens=self._queue.tokens,
             running=self._slots.running,
             pages_total=self._memory.total_pages,
             pages_free=self._memory.free_pages,

@@ -13,6 +13,7 @@ from skiff_runtime.scheduler.batching import Batcher, Planned
 from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.digest import Digest
 from skiff_runtime.scheduler.gauges import Gauges
+from skiff_runtime.scheduler.order import make_order
 from skiff_runtime.scheduler.queue import RequestQueue
 from skiff_runtime.scheduler.registry import Registry
 from skiff_runtime.scheduler.replies import Replies
@@ -60,8 +61,11 @@ class Scheduler:
         self._queue = queue = RequestQueue()
         self._tenancy = tenancy = Tenancy(memory, slots)
         self._replies = replies = Replies()
-        self._registry = Registry(limits=limits, queue=queue, slots=slots, tenancy=tenancy, replies=replies)
-        self._batcher = Batcher(config, memory=memory, slots=slots, queue=queue, tenancy=tenancy)
+        self._registry = Registry(
+            config, limits=limits, queue=queue, slots=slots, tenancy=tenancy, replies=replies
+        )
+        order = make_order(config.queue_order, queue, memory.cache)
+        self._batcher = Batcher(config, memory=memory, slots=slots, queue=queue, order=order, tenancy=tenancy)
         self._results = Results(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
         self._gauges = Gauges(memory=memory, queue=queue, slots=slots)
         self._digest = Digest()

@@ -1,35 +1,37 @@
-"""Requests that wait to run: first come, first served.
+"""Requests that wait to run, in the order of their places.
 
-Its length is bounded by the front, which refuses what exceeds ``--max-queued-requests``.
+Its length is bounded by the front, which refuses what exceeds ``--max-queued-requests``, and its
+tokens by the registry (``--max-queued-tokens``).
 """
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 
-from skiff_runtime.scheduler.request import Request
+from skiff_runtime.scheduler.request import Place, Request
 
 
 class RequestQueue:
-    """A queue from which any request can leave at once."""
+    """A sorted queue from which any request can leave at once."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._waiting: list[tuple[Place, Request]] = []
+        self.tokens = 0
+        """Known tokens of all who wait."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def push(self, request: Request) -> None:
-        """Join at the end."""
-        self._waiting[request.uid] = request
+        """Join; after a retraction, where it stood before."""
+        insort(self._waiting, (request.place, request))
+        self.tokens += len(request.tokens)
 
-    def push_front(self, request: Request) -> None:
-        """Come back after a retraction: before all who arrived later."""
-        self._waiting[request.uid] = request
-        self._waiting.move_to_end(request.uid, last=False)
-
-    def first(self) -> Request:
-        """Whose turn it is; the queue must not be empty."""
-        return next(iter(self._waiting.values()))
+    def foremost(self, count: int) -> list[Request]:
+        """The first ``count`` requests, or all of them."""
+        return [request for _, request in self._waiting[:count]]
 
     def remove(self, request: Request) -> None:
         """Leave, from wherever it stands."""
-        del self._waiting[request.uid]
+        index = bisect_left(self._waiting, request.place, key=lambda each: each[0])
+        assert self._waiting[index][1] is request
+        del self._waiting[index]
+        self.tokens -= len(request.tokens)

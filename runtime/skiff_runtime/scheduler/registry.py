@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 from skiff_runtime import log
-from skiff_runtime.errors import RequestError
+from skiff_runtime.config import Config
+from skiff_runtime.errors import QueueFull, RequestError
 from skiff_runtime.messages import AbortRequest, GenerateRequest, RequestFailed
 from skiff_runtime.scheduler.queue import RequestQueue
 from skiff_runtime.scheduler.replies import Replies
-from skiff_runtime.scheduler.request import QUEUED, Limits, Request, accept
+from skiff_runtime.scheduler.request import QUEUED, Limits, Request, accept, place_of
 from skiff_runtime.scheduler.slots import Slots
 from skiff_runtime.scheduler.tenancy import Tenancy
 
@@ -20,9 +21,19 @@ class Registry:
     """
 
     def __init__(
-        self, *, limits: Limits, queue: RequestQueue, slots: Slots, tenancy: Tenancy, replies: Replies
+        self,
+        config: Config,
+        *,
+        limits: Limits,
+        queue: RequestQueue,
+        slots: Slots,
+        tenancy: Tenancy,
+        replies: Replies,
     ) -> None:
         self._limits = limits
+        self._max_queued_tokens = config.max_queued_tokens
+        self._arrivals_per_level = config.running_limit + config.max_queued_requests
+        """As many as may be here at a time, so that a level outweighs the order of all of them."""
         self._queue = queue
         self._slots = slots
         self._tenancy = tenancy
@@ -36,13 +47,28 @@ class Registry:
         """Queue a request, or refuse it for good."""
         assert message.uid not in self._known, f"uid {message.uid} is in use"
         self._arrivals += 1
+        place = place_of(
+            arrival=self._arrivals,
+            priority=message.priority,
+            arrivals_per_level=self._arrivals_per_level,
+        )
         try:
-            request = accept(message, arrival=self._arrivals, limits=self._limits)
+            request = accept(message, place=place, limits=self._limits)
+            self._check_room(request)
         except RequestError as error:
             self._replies.fail(RequestFailed.of(message.uid, error))
             return
         self._known[request.uid] = request
         self._queue.push(request)
+
+    def _check_room(self, request: Request) -> None:
+        """Refuse one more that would have to wait where too much waits already."""
+        waiting, prompt = self._queue.tokens, request.prompt_tokens
+        if waiting and waiting + prompt > self._max_queued_tokens:
+            raise QueueFull(
+                f"{len(self._queue)} requests of {waiting} tokens wait already, and the prompt has {prompt} tokens; "
+                f"at most {self._max_queued_tokens} tokens may wait (--max-queued-tokens); retry shortly"
+            )
 
     def abort(self, message: AbortRequest) -> None:
         """End a request wherever it is; one that is not known has ended already."""

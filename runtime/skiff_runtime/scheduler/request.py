@@ -11,6 +11,8 @@ from skiff_runtime.kvcache.base import Handle, Int32
 from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingParams, TextOptions, Wire
 
 QUEUED = -1
+Place = tuple[int, int]
+"""A place in the queue; the least goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,18 +20,21 @@ class Request:
     """What outlives a request's stay in a slot; all that changes with each step is in ``Slots``."""
 
     uid: int
-    arrival: int
-    """Place in the order of arrival, which retraction does not change."""
+    place: Place
+    """Where it stands in the queue, which retraction does not change. See ``place_of``."""
     tokens: Int32
     """What is known when it enters the queue: the prompt; after a retraction also the output."""
     prompt_tokens: int
     sampling: SamplingParams
     text: TextOptions
     grammar: CompiledGrammar | None = None
+    priority: int = 0
     salt: bytes = b""
     slot: int = QUEUED
     handle: Handle | None = None
     """The locked prefix of its page-table row that the cache owns, while it has a slot."""
+    passed: int = 0
+    """How many from behind it were admitted before it for the sake of their cached prefixes."""
     opened: bool = False
     """Whether the client has been told that it runs."""
     cached_tokens: int = 0
@@ -69,7 +74,17 @@ class Limits:
         return min(self.max_model_len, self.kv_tokens)
 
 
-def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request:
+def place_of(*, arrival: int, priority: int, arrivals_per_level: int) -> Place:
+    """Where the ``arrival``-th request stands in the queue.
+
+    Each level of priority is worth a number of arrivals: a request is overtaken by one of ``levels`` less only
+    while fewer than ``levels * arrivals_per_level`` others have arrived after it. So nothing starves, and no place
+    ever changes.
+    """
+    return arrival + priority * arrivals_per_level, arrival
+
+
+def accept(message: GenerateRequest, *, place: Place, limits: Limits) -> Request:
     """Make a request of a message; RequestError when it could never run to its end.
 
     ``max_tokens`` 0 becomes what context and KV cache leave, which only this process knows.
@@ -83,12 +98,13 @@ def accept(message: GenerateRequest, *, arrival: int, limits: Limits) -> Request
     _refuse_too_long(len(tokens), output, limits)
     return Request(
         uid=message.uid,
-        arrival=arrival,
+        place=place,
         tokens=tokens,
         prompt_tokens=len(tokens),
         sampling=replace(message.sampling, max_tokens=output),
         text=message.text,
         grammar=message.grammar,
+        priority=message.priority,
     )
 
 

@@ -28,7 +28,6 @@ class Slots:
         self.pages: Int32 = np.empty((count, max_pages), np.int32)
         """The page table."""
         self.uids: NDArray[np.int64] = np.zeros(count, np.int64)
-        self.arrivals: NDArray[np.int64] = np.zeros(count, np.int64)
         self.computed: Int32 = np.zeros(count, np.int32)
         """Tokens whose KV is in memory once the planned steps have run."""
         self.prompts: Int32 = np.zeros(count, np.int32)
@@ -88,7 +87,7 @@ class Slots:
         self._requests[slot] = request
         self.tokens[slot, :length] = request.tokens
         self.pages[slot, :pages] = cached
-        self.uids[slot], self.arrivals[slot] = request.uid, request.arrival
+        self.uids[slot] = request.uid
         self.held[slot] = pages
         self.prompts[slot] = self.known[slot] = length
         self.unplanned[slot] = self.unsent[slot] = request.remaining

@@ -1,0 +1,231 @@
+"""Who runs when: priorities that age, cached prefixes first, bounds on what waits, nobody starves."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_engine import continuation
+from scheduler_bench import EOS, SchedulerBench, generate
+
+from skiff_runtime.messages import AbortRequest
+from skiff_runtime.scheduler import order
+from skiff_runtime.scheduler.request import place_of
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request that comes in some turn; guests of one stem share a prefix."""
+
+    turn: int
+    stem: int
+    priority: int
+    max_tokens: int
+
+    def prompt(self, uid: int) -> list[int]:
+        return [self.stem] * 8 + [uid % EOS, uid // EOS]
+
+
+guests = st.builds(
+    Guest,
+    turn=st.integers(0, 12),
+    stem=st.integers(0, 3),
+    priority=st.integers(-2, 2),
+    max_tokens=st.integers(1, 6),
+)
+
+
+def opened_order(bench: SchedulerBench, population: list[Guest]) -> list[int]:
+    """Uids in the order in which they first ran."""
+    for turn in range(13):
+        bench.put(
+            *(
+                generate(uid, guest.prompt(uid), max_tokens=guest.max_tokens, priority=guest.priority)
+                for uid, guest in enumerate(population)
+                if guest.turn == turn
+            )
+        )
+        bench.turn()
+    bench.finish()
+    return list(bench.replies.opened)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    population=st.lists(guests, min_size=2, max_size=40),
+    slots=st.integers(1, 3),
+    queue_order=st.sampled_from(["fcfs", "prefix"]),
+    num_pages=st.sampled_from([8, 40]),
+)
+def test_nobody_is_overtaken_for_ever(
+    population: list[Guest], slots: int, queue_order: str, num_pages: int
+) -> None:
+    """Whoever comes later runs earlier only within the bounds that ``place_of`` and ``MOST_PASSED`` state."""
+    waiting, most_passed = 3, 2
+    bench = SchedulerBench(
+        num_pages=num_pages,
+        max_running_requests=slots,
+        max_queued_requests=waiting,
+        max_batch_tokens=8,
+        queue_order=queue_order,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "MOST_PASSED", most_passed)
+        opened = opened_order(bench, population)
+    assert sorted(opened) == list(range(len(population)))
+    arrivals = sorted(range(len(population)), key=lambda uid: (population[uid].turn, uid))
+    arrival = {uid: number for number, uid in enumerate(arrivals)}
+    for index, uid in enumerate(opened):
+        passers = [other for other in opened[:index] if arrival[other] > arrival[uid]]
+        levels = {other: population[uid].priority - population[other].priority for other in passers}
+        aged = [
+            other
+            for other in passers
+            if arrival[other] - arrival[uid] >= levels[other] * (slots + waiting) or not levels[other]
+        ]
+        assert len(aged) <= (most_passed if queue_order == "prefix" else 0)
+
+
+def test_a_level_is_worth_so_many_arrivals() -> None:
+    def place(arrival: int, priority: int) -> tuple[int, int]:
+        return place_of(arrival=arrival, priority=priority, arrivals_per_level=10)
+
+    assert place(9, -1) < place(0, 0) < place(10, -1) < place(1, 0) < place(0, 1)
+    assert place(19, -2) < place(0, 0) < place(20, -2)
+
+
+def test_priority_goes_first_and_outlives_retraction() -> None:
+    bench = SchedulerBench(max_running_requests=1)
+    priorities = [0, 5, -3, 0, -3]
+    bench.put(*(generate(uid, [uid], priority=priority) for uid, priority in enumerate(priorities)))
+    bench.finish()
+    assert list(bench.replies.opened) == [2, 4, 0, 3, 1]
+
+
+def test_the_least_urgent_is_retracted() -> None:
+    bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2)
+    bench.put(generate(0, [1, 2], max_tokens=12, priority=1), generate(1, [3, 4], max_tokens=12))
+    bench.finish()
+    assert bench.total("retracted") == 1
+    opened = [int(opened.tokens[0]) for plan in bench.engine.plans for opened in plan.opened]
+    assert opened == [3, 1, 1]
+    assert bench.replies[0].tokens == continuation([1, 2], 12)
+
+
+def test_the_longest_cached_prefix_goes_first() -> None:
+    bench = SchedulerBench(max_running_requests=1, queue_order="prefix")
+    stem = list(range(16))
+    bench.put(generate(0, stem))
+    bench.finish()
+    bench.put(
+        generate(1, [30, 31]),
+        generate(2, [*stem[:8], 33]),
+        generate(3, [*stem, 34]),
+        generate(4, [*stem, 35], priority=1),
+        generate(5, [36], priority=-1),
+    )
+    bench.finish()
+    assert list(bench.replies.opened) == [0, 5, 3, 2, 1, 4]
+
+
+def test_longer_prefixes_pass_only_so_often() -> None:
+    bench = SchedulerBench(max_running_requests=1, queue_order="prefix")
+    stem = list(range(8))
+    bench.put(generate(0, stem, max_tokens=1))
+    bench.finish()
+    crowd = range(2, 2 + 2 * order.MOST_PASSED)
+    bench.put(generate(1, [30], max_tokens=1), *(generate(uid, [*stem, 9], max_tokens=1) for uid in crowd))
+    bench.finish()
+    assert bench.replies.opened.index(1) == 1 + order.MOST_PASSED
+
+
+def test_a_look_at_a_prefix_is_no_use_of_it() -> None:
+    bench = SchedulerBench(max_running_requests=1, num_pages=12, queue_order="prefix")
+    cache = bench.scheduler._memory.cache
+    bench.put(generate(0, range(16)))
+    bench.finish()
+    prefix = np.arange(16, dtype=np.int32)
+    before = (cache.depth(prefix), cache.depth(prefix[:7]), cache.depth(prefix[1:]))
+    assert before == (4, 1, 0)
+    root = cache._root  # type: ignore[attr-defined]
+    [child] = root.children.values()
+    assert len(child.pages) >= 4, "nothing was split"
+
+
+def refused(bench: SchedulerBench) -> dict[int, str]:
+    return {uid: reply.failed.message for uid, reply in bench.replies.items() if reply.failed}
+
+
+def test_tokens_that_wait_are_bounded() -> None:
+    bench = SchedulerBench(max_running_requests=1, max_queued_tokens=20)
+    bench.put(*(generate(uid, [uid] * 8) for uid in range(4)), generate(9, range(100)))
+    bench.turn()
+    assert list(refused(bench)) == [2, 3, 9]
+    assert refused(bench)[2] == (
+        "2 requests of 16 tokens wait already, and the prompt has 8 tokens; "
+        "at most 20 tokens may wait (--max-queued-tokens); retry shortly"
+    )
+    failed = bench.replies[2].failed
+    assert failed is not None
+    assert (failed.status, failed.kind, failed.code) == (429, "rate_limit_error", "queue_full")
+    assert bench.stats[-1].queued_tokens == 8
+    bench.put(AbortRequest(1))
+    bench.turn()
+    bench.put(generate(10, range(100)))  # more than may wait, but nobody else waits
+    bench.finish()
+    assert bench.replies[10].tokens == continuation(range(100), 4)
+    assert bench.stats[-1].queued_tokens == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_retracted_are_never_refused(overlap: bool) -> None:
+    bench = SchedulerBench(
+        num_pages=22,
+        page_size=1,
+        max_running_requests=2,
+        max_queued_tokens=2,
+        disable_overlap=not overlap,
+    )
+    for uid in range(2):
+        bench.put(generate(uid, [uid, 7], max_tokens=12))
+        bench.turn()
+    bench.finish()
+    assert bench.total("retracted") > 0
+    for uid in range(2):
+        assert bench.replies[uid].tokens == continuation([uid, 7], 12)
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"num_pages": 5, "page_size": 4, "max_model_len": 64, **changes}
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt", "max_tokens", "fits"),
+    [
+        (options(), 16, 4, True),
+        (options(), 16, 5, False),
+        (options(), 19, 0, True),
+        (options(), 20, 0, False),
+        (options(num_pages=100), 63, 1, True),
+        (options(num_pages=100), 64, 1, False),
+        (options(num_pages=100), 1, 63, True),
+        (options(num_pages=100), 1, 64, False),
+        (options(max_batch_tokens=1, max_running_requests=1), 16, 4, True),
+        (options(max_queued_tokens=1), 16, 4, True),
+    ],
+)
+def test_what_fits_no_limit_is_refused_at_once_each_copy(
+    limits: dict[str, Any], prompt: int, max_tokens: int, fits: bool
+) -> None:
+    bench = SchedulerBench(**limits)
+    bench.put(generate(0, [3] * prompt, max_tokens=max_tokens))
+    bench.turn()
+    bench.put(generate(1, [3] * prompt, max_tokens=max_tokens))
+    bench.turn()
+    assert sorted(refused(bench)) == ([] if fits else [0, 1])
+    for message in refused(bench).values():
+        assert f"the prompt has {prompt} tokens" in message
+    bench.finish()
+    assert bench.replies[0].ended and bench.replies[1].ended
