@@ -20,6 +20,7 @@ from skiff_runtime.messages import (
     GenerateRequest,
     Grammar,
     PhaseReport,
+    ProcessFailed,
     Ready,
     TokenBatch,
     ToSupervisor,
@@ -61,6 +62,7 @@ class Backend:
         self._ready = 0
         self._ended: list[Ended] = []
         self._heard: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
         for rank in range(config.tp):
             self._children.spawn(Role.RANK, rank)
 
@@ -99,14 +101,20 @@ class Backend:
             self._heard[message.process] = time.monotonic()
             if isinstance(message, Ready):
                 self._ready += 1
+            elif isinstance(message, ProcessFailed):
+                self._reasons[message.process] = message.message
             elif isinstance(message, PhaseReport) and message.progress == 0 and self._on_phase is not None:
                 self._on_phase(message.process, message.phase)
         self._ended += self._children.reap()
         if self._ended:
-            text = "; ".join(str(each) for each in self._ended)
+            text = "; ".join(self._told(each) for each in self._ended)
             if self._ready < self.launch.config.tp:
                 raise StartupError(f"{text}; its log above says why")
             raise Unavailable(f"{text}; this LLM cannot be used any more")
+
+    def _told(self, ended: Ended) -> str:
+        reason = self._reasons.get(ended.name)
+        return str(ended) if reason is None else f"{ended} ({reason})"
 
     def _check_beats(self, started: float) -> None:
         """Give up on ranks that have been silent for too long since ``started``; all of them end."""

@@ -1,6 +1,5 @@
 """How a caller of ``LLM`` asks for tokens to be chosen."""
 
-import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,8 +7,9 @@ from typing import Any, Final
 
 from skiff_runtime import limits
 from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.grammar.spec import choice_grammar, ebnf_grammar, regex_grammar, schema_grammar
 from skiff_runtime.limits import Range
-from skiff_runtime.messages import Grammar, GrammarKind, SamplingParams, TextOptions
+from skiff_runtime.messages import Grammar, SamplingParams, TextOptions
 from skiff_runtime.models.config import ModelConfig
 
 
@@ -101,13 +101,12 @@ class Sampling:
     def constraint(self) -> Grammar | None:
         """What the text must match, None for nothing."""
         if self.json_schema is not None:
-            source = self.json_schema if isinstance(self.json_schema, str) else json.dumps(self.json_schema)
-            return Grammar(GrammarKind.JSON_SCHEMA, source)
+            return schema_grammar(self.json_schema, "json_schema")
         if self.regex is not None:
-            return Grammar(GrammarKind.REGEX, self.regex)
+            return regex_grammar(self.regex, "regex")
         if self.choice is not None:
-            return choice_grammar(self.choice)
-        return None if self.grammar is None else Grammar(GrammarKind.EBNF, self.grammar)
+            return choice_grammar(self.choice, "choice")
+        return None if self.grammar is None else ebnf_grammar(self.grammar, "grammar")
 
     def _check_stops(self) -> None:
         if not (_is_list(self.stop, str) and all(self.stop)):
@@ -140,11 +139,6 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise InvalidRequest(f"{name} cannot be {value!r}", param=name)
-
-
-def choice_grammar(choices: tuple[str, ...]) -> Grammar:
-    """A grammar for exactly one of ``choices``: GBNF spells its strings as JSON does."""
-    return Grammar(GrammarKind.EBNF, "root ::= " + " | ".join(map(json.dumps, choices)))
 
 
 _CONSTRAINTS: Final = ("json_schema", "regex", "choice", "grammar")
