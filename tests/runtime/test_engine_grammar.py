@@ -3,8 +3,8 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -12,6 +12,7 @@ import pytest
 import torch
 import xgrammar
 from engine_driver import GREEDY, Driver, Row, make_engine
+from grammar_maker import GrammarMaker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import edit_json, make_model
@@ -19,10 +20,8 @@ from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.grammar.matcher import Follower, GrammarShelf
-from skiff_runtime.grammar.vocabulary import read_vocabulary
 from skiff_runtime.kernels.bitmask import keep_admitted
 from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
-from skiff_runtime.models.config import read_model_config
 from skiff_runtime.step import StepHandle
 
 STEPS = 60
@@ -44,35 +43,17 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": STEPS, "seed": 0, "temperature": 1.5, **changes})
 
 
-@dataclass(frozen=True)
-class Made:
-    """A model, its compiled grammars, and an engine."""
+class Made(GrammarMaker):
+    """A model, its grammars, and an engine."""
 
-    path: Path
-    compiler: xgrammar.GrammarCompiler
-    vocabulary: xgrammar.TokenizerInfo
-    engine: Engine
-
-    def regex(self, pattern: str) -> CompiledGrammar:
-        return CompiledGrammar(
-            pattern.encode(), self.compiler.compile_regex(pattern).serialize_json().encode()
-        )
-
-    def schema(self, schema: object) -> CompiledGrammar:
-        source = json.dumps(schema)
-        compiled = self.compiler.compile_json_schema(source, any_whitespace=False)
-        return CompiledGrammar(source.encode(), compiled.serialize_json().encode())
-
-
-def make(path: Path) -> Made:
-    vocabulary = read_vocabulary(read_model_config(path))
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
-    return Made(path, compiler, vocabulary, make_engine(path, page_size=4))
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.engine = make_engine(path, page_size=4)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    made = make(make_model(tmp_path_factory.mktemp("model"), "llama", seed=31))
+    made = Made(make_model(tmp_path_factory.mktemp("model"), "llama", seed=31))
     yield made
     made.engine.close()
 
@@ -113,8 +94,7 @@ def until_end(tokens: list[int]) -> list[int]:
 def text(made: Made, tokens: list[int]) -> str:
     """What a finished answer says."""
     assert tokens[-1] == EOS_ID, "not finished"
-    written = made.vocabulary.decoded_vocab
-    return b"".join(written[token] for token in tokens[:-1]).decode()
+    return made.written(tokens[:-1]).decode()
 
 
 def test_every_answer_matches(made: Made) -> None:
@@ -148,13 +128,7 @@ def test_greedy_edits_and_logprobs_beside_a_grammar(made: Made) -> None:
     forced, short, long = answers(made.engine, asked, overlap=True)
     assert re.fullmatch("[ab]{20}", text(made, forced))
     assert re.fullmatch("[ab]{5}", text(made, short))
-    assert EOS_ID not in long[:12] and re.match(
-        "[ab]{12}", "".join(chr(byte) for byte in written(made, long))
-    )
-
-
-def written(made: Made, tokens: list[int]) -> bytes:
-    return b"".join(made.vocabulary.decoded_vocab[token] for token in tokens)
+    assert EOS_ID not in long[:12] and re.match("[ab]{12}", "".join(chr(byte) for byte in made.written(long)))
 
 
 def test_a_retraction_goes_on_where_the_answer_was(made: Made) -> None:
@@ -167,6 +141,25 @@ def test_a_retraction_goes_on_where_the_answer_was(made: Made) -> None:
         while len(row.output) < len(whole):
             driver.step([(row, 1)], decode_rows=1)
         assert row.output == whole
+
+
+def test_a_grammar_that_is_still_read_holds_up_nobody(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its own first token is due."""
+    read, get = Event(), GrammarShelf.get
+
+    def slow(shelf: GrammarShelf, grammar: CompiledGrammar) -> xgrammar.CompiledGrammar:
+        assert read.wait(60)
+        return get(shelf, grammar)
+
+    monkeypatch.setattr(GrammarShelf, "get", slow)
+    driver = Driver(made.engine, 4)
+    free, guided = driver.open(0, PROMPT, GREEDY), driver.open(1, PROMPT, params(), grammar=made.regex("q+"))
+    driver.step([(free, len(PROMPT)), (guided, 8)])
+    driver.step([(free, 1), (guided, 8)], decode_rows=1)
+    due = driver.launch([(free, 1), (guided, guided.known - guided.done)], decode_rows=1)
+    assert not due.wait(0.05)
+    read.set()
+    assert chr(made.written([int(due.result().tokens[1])])[0]) == "q"
 
 
 def test_what_cannot_go_on_ends_alone(made: Made) -> None:
@@ -190,18 +183,18 @@ def test_what_cannot_go_on_ends_alone(made: Made) -> None:
     alone.step([(free, 1)], decode_rows=1)
     assert [rows[slot].output[-2:] for slot in (0, 2, 3)] == [[NO_TOKEN] * 2] * 3
     assert rows[1].output == free.output
-    assert set(written(made, rows[4].output)) == {ord("a")}
+    assert set(made.written(rows[4].output)) == {ord("a")}
 
 
 def test_a_model_without_an_end_token_gets_stuck_at_the_end(tmp_path: Path) -> None:
     path = make_model(tmp_path, "llama", seed=2)
     edit_json(path / "config.json", eos_token_id=None)
     edit_json(path / "generation_config.json", eos_token_id=None)
-    made = make(path)
+    made = Made(path)
     output = answers(made.engine, [(params(), made.regex("[xyz]{3}"))], overlap=True, steps=8)[0]
     made.engine.close()
     assert output[-4:] == [NO_TOKEN] * 4
-    assert re.fullmatch(b"[xyz]{3}", written(made, output[: output.index(NO_TOKEN)]))
+    assert re.fullmatch(b"[xyz]{3}", made.written(output[: output.index(NO_TOKEN)]))
 
 
 @settings(max_examples=25, deadline=None)
