@@ -111,6 +111,14 @@ class Unavailable(RequestError):
     code = "unavailable"
 
 
+class DeadlineExceeded(RequestError):
+    """The request's time was over, and its end was not confirmed either."""
+
+    status = 504
+    kind = "internal_server_error"
+    code = "deadline_exceeded"
+
+
 class InternalError(RequestError):
     """The service failed. The message says where, and whether a retry helps."""
 

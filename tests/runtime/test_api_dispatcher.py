@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation
 from skiff_runtime.api.sinks import NullSink
@@ -43,8 +44,8 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     )
     status.make_ready(kv_tokens=64)
     with pytest.raises(TransportError):
-        dispatcher.submit(generation, [NullSink()], endpoint=Endpoint.GENERATE, request_id="a")
+        dispatcher.submit(generation, [NullSink()], Caller(request_id="a", endpoint=Endpoint.GENERATE))
     assert len(dispatcher) == 0
     tokenizer.full = False
-    flight = dispatcher.submit(generation, [NullSink()], endpoint=Endpoint.GENERATE, request_id="b")
+    flight = dispatcher.submit(generation, [NullSink()], Caller(request_id="b", endpoint=Endpoint.GENERATE))
     assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [flight.first])

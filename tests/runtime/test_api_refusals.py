@@ -88,7 +88,7 @@ def test_bad_requests(
     assert says in found["message"]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 50_000, b'{"model": "\\ud800"}', b"model=tiny"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 10_000, b'{"model": "\\ud800"}', b"model=tiny"])
 def test_bodies_that_are_no_json(front: Front, raw: bytes) -> None:
     found = error(front.http.post(front.url + CHAT, content=raw), 400)
     assert found["message"].startswith("the request body is no valid JSON")

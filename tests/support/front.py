@@ -1,5 +1,6 @@
 """The front processes for real (api, tokenizers, detokenizer), with the test in place of supervisor and rank 0."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -63,11 +64,15 @@ class Rank:
     """What the test says in place of rank 0's scheduler."""
 
     def __init__(self, endpoints: Endpoints, model: Path) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(endpoints.rank(0), ToScheduler)
+        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
+            endpoints.rank(0), ToScheduler
+        )
         self._detokenizer = Sender(endpoints.detokenizer)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-    def receive(self, timeout_seconds: float = TIMEOUT_SECONDS) -> GenerateRequest | AbortRequest | FlushCache:
+    def receive(
+        self, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> GenerateRequest | AbortRequest | FlushCache:
         """The next message; fails the test when none comes."""
         message = self._inbox.receive(timeout_seconds)
         assert message is not None, "the scheduler was told nothing"
@@ -201,6 +206,19 @@ class Front:
 
     def wait_exit(self, name: str = "api") -> int:
         return self.processes[name].wait(TIMEOUT_SECONDS)
+
+
+def answer(response: httpx.Response) -> tuple[str, str]:
+    """Text and finish reason of a chat completion of one choice, streamed or not, which must have one end."""
+    assert response.status_code == 200, response.text
+    if "event-stream" not in response.headers["content-type"]:
+        [choice] = response.json()["choices"]
+        return choice["message"]["content"], choice["finish_reason"]
+    events = response.text.strip().split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    [reason] = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices), reason
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from skiff_runtime import contract
+from skiff_runtime.api.action import Action, ActionEndpoint
 from skiff_runtime.api.body import BodyReader
 from skiff_runtime.api.chat import prepare_chat
 from skiff_runtime.api.completions import prepare_completion
+from skiff_runtime.api.control import ControlActions
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
 from skiff_runtime.api.error_replies import error_body
@@ -17,16 +19,29 @@ from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.generate import prepare_generate
 from skiff_runtime.api.generation import ServedModel
 from skiff_runtime.api.probes import HealthEndpoint, Probes, SimpleEndpoint
+from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.reply import JSON, own_headers
 from skiff_runtime.api.status import ServiceStatus
+from skiff_runtime.api.tokens import TokenActions
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 from skiff_runtime.exposition import CONTENT_TYPE
 from skiff_runtime.keys import KeyRing
 from skiff_runtime.launch import Launch
 from skiff_runtime.metrics import Endpoint, Metrics
 
+_GENERATION_PATHS = ", ".join(
+    (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
+)
 
-def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> Gate:
+
+def build_app(
+    launch: Launch,
+    status: ServiceStatus,
+    dispatcher: Dispatcher,
+    *,
+    queries: Queries,
+    metrics: Metrics,
+) -> Gate:
     """Assemble the application, and the gate before it. No middleware: requests reach their endpoint untouched."""
     model = ServedModel.of(launch)
     body = BodyReader(launch.config.max_request_bytes, max_values=2 * model.max_model_len)
@@ -39,13 +54,24 @@ def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, met
             dispatcher=dispatcher,
             metrics=metrics,
             body=body,
+            longest_seconds=launch.config.request_timeout_seconds,
+            traced=False,
         )
         return Route(path, endpoint, methods=["POST"])
 
+    def action(path: str, act: Action) -> Route:
+        return Route(path, ActionEndpoint(act, body=body, metrics=metrics), methods=["POST"])
+
+    tokens = TokenActions(model, queries)
+    control = ControlActions(dispatcher, queries)
     routes: list[BaseRoute] = [
         generation(contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
         generation(contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
         generation(contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+        action(contract.PATH_TOKENIZE, tokens.tokenize),
+        action(contract.PATH_DETOKENIZE, tokens.detokenize),
+        action(contract.PATH_ABORT, control.abort),
+        action(contract.PATH_FLUSH_CACHE, control.flush_cache),
         *_probe_routes(Probes(launch, model, status, metrics)),
         Route(contract.PATH_HEALTH_GENERATE, HealthEndpoint(dispatcher), methods=["GET"]),
     ]
@@ -58,6 +84,7 @@ def build_app(launch: Launch, status: ServiceStatus, dispatcher: Dispatcher, met
         redirect_slashes=False,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
     )
+    app.state.on_refused = metrics.note_refused
     config = launch.config
     return Gate(
         app, keys=KeyRing(config.api_key), origins=config.cors_origin, on_refused=metrics.note_refused
@@ -82,9 +109,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """A path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
+    request.app.state.on_refused(error.status_code)
     if error.status_code == 404:
         refusal = InvalidRequest(
-            f"there is no {path}; GET {contract.PATH_MODELS} tells what is served", code="not_found"
+            f"there is no {path}: this server generates text only, at {_GENERATION_PATHS}; "
+            f"GET {contract.PATH_DOCS} lists every path",
+            code="not_found",
         )
     else:
         allowed = (error.headers or {}).get("Allow", "another method")

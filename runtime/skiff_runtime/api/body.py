@@ -1,4 +1,4 @@
-"""What an endpoint reads of an HTTP request: its body, within limits, and its id."""
+"""What an endpoint reads of an HTTP request: its body, within limits, its id, its deadline, its trace."""
 
 import asyncio
 import re
@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from skiff_runtime.api.structure import Structure
 from skiff_runtime.api.writer import Headers
-from skiff_runtime.errors import BodyTooLarge, BodyTooSlow
+from skiff_runtime.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 BODY_TIMEOUT_SECONDS: Final = 60.0
+MAX_DEADLINE_SECONDS: Final = 86400
 SMALL_BYTES: Final = 1 << 14
 """A body that comes in one piece of at most so many bytes is not counted: it cannot hold much."""
 SLICE_BYTES: Final = 1 << 16
@@ -32,6 +33,33 @@ def request_id(headers: Headers) -> str:
         if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
             return value.decode()
     return secrets.token_hex(12)
+
+
+def deadline_seconds(headers: Headers, longest: float) -> float:
+    """The smaller of the client's X-Request-Timeout-Seconds and ``longest``; 0 for none. Raises ``InvalidRequest``."""
+    for name, value in headers:
+        if name == TIMEOUT_HEADER:
+            try:
+                wanted = float(value)
+            except ValueError:
+                wanted = 0.0
+            if not 0 < wanted <= MAX_DEADLINE_SECONDS:
+                raise InvalidRequest(
+                    f"the header {TIMEOUT_HEADER.decode()} must be a number of seconds above 0 and at most "
+                    f"{MAX_DEADLINE_SECONDS}",
+                    param=TIMEOUT_HEADER.decode(),
+                )
+            return min(wanted, longest or wanted)
+    return longest
+
+
+def trace_context(headers: Headers) -> dict[str, str]:
+    """The W3C trace headers."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in headers
+        if name in (b"traceparent", b"tracestate")
+    }
 
 
 class BodyReader:

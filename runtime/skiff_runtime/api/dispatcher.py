@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from skiff_runtime import log
+from skiff_runtime.api.flight import Caller, Choice, Flight
 from skiff_runtime.api.generation import Generation, Prompt
+from skiff_runtime.api.pace import Pace
 from skiff_runtime.api.sinks import NullSink, Sink
 from skiff_runtime.api.status import ServiceStatus
-from skiff_runtime.api.usage import total_usage
-from skiff_runtime.errors import InvalidRequest, QueueFull, RequestError
+from skiff_runtime.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
@@ -26,92 +27,37 @@ from skiff_runtime.messages import (
     Usage,
     Wire,
 )
-from skiff_runtime.metrics import Endpoint, Metrics, Outcome
+from skiff_runtime.metrics import AbortReason, Endpoint, Metrics, Outcome
 from skiff_runtime.transport import Sender, TransportError
 
+CONFIRM_SECONDS: Final = 5.0
+"""How long a request that was told to end may take to do so, before its client gets an error."""
+FORGET_SECONDS: Final = 60.0
+"""The same, where no client waits."""
 _NOBODY: Final = NullSink()
 
 
-class Flight:
-    """One accepted request, until all of its choices have ended. ``endpoint`` None: the service's own health check."""
-
-    __slots__ = (
-        "aborted",
-        "choices",
-        "copies",
-        "endpoint",
-        "failure",
-        "finish",
-        "first",
-        "request_id",
-        "started",
-        "ttft",
-        "usages",
-        "user",
-    )
-
-    def __init__(
-        self, first: int, generation: Generation, endpoint: Endpoint | None, request_id: str
-    ) -> None:
-        """``first``: uid of the first choice; those of the others follow."""
-        self.first = first
-        self.endpoint = endpoint
-        self.request_id = request_id
-        self.user = generation.user
-        self.copies = generation.copies
-        self.started = time.perf_counter()
-        self.ttft: float | None = None
-        self.aborted = False
-        self.failure: RequestFailed | None = None
-        self.finish = Finish.RUNNING
-        self.choices: dict[int, Choice] = {}
-        self.usages = [Usage(0, 0, 0)] * generation.choices
-
-    def outcome(self) -> Outcome:
-        """How it ended."""
-        if self.aborted or self.finish is Finish.ABORT:
-            return Outcome.ABORTED
-        if self.failure is None:
-            return Outcome.FINISHED
-        return Outcome.REJECTED if self.failure.status < 500 else Outcome.FAILED
-
-    def facts(self) -> dict[str, object]:
-        """What the log tells of its end."""
-        if self.failure is not None:
-            facts: dict[str, object] = {"status": self.failure.status, "error": self.failure.message}
-        else:
-            facts = {"finish": self.finish.name.lower(), **asdict(total_usage(self.usages, self.copies))}
-        if len(self.usages) > 1:
-            facts["choices"] = len(self.usages)
-        if self.ttft is not None:
-            facts["ttft_seconds"] = self.ttft
-        if self.user is not None:
-            facts["user"] = self.user
-        return facts
-
-
-class Choice:
-    """One answer of a request, under its own uid. An abort goes the way that the request went."""
-
-    __slots__ = ("flight", "last_token", "sink", "tokenizer")
-
-    def __init__(self, flight: Flight, sink: Sink, tokenizer: Sender) -> None:
-        self.flight = flight
-        self.sink = sink
-        self.tokenizer = tokenizer
-        self.last_token = 0.0
-
-
 class Dispatcher:
-    """Bounded: at most ``capacity`` choices are in flight, a request beyond that is refused with 429."""
+    """Bounded: at most ``capacity`` choices are in flight, a request beyond that is refused with 429.
+
+    ``on_end`` is called with each request that has ended, the service's own health checks aside.
+    """
 
     def __init__(
-        self, tokenizers: list[Sender], *, capacity: int, status: ServiceStatus, metrics: Metrics
+        self,
+        tokenizers: list[Sender],
+        *,
+        capacity: int,
+        status: ServiceStatus,
+        metrics: Metrics,
+        on_end: Callable[[Flight], None] | None = None,
     ) -> None:
         self._tokenizers = tokenizers
         self._capacity = capacity
         self._status = status
         self._metrics = metrics
+        self._on_end = on_end
+        self._pace = Pace()
         self._choices: dict[int, Choice] = {}
         self._next_uid = 1
         self._next_tokenizer = 0
@@ -120,13 +66,11 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def submit(
-        self, generation: Generation, sinks: Sequence[Sink], *, endpoint: Endpoint | None, request_id: str
-    ) -> Flight:
+    def submit(self, generation: Generation, sinks: Sequence[Sink], caller: Caller) -> Flight:
         """Accept a request with a sink for each choice. Raises ``Unavailable``, ``InvalidRequest`` or ``QueueFull``."""
         self._status.check_open()
         self._check_room(len(sinks))
-        flight = Flight(self._next_uid, generation, endpoint, request_id)
+        flight = Flight(self._next_uid, generation, caller)
         copies = generation.copies
         try:
             for index, prompt in enumerate(generation.prompts):
@@ -134,6 +78,8 @@ class Dispatcher:
         except TransportError:
             self.abort(flight)
             raise
+        if caller.deadline_seconds:
+            self._wait(flight, caller.deadline_seconds, self._expire)
         return flight
 
     def _check_room(self, choices: int) -> None:
@@ -142,7 +88,10 @@ class Dispatcher:
                 f"the request asks for {choices} answers, but only {self._capacity} can be served or wait at a time"
             )
         if len(self._choices) + choices > self._capacity:
-            raise QueueFull(f"{len(self._choices)} requests are being served or wait already; retry shortly")
+            raise QueueFull(
+                f"{len(self._choices)} requests are being served or wait already",
+                retry_after_seconds=self._pace.wait_seconds(),
+            )
 
     def _launch(self, flight: Flight, prompt: Prompt, generation: Generation, sinks: Sequence[Sink]) -> None:
         """Send one prompt to a tokenizer; its choices are in flight from then on."""
@@ -174,8 +123,31 @@ class Dispatcher:
 
     def abort(self, flight: Flight) -> None:
         """Nobody listens any more; no-op once all has ended. Choices stay in flight until their end is confirmed."""
-        flight.aborted = True
-        self._silence(flight)
+        if flight.choices:
+            self._note_ending(flight, AbortReason.DISCONNECT)
+            self._silence(flight)
+
+    def end_early(self, request_id: str | None) -> int:
+        """End the requests with this id, their own or their reply's, or all; how many. They tell what there is."""
+        flights = {choice.flight.first: choice.flight for choice in self._choices.values()}
+        count = 0
+        for flight in flights.values():
+            ids = (flight.caller.request_id, flight.generation.reply.id)
+            if flight.ending is None and flight.caller.endpoint and (request_id is None or request_id in ids):
+                self._note_ending(flight, AbortReason.ENDPOINT)
+                self._end(flight, Finish.ABORT)
+                count += 1
+        return count
+
+    def _expire(self, flight: Flight) -> None:
+        self._note_ending(flight, AbortReason.DEADLINE)
+        self._end(flight, Finish.TIMEOUT)
+
+    def _end(self, flight: Flight, finish: Finish) -> None:
+        """Ask for a request's end, wherever it is; its client is told of it, if need be by us."""
+        for uid, choice in flight.choices.items():
+            choice.tokenizer.send(AbortRequest(uid=uid, finish=finish))
+        self._wait(flight, CONFIRM_SECONDS, self._give_up)
 
     def _silence(self, flight: Flight) -> None:
         """End what is left of a request without telling anyone."""
@@ -183,6 +155,24 @@ class Dispatcher:
             if choice.sink is not _NOBODY:
                 choice.sink = _NOBODY
                 choice.tokenizer.send(AbortRequest(uid=uid))
+        if flight.choices:
+            self._wait(flight, FORGET_SECONDS, self._give_up)
+
+    def _give_up(self, flight: Flight) -> None:
+        """No end was confirmed: whoever still listens gets an error, and the request is forgotten."""
+        log.warning("end_unconfirmed", id=flight.caller.request_id, choices=len(flight.choices))
+        error = DeadlineExceeded("the request was to end, but the service did not confirm that in time")
+        for uid, choice in list(flight.choices.items()):
+            self._fail(choice, RequestFailed.of(uid, error))
+
+    def _wait(self, flight: Flight, seconds: float, then: Callable[[Flight], None]) -> None:
+        flight.set_timer(asyncio.get_running_loop().call_later(seconds, then, flight))
+
+    def _note_ending(self, flight: Flight, reason: AbortReason) -> None:
+        if flight.ending is None:
+            flight.ending = reason
+            if flight.caller.endpoint is not None:
+                self._metrics.note_abort(reason)
 
     def deliver(self, batch: TextBatch) -> None:
         """Hand each row to its choice."""
@@ -226,6 +216,8 @@ class Dispatcher:
         """An error of one choice ends its whole request with that error."""
         choice = self._choices.get(failure.uid)
         if choice is not None:
+            if failure.status == QueueFull.status and not failure.retry_after_seconds:
+                failure = replace(failure, retry_after_seconds=self._pace.wait_seconds())
             self._fail(choice, failure)
             self._silence(choice.flight)
 
@@ -235,14 +227,16 @@ class Dispatcher:
         choice.sink.fail(failure)
         self._land(failure.uid)
 
-    def fail_all(self, error: RequestError) -> None:
-        """End every request in flight with ``error``."""
+    def fail_all(self, error: RequestError, reason: AbortReason | None = None) -> None:
+        """End every request in flight with ``error``; ``reason``: why, where it is no fault."""
         for uid, choice in list(self._choices.items()):
+            if reason is not None:
+                self._note_ending(choice.flight, reason)
             self._fail(choice, RequestFailed.of(uid, error))
 
     def _note_first_token(self, flight: Flight, now: float) -> None:
         flight.ttft = now - flight.started
-        if flight.endpoint is not None:
+        if flight.caller.endpoint is not None:
             self._metrics.ttft.observe(flight.ttft)
 
     def _finished(self, flight: Flight, uid: int, finish: Finish, usage: Usage) -> None:
@@ -255,18 +249,25 @@ class Dispatcher:
         """A choice has had its terminal reply; with the last one its request has ended."""
         flight = self._choices.pop(uid).flight
         del flight.choices[uid]
+        self._pace.note_end()
         if not self._choices:
             self._idle.set()
-        if not flight.choices and flight.endpoint is not None:
-            self._ended(flight, flight.endpoint)
+        if not flight.choices:
+            flight.set_timer(None)
+            if flight.caller.endpoint is not None:
+                self._ended(flight, flight.caller.endpoint)
 
     def _ended(self, flight: Flight, endpoint: Endpoint) -> None:
         seconds = time.perf_counter() - flight.started
         outcome = flight.outcome()
         self._metrics.note_request(endpoint, outcome, seconds)
+        if flight.failure is not None and outcome is Outcome.REJECTED:
+            self._metrics.note_refused(flight.failure.status)
+        if self._on_end is not None:
+            self._on_end(flight)
         log.event(
             "request",
-            id=flight.request_id,
+            id=flight.caller.request_id,
             endpoint=endpoint,
             outcome=outcome,
             seconds=seconds,

@@ -8,12 +8,20 @@ import asyncio
 from collections.abc import Callable
 
 from skiff_runtime import log
-from skiff_runtime.api.body import BodyReader, ClientGone, Receive, Scope
+from skiff_runtime.api.body import (
+    BodyReader,
+    ClientGone,
+    Receive,
+    Scope,
+    deadline_seconds,
+    trace_context,
+)
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.reply import own_headers, own_id
 from skiff_runtime.api.sinks import make_sinks, write_error
-from skiff_runtime.api.writer import Send, Writer
+from skiff_runtime.api.writer import CHUNKS, Send, Writer
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics import Endpoint, Metrics, Outcome
 
@@ -32,30 +40,41 @@ class GenerationEndpoint:
         dispatcher: Dispatcher,
         metrics: Metrics,
         body: BodyReader,
+        longest_seconds: float,
+        traced: bool,
     ) -> None:
+        """``longest_seconds``: when a request is ended at the latest, 0 for never; ``traced``: its parent is wanted."""
         self._name = name
         self._prepare = prepare
         self._model = model
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._body = body
+        self._longest_seconds = longest_seconds
+        self._traced = traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = _Exchange(scope, send)
         try:
+            deadline = deadline_seconds(scope["headers"], self._longest_seconds)
             raw = await self._body.read(scope["headers"], receive)
             generation = self._prepare(raw, self._model)
             flight = self._dispatcher.submit(
                 generation,
                 make_sinks(generation, exchange.writer, exchange.headers),
-                endpoint=self._name,
-                request_id=exchange.id,
+                Caller(
+                    request_id=exchange.id,
+                    endpoint=self._name,
+                    deadline_seconds=deadline,
+                    trace=trace_context(scope["headers"]) if self._traced else None,
+                ),
             )
         except ClientGone:
             return
         except RequestError as error:
             self._metrics.note_request(self._name, Outcome.REJECTED, 0.0)
+            self._metrics.note_refused(error.status)
             log.event(
                 "request_rejected",
                 id=exchange.id,
@@ -78,7 +97,8 @@ class _Exchange:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = own_id(scope)
         self.headers = own_headers(scope)
-        self.writer = Writer(send, on_overflow=self._give_up)
+        chunk = scope.get("extensions", {}).get(CHUNKS)
+        self.writer = Writer(send, on_overflow=self._give_up, chunk=chunk)
         self._task = asyncio.current_task()
 
     async def ended(self, receive: Receive) -> None:

@@ -73,7 +73,9 @@ class ChoiceFormat(Protocol):
 
 
 class ReplyFormat(Protocol):
-    """How an endpoint writes one reply, of one choice or several."""
+    """How an endpoint writes one reply, of one choice or several. ``id``: by which its client knows it."""
+
+    id: str
 
     def choice(self, index: int) -> ChoiceFormat:
         """The format of choice ``index``."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from skiff_runtime import __version__
 from skiff_runtime.api.body import Receive, Scope
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.reply import JSON, reply, reply_error
@@ -111,16 +112,19 @@ class Probes:
 
 
 class HealthEndpoint:
-    """GET /health_generate: one real token through every process."""
+    """GET /health_generate: one real token through every process. Whoever asks meanwhile waits for the same one."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._check: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         began = time.perf_counter()
+        if self._check is None or self._check.done():
+            self._check = asyncio.get_running_loop().create_task(self._one_token())
         try:
-            await self._one_token()
+            await asyncio.shield(self._check)
         except RequestError as error:
             await reply_error(scope, send, error)
             return
@@ -133,7 +137,7 @@ class HealthEndpoint:
         generation = Generation(
             prompts=[[0]], sampling=sampling, text=TextOptions(), reply=GenerateFormat(), stream=False
         )
-        flight = self._dispatcher.submit(generation, [sink], endpoint=None, request_id="health")
+        flight = self._dispatcher.submit(generation, [sink], Caller(request_id="health", endpoint=None))
         try:
             await asyncio.wait_for(sink.ended, HEALTH_TIMEOUT_SECONDS)
         except TimeoutError:

@@ -5,7 +5,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 import uvloop
@@ -14,11 +14,14 @@ from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
+from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.status import ServiceStatus, State
-from skiff_runtime.errors import ConfigError, InternalError, Unavailable
+from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
     Beats,
+    Decoded,
     Drain,
+    Encoded,
     PhaseReport,
     RequestFailed,
     ServiceFailed,
@@ -26,7 +29,7 @@ from skiff_runtime.messages import (
     TextBatch,
     ToApi,
 )
-from skiff_runtime.metrics import Metrics
+from skiff_runtime.metrics import AbortReason, Metrics
 from skiff_runtime.process import Child
 from skiff_runtime.transport import Receiver, Sender
 
@@ -45,7 +48,9 @@ DRAINED_LINGER_SECONDS: Final = 1.0
 DRAINED_CLOSE_SECONDS: Final = 2
 """How long slow readers may take for what is already written."""
 
-ApiMessage = TextBatch | RequestFailed | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
+ApiMessage = (
+    TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
+)
 
 
 class _HttpServer(uvicorn.Server):
@@ -70,19 +75,23 @@ class ApiServer:
             phase_seconds=self._status.phase_seconds,
             heartbeats=self._status.heartbeats,
         )
+        tokenizers = [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))]
         self._dispatcher = Dispatcher(
-            [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))],
+            tokenizers,
             capacity=config.running_limit + config.max_queued_requests,
             status=self._status,
             metrics=self._metrics,
         )
+        self._queries = Queries(tokenizers, self._status)
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._http = self._make_http()
         self._error: BaseException | None = None
         self._ending: asyncio.Task[None] | None = None
 
     def _make_http(self) -> _HttpServer:
-        app = build_app(self._child.launch, self._status, self._dispatcher, self._metrics)
+        app = build_app(
+            self._child.launch, self._status, self._dispatcher, queries=self._queries, metrics=self._metrics
+        )
         return _HttpServer(
             LimitedConfig(
                 app,
@@ -104,6 +113,7 @@ class ApiServer:
         config = self._child.launch.config
         listener = listen(config.host, config.port)
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._callback_failed)
         loop.add_reader(self._inbox.socket.fileno(), self._guarded, self._read)
         ticker = loop.create_task(self._tick())
         port = listener.getsockname()[1]
@@ -135,6 +145,15 @@ class ApiServer:
             self._error = error
             self._http.should_exit = True
 
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A timer's callback found that another process does not read: that ends this one, too."""
+        error = context.get("exception")
+        if isinstance(error, SkiffError):
+            self._error = error
+            self._http.should_exit = True
+        else:
+            loop.default_exception_handler(context)
+
     def _read(self) -> None:
         messages = self._inbox.drain(TURN_MESSAGES)
         for message in messages:
@@ -146,8 +165,13 @@ class ApiServer:
         match message:
             case TextBatch():
                 self._dispatcher.deliver(message)
+                for flushed in message.flushed:
+                    self._queries.answer(flushed)
             case RequestFailed():
                 self._dispatcher.fail(message)
+                self._queries.fail(message)
+            case Encoded() | Decoded():
+                self._queries.answer(message)
             case PhaseReport():
                 self._status.note(message)
             case Beats():
@@ -172,7 +196,8 @@ class ApiServer:
             self._dispatcher.fail_all(
                 Unavailable(
                     "the service shut down before the request was finished; retry with another replica"
-                )
+                ),
+                AbortReason.DRAIN,
             )
         await asyncio.sleep(DRAINED_LINGER_SECONDS)
         self._http.should_exit = True
@@ -181,6 +206,7 @@ class ApiServer:
         if self._status.state is not State.FAILED:
             self._status.state = State.FAILED
             self._dispatcher.fail_all(InternalError(message))
+            self._queries.fail_all(InternalError(message))
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
     async def _end_failed(self) -> None:

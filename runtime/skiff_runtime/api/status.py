@@ -3,11 +3,13 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from skiff_runtime.contract import PHASES
 from skiff_runtime.errors import Unavailable
 from skiff_runtime.messages import Beats, PhaseReport
+
+MAX_RETRY_SECONDS: Final = 60
 
 
 class State(StrEnum):
@@ -50,7 +52,15 @@ class ServiceStatus:
     def check_open(self) -> None:
         """Raise ``Unavailable`` unless new requests are served."""
         if self.state is not State.READY:
-            raise Unavailable(_REFUSALS[self.state])
+            raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_seconds())
+
+    def _retry_seconds(self) -> int:
+        """A start is thought to take as long again as it has, a restart as long as the start did; others serve now."""
+        now = time.monotonic()
+        if self.state is State.DRAINING:
+            return 1
+        began_until = self._served if self._served is not None else now
+        return min(MAX_RETRY_SECONDS, 1 + int(began_until - self._began))
 
     def note(self, report: PhaseReport) -> None:
         """A process entered a phase, or came further in it."""
