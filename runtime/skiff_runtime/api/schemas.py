@@ -12,17 +12,27 @@ from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.format_schemas import Guided
 from skiff_runtime.api.strict import Strict as Strict
+from skiff_runtime.limits import (
+    BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MIN_P,
+    PENALTY,
+    REPETITION_PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 256
-MAX_STOP_TOKENS: Final = 64
-MAX_OUTPUT_TOKENS: Final = (1 << 31) - 1
-MAX_CHOICES: Final = 128
 MAX_PROMPTS: Final = 2048
-MAX_BIASES: Final = 1024
-MAX_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 1000
 MAX_TEMPLATE_OPTIONS: Final = 64
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -39,7 +49,7 @@ def _listed(kind: type) -> Callable[[Any], Any]:
 
 Empty = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
 Count = Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Penalty = Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -59,16 +69,19 @@ class Sampling(Strict):
 
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    temperature: Annotated[float, Field(ge=TEMPERATURE.low, le=TEMPERATURE.high)] | None = None
+    top_p: Annotated[float, Field(gt=TOP_P.low, le=TOP_P.high)] | None = None
+    top_k: Annotated[int, Field(ge=TOP_K.low, le=TOP_K.high)] | None = None
+    min_p: Annotated[float, Field(ge=MIN_P.low, le=MIN_P.high)] | None = None
+    seed: Annotated[int, Field(ge=SEED.low, le=SEED.high)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(gt=REPETITION_PENALTY.low, le=REPETITION_PENALTY.high)] | None
+    ) = None
     logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+        Annotated[dict[str, Annotated[float, Field(ge=BIAS.low, le=BIAS.high)]], Field(max_length=MAX_BIASES)]
+        | None
     ) = None
     stop: Annotated[
         Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
