@@ -1,5 +1,6 @@
 """``skiff chat`` as a process: through a pipe, and at a real pseudo-terminal."""
 
+import json
 import os
 import pty
 import select
@@ -39,6 +40,7 @@ def test_each_piped_line_is_a_question_of_one_conversation(server: CannedServer)
     assert first == {
         "model": "canned",
         "stream": True,
+        "stream_options": {"include_usage": True},
         "temperature": 0.0,
         "seed": 7,
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}],
@@ -55,6 +57,62 @@ def test_commands_steer_the_conversation(server: CannedServer) -> None:
     assert "no command /nonsense" in done.stdout and "/system TEXT" in done.stdout
     asked = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert asked == [["one"], ["two"], ["You are a boat.", "three"]]
+
+
+def test_settings_are_changed_checked_and_sent(server: CannedServer) -> None:
+    lines = [
+        "/set",
+        "/set temperature 0.5",
+        "/set top-k -1",
+        "/set warmth 3",
+        "/set temperature 9",
+        "/set seed 1.5",
+        "one",
+        "/set",
+        "/set temperature default",
+        "two",
+    ]
+    done = piped(server, "\n".join(lines), "--seed", "7")
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "seed 7",
+        "temperature is 0.5.",
+        "There is no warmth; there are temperature, top_p",
+        "temperature must be a number from 0.0 to 2.0, or default, not '9'",
+        "seed must be a whole number",
+        "temperature is the server's choice.",
+    ):
+        assert said in done.stdout
+    first, second = server.bodies
+    assert (first["temperature"], first["top_k"], first["seed"]) == (0.5, -1, 7)
+    assert "temperature" not in second and second["top_k"] == -1
+    wrong = piped(server, "", "--temperature", "hot")
+    assert wrong.returncode == 2 and "temperature must be a number" in wrong.stderr
+
+
+def test_a_conversation_is_saved(server: CannedServer, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    done = piped(server, f"/system Be brief.\none\n/save {file}\n/save\n/save {tmp_path}\n", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads(file.read_text())
+    assert (saved["model"], saved["parameters"]) == ("canned", {"seed": 3})
+    assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
+    assert f"3 messages are in {file}" in done.stdout
+    assert "Give a file" in done.stdout and "cannot be written" in done.stdout
+
+
+def test_a_backslash_continues_a_piped_question(server: CannedServer) -> None:
+    assert piped(server, "one\\\ntwo\\\n\nthree\\\n").returncode == 0
+    assert [body["messages"][-1]["content"] for body in server.bodies] == ["one\ntwo", "three"]
+
+
+def test_a_key_is_sent_and_from_the_environment(
+    server: CannedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(server, "one\n", "--api-key", "k1")
+    monkeypatch.setenv("SKIFF_API_KEY", "k2,k3")
+    piped(server, "one\n")
+    assert server.authorizations == ["Bearer k1", "Bearer k2"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +205,12 @@ def test_a_terminal_streams_stops_and_remembers(server: CannedServer, screen: Sc
     screen.expect("you>")
     screen.type("first line\x1b\rsecond line\r")
     screen.expect("w4")
+    screen.expect("[5 tokens, first after ")
     assert server.bodies[0]["messages"][0]["content"] == "first line\nsecond line"
+    screen.expect("you>")
+    screen.type("half\\\rline\r")
+    screen.expect("w4")
+    assert server.bodies[1]["messages"][-1]["content"] == "half\nline"
     screen.expect("you>")
     screen.type("slow\r")
     screen.expect("w1")

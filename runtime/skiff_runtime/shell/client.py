@@ -24,26 +24,31 @@ class Unreachable(ChatError):
 
 
 class ChatClient:
-    """One server. ``parameters`` join every request's body."""
+    """One server. ``output_tokens``: how many the latest answer had, by the server's count; 0 before its end."""
 
-    def __init__(self, url: str, *, model: str | None = None, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
         """Connects, and asks for the served model's name if none is given; ChatError if that fails."""
         self.url = url.rstrip("/")
-        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False)
-        self._parameters = dict(parameters)
+        self.output_tokens = 0
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, headers=headers)
         served = self._models()
         if model is not None and model not in served:
             raise ChatError(f"{self.url} serves {', '.join(served)}, not {model}; correct --model")
         self.model = model or served[0]
 
-    def stream(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+    def stream(
+        self, messages: Sequence[Message], parameters: Mapping[str, Any]
+    ) -> Generator[str, None, None]:
         """The answer's text as it comes; closing the iterator ends the request. ChatError at any point."""
-        body = {"model": self.model, "messages": list(messages), "stream": True, **self._parameters}
+        self.output_tokens = 0
+        body = {"model": self.model, "messages": list(messages), "stream": True, **parameters}
+        body["stream_options"] = {"include_usage": True}
         try:
             with self._http.stream("POST", self.url + PATH_CHAT_COMPLETIONS, json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     raise ChatError(_message(_read(response), response.status_code))
-                yield from _texts(response.iter_raw())
+                yield from self._texts(response.iter_raw())
         except httpx.HTTPError as error:
             raise Unreachable(f"lost the connection to {self.url} ({_reason(error)})") from error
 
@@ -69,27 +74,28 @@ class ChatClient:
             raise ChatError(f"{self.url} answers, but not as an OpenAI-compatible server does; correct --url")
         return names
 
+    def _texts(self, pieces: Iterator[bytes]) -> Iterator[str]:
+        decoder = EventDecoder()
+        for piece in pieces:
+            for data in decoder.feed(piece):
+                if data == DONE:
+                    return
+                if text := self._text(data):
+                    yield text
+        raise ChatError("the server ended the answer midway; it may be restarting")
 
-def _texts(pieces: Iterator[bytes]) -> Iterator[str]:
-    decoder = EventDecoder()
-    for piece in pieces:
-        for data in decoder.feed(piece):
-            if data == DONE:
-                return
-            if text := _text(data):
-                yield text
-    raise ChatError("the server ended the answer midway; it may be restarting")
-
-
-def _text(data: bytes) -> str:
-    try:
-        event = json.loads(data)
-        if "error" in event:
-            raise ChatError(str(event["error"]["message"]))
-        choices = event["choices"]
-        return str(choices[0]["delta"].get("content") or "") if choices else ""
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ChatError(f"the server sent an event that is none of the chat API ({error!r})") from error
+    def _text(self, data: bytes) -> str:
+        """What an event adds to the answer; one that tells the usage adds nothing."""
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise ChatError(str(event["error"]["message"]))
+            if usage := event.get("usage"):
+                self.output_tokens = int(usage["completion_tokens"])
+            choices = event["choices"]
+            return str(choices[0]["delta"].get("content") or "") if choices else ""
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ChatError(f"the server sent an event that is none of the chat API ({error!r})") from error
 
 
 def _read(response: httpx.Response) -> bytes:

@@ -1,27 +1,52 @@
 """What was said so far, and the commands that steer it; knows nothing of terminals."""
 
+import json
+import time
 from collections.abc import Generator
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from skiff_runtime.shell.client import ChatClient, ChatError, Message
+from skiff_runtime.shell.parameters import PARAMETERS, parse_parameter
 
 HELP: Final = """\
-/help           these lines
-/reset          forget the conversation
-/system TEXT    tell the model how to behave, and start afresh; without TEXT: show it
-/exit           leave (also Ctrl-D)"""
+/help               these lines
+/reset              forget the conversation
+/system TEXT        tell the model how to behave, and start afresh; without TEXT: show it
+/set NAME VALUE     change how answers are made, as in /set temperature 0.5; VALUE default: the server's;
+                    without any: show what is set
+/save FILE          write the conversation as JSON
+/exit               leave (also Ctrl-D)"""
 
 
 class Leave(Exception):
     """The user wants to go."""
 
 
-class Conversation:
-    """The turns of one chat with one model."""
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How fast an answer came: seconds to its first token, tokens, and seconds from the first to the last."""
 
-    def __init__(self, client: ChatClient, system: str | None = None) -> None:
+    first_seconds: float
+    tokens: int
+    rest_seconds: float
+
+    def __str__(self) -> str:
+        text = f"{self.tokens} tokens, first after {self.first_seconds * 1e3:,.0f} ms"
+        if self.tokens > 1 and self.rest_seconds > 0:
+            text += f", then {(self.tokens - 1) / self.rest_seconds:,.1f} tokens/s"
+        return text
+
+
+class Conversation:
+    """The turns of one chat with one model. ``timing`` is that of the latest answer, None if there was none."""
+
+    def __init__(self, client: ChatClient, system: str | None = None, **parameters: Any) -> None:
+        self.timing: Timing | None = None
         self._client = client
         self._system = system
+        self._parameters = parameters
         self._turns: list[Message] = []
 
     @property
@@ -36,9 +61,15 @@ class Conversation:
         ChatError leaves the conversation as it was before the question.
         """
         heard: list[str] = []
-        stream = self._client.stream([*self.messages, {"role": "user", "content": question}])
+        self.timing = None
+        started = time.perf_counter()
+        first = last = started
+        messages = [*self.messages, {"role": "user", "content": question}]
+        stream = self._client.stream(messages, self._parameters)
         try:
             for text in stream:
+                last = time.perf_counter()
+                first = first if heard else last
                 heard.append(text)
                 yield text
         except ChatError:
@@ -47,19 +78,26 @@ class Conversation:
         finally:
             stream.close()
             if heard:
+                tokens = self._client.output_tokens or len(heard)
+                self.timing = Timing(first - started, tokens, last - first)
                 self._turns.append({"role": "user", "content": question})
                 self._turns.append({"role": "assistant", "content": "".join(heard)})
 
     def command(self, line: str) -> str:
         """Do what a line that begins with a slash says; what to show for it. Leave for /exit."""
         word, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
         if word == "/help":
             return HELP
         if word == "/reset":
             self._turns.clear()
             return "The conversation starts afresh."
         if word == "/system":
-            return self._set_system(rest.strip())
+            return self._set_system(rest)
+        if word == "/set":
+            return self._set(rest)
+        if word == "/save":
+            return self._save(rest)
         if word in ("/exit", "/quit"):
             raise Leave
         return f"There is no command {word}; /help lists them."
@@ -70,3 +108,30 @@ class Conversation:
         self._system = text
         self._turns.clear()
         return "Noted; the conversation starts afresh."
+
+    def _set(self, text: str) -> str:
+        name, _, value = text.partition(" ")
+        name = name.replace("-", "_")
+        if not name:
+            set_now = [f"{name} {value}" for name, value in sorted(self._parameters.items())]
+            return "\n".join(set_now) or f"Nothing is set; there are {', '.join(PARAMETERS)}."
+        try:
+            parsed = parse_parameter(name, value.strip())
+        except ValueError as error:
+            return f"{error}."
+        if parsed is None:
+            self._parameters.pop(name, None)
+            return f"{name} is the server's choice."
+        self._parameters[name] = parsed
+        return f"{name} is {parsed}."
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "Give a file, as in /save chat.json."
+        path = Path(name).expanduser()
+        saved = {"model": self._client.model, "parameters": self._parameters, "messages": self.messages}
+        try:
+            path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            return f"{path} cannot be written: {error}."
+        return f"{len(self.messages)} messages are in {path}."

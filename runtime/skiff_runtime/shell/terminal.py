@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from skiff_runtime.shell.client import ChatError
 from skiff_runtime.shell.conversation import Conversation, Leave
 
-GREETING: Final = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, /help lists commands."
+GREETING: Final = "Enter sends, Alt-Enter or a \\ at the end begins a new line, Ctrl-C stops an answer, /help lists commands."
+CONTINUED: Final = "\\"
 _KEPT_CONTROLS: Final = "\n\t"
 
 
@@ -61,10 +62,12 @@ class Terminal:
         finally:
             answer.close()
             print()
+        if self._conversation.timing is not None:
+            print(f"\x1b[2m[{self._conversation.timing}]\x1b[0m")
 
 
 class Pipe:
-    """Lines from standard input, answers to standard output, one question a line."""
+    """Lines from standard input, answers to standard output, one question a line; a \\ at its end continues it."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -72,9 +75,9 @@ class Pipe:
     def run(self) -> int:
         """Answer every line; the exit code is 1 when any question failed."""
         failed = False
-        for line in sys.stdin:
+        for question in _questions(sys.stdin):
             try:
-                failed |= not self._take(line.strip())
+                failed |= not self._take(question.strip())
             except Leave:
                 break
         return int(failed)
@@ -97,6 +100,20 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c.isprintable() or c in _KEPT_CONTROLS)
 
 
+def _questions(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, those that end in a backslash joined with the next."""
+    held = ""
+    for line in lines:
+        text = line.rstrip("\r\n")
+        if text.endswith(CONTINUED):
+            held += text.removesuffix(CONTINUED) + "\n"
+            continue
+        yield held + text
+        held = ""
+    if held:
+        yield held
+
+
 def _write(answer: Iterator[str]) -> None:
     for text in answer:
         print(printable(text), end="", flush=True)
@@ -107,7 +124,12 @@ def _keys() -> KeyBindings:
 
     @keys.add("enter")
     def _send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith(CONTINUED) and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
     def _break(event: KeyPressEvent) -> None:
