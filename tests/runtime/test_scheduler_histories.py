@@ -15,7 +15,7 @@ from skiff_runtime.messages import AbortRequest, CompiledGrammar, Finish, FlushC
 from skiff_runtime.scheduler.batching import Planned
 
 FEW_QUEUED = 40
-LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "1500"))
+LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
 
 
 @dataclass(frozen=True)
