@@ -129,7 +129,7 @@ def test_abort_by_the_reply_s_id(front: Front, pool: ThreadPoolExecutor) -> None
     first = next(stream)
     assert front.post("/abort", request_id=first.id).json() == {"aborted": 1}
     front.rank.end(aborted(front).uid)
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
+    assert [str(chunk.choices[0].finish_reason) for chunk in stream][-1] == "abort"
 
 
 def test_abort_of_all_and_of_every_choice(front: Front, pool: ThreadPoolExecutor) -> None:

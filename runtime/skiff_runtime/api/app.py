@@ -1,5 +1,7 @@
 """The FastAPI application: which path is served by what, and errors in OpenAI's shape wherever they arise."""
 
+import functools
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,14 +15,17 @@ from skiff_runtime.api.chat import prepare_chat
 from skiff_runtime.api.completions import prepare_completion
 from skiff_runtime.api.control import ControlActions
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.docs_page import docs_page
 from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
 from skiff_runtime.api.error_replies import error_body
 from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.generate import prepare_generate
 from skiff_runtime.api.generation import ServedModel
+from skiff_runtime.api.openapi import description
 from skiff_runtime.api.probes import HealthEndpoint, Probes, SimpleEndpoint
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.reply import JSON, own_headers
+from skiff_runtime.api.sse import encode_json
 from skiff_runtime.api.status import ServiceStatus
 from skiff_runtime.api.tokens import TokenActions
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
@@ -29,6 +34,7 @@ from skiff_runtime.keys import KeyRing
 from skiff_runtime.launch import Launch
 from skiff_runtime.metrics import Endpoint, Metrics
 
+HTML = "text/html; charset=utf-8"
 _GENERATION_PATHS = ", ".join(
     (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
 )
@@ -73,6 +79,7 @@ def build_app(
         action(contract.PATH_ABORT, control.abort),
         action(contract.PATH_FLUSH_CACHE, control.flush_cache),
         *_probe_routes(Probes(launch, model, status, metrics)),
+        *_description_routes(keys=bool(launch.config.api_key)),
         Route(contract.PATH_HEALTH_GENERATE, HealthEndpoint(dispatcher), methods=["GET"]),
     ]
     app = FastAPI(
@@ -103,6 +110,24 @@ def _probe_routes(probes: Probes) -> list[Route]:
     routes = [Route(path, SimpleEndpoint(handler), methods=["GET"]) for path, handler in simple.items()]
     page = SimpleEndpoint(probes.metrics, content_type=CONTENT_TYPE)
     return [*routes, Route(contract.PATH_METRICS, page, methods=["GET"])]
+
+
+def _description_routes(*, keys: bool) -> list[Route]:
+    """The description is made when it is first asked for: most services never are."""
+
+    @functools.cache
+    def document() -> bytes:
+        return encode_json(description(keys=keys))
+
+    @functools.cache
+    def page() -> bytes:
+        return docs_page(description(keys=keys))
+
+    html = SimpleEndpoint(lambda _scope: (200, page()), content_type=HTML)
+    return [
+        Route(contract.PATH_OPENAPI, SimpleEndpoint(lambda _scope: (200, document())), methods=["GET"]),
+        Route(contract.PATH_DOCS, html, methods=["GET"]),
+    ]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

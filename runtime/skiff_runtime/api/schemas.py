@@ -85,7 +85,12 @@ class Sampling(Strict):
     ) = None
     stop: Annotated[
         Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
-        BeforeValidator(_listed(str)),
+        BeforeValidator(
+            _listed(str),
+            json_schema_input_type=StopString
+            | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+            | None,
+        ),
     ] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
@@ -142,7 +147,10 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-        BeforeValidator(_as_parts),
+        BeforeValidator(
+            _as_parts,
+            json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)],
+        ),
     ]
 
     name: None = None
@@ -221,7 +229,12 @@ def _as_prompts(value: Any) -> Any:
 
 Prompts = Annotated[
     Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
-    BeforeValidator(_as_prompts),
+    BeforeValidator(
+        _as_prompts,
+        json_schema_input_type=str
+        | TokenIds
+        | Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS)],
+    ),
 ]
 
 
