@@ -119,7 +119,7 @@ class Batcher:
 
     def _admit(self, draft: Draft, budget: int) -> None:
         """Let waiting requests in, in their order, while budget, slots and memory last."""
-        if budget <= 0 or self._slots.full:
+        if budget <= 0 or self._slots.full or not len(self._queue):
             return
         for request in self._order.candidates():
             if budget <= 0 or self._slots.full or not self._enter(draft, request):

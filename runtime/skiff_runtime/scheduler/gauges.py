@@ -1,8 +1,7 @@
 """The scheduler's numbers for metrics: gauges read when asked, counters of one step."""
 
 from time import perf_counter
-
-from msgspec.structs import replace
+from typing import Any
 
 from skiff_runtime.kvcache.memory import KVMemory
 from skiff_runtime.messages import StepStats
@@ -23,17 +22,7 @@ class Gauges:
 
     def now(self) -> StepStats:
         """Where things stand, when no step has just ended."""
-        evicted, self._evicted = self._memory.evicted_pages - self._evicted, self._memory.evicted_pages
-        return StepStats(
-            queued=len(self._queue),
-            queued_tokens=self._queue.tokens,
-            running=self._slots.running,
-            pages_total=self._memory.total_pages,
-            pages_free=self._memory.free_pages,
-            pages_cached=self._memory.cache.evictable_pages,
-            page_size=self._memory.cache.page_size,
-            evicted_pages=evicted,
-        )
+        return StepStats(**self._levels())
 
     def after(self, planned: Planned, *, launched_at: float) -> StepStats:
         """Where things stand after a step, which ran since its launch or since the end of the one before."""
@@ -41,8 +30,8 @@ class Gauges:
         began_at = max(launched_at, self._busy_since)
         self._busy_since = ended_at
         step, opened = planned.step, planned.opened
-        return replace(
-            self.now(),
+        return StepStats(
+            **self._levels(),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
             prefill_tokens=step.tokens - step.decode_rows,
@@ -52,3 +41,18 @@ class Gauges:
             hit_tokens=sum(request.cached_tokens for request in opened),
             queue_seconds=[launched_at - request.arrived_at for request in opened],
         )
+
+    def _levels(self) -> dict[str, Any]:
+        """All but what a step itself adds; evicted pages are told once."""
+        memory, queue = self._memory, self._queue
+        evicted, self._evicted = memory.evicted_pages - self._evicted, memory.evicted_pages
+        return {
+            "queued": len(queue),
+            "queued_tokens": queue.tokens,
+            "running": self._slots.running,
+            "pages_total": memory.total_pages,
+            "pages_free": memory.free_pages,
+            "pages_cached": memory.cache.evictable_pages,
+            "page_size": memory.cache.page_size,
+            "evicted_pages": evicted,
+        }

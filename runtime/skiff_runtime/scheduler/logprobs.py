@@ -15,9 +15,10 @@ _FIRST: Final = 1
 
 
 def of_rows(result: StepResult, slots: Slots, rows: Rows, alive: NDArray[np.bool_]) -> list[TokenLogprobs]:
-    """What is told of the ``alive`` ones of the sampled rows, numbered as if the others were not there."""
+    """What is told of sampled rows that are ``alive`` and got a token, numbered as if the others were not there."""
     if result.logprobs is None:
         return []
+    alive = alive & (result.tokens != NO_TOKEN)
     numbers = np.cumsum(alive) - 1
     told = []
     for index, row in enumerate(result.logprob_rows.tolist()):

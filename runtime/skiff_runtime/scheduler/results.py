@@ -37,7 +37,7 @@ class Results:
         slots, tokens = self._slots, result.tokens
         alive = slots.alive[rows]
         self._tell_prompts(result.prompts)
-        told = logprobs.of_rows(result, slots, rows, alive & (tokens != NO_TOKEN))
+        told = logprobs.of_rows(result, slots, rows, alive)
         if not alive.all():
             rows, tokens = rows[alive], tokens[alive]
         stuck = tokens == NO_TOKEN
