@@ -79,6 +79,14 @@ class Config:
         "Server",
         "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated",
     )
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
+        AUTO, "Server", "how the model writes tool calls (auto: as its chat template does)"
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = option(
+        AUTO,
+        "Server",
+        "how the model writes reasoning: think means between <think> and </think> (auto: as its chat template does)",
+    )
     grammar_timeout_seconds: float = option(
         10.0, "Server", "how long the grammar of a structured answer may take to compile; beyond, 400"
     )
@@ -94,6 +102,9 @@ class Config:
     step_timeout_seconds: float = option(
         600.0, "Server", "a step of the engine that takes longer counts as hung, and ends the service"
     )
+    otlp_endpoint: str | None = option(
+        None, "Server", "send a trace of each request to this OpenTelemetry collector: http(s)://host:4318"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "least level that is logged"
     )
@@ -108,7 +119,7 @@ class Config:
     max_running_requests: int = option(64, "Scheduling", "most requests that are computed at a time")
     max_queued_requests: int = option(1024, "Scheduling", "most requests that wait; beyond, 429")
     max_queued_tokens: int = option(
-        1 << 22, "Scheduling", "most tokens of requests that wait, in all; beyond, 429"
+        1 << 22, "Scheduling", "most prompt tokens of requests that wait, in all; beyond, 429"
     )
     queue_order: Literal["fcfs", "prefix"] = option(
         "fcfs",
@@ -166,6 +177,8 @@ class Config:
                 f"--page-size {self.page_size}"
             )
         check_keys(self.api_key, "--api-key")
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/\s]+", self.otlp_endpoint):
+            raise ConfigError(f"--otlp-endpoint must be http(s)://host[:port], not {self.otlp_endpoint!r}")
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

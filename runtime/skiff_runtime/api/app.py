@@ -61,7 +61,7 @@ def build_app(
             metrics=metrics,
             body=body,
             longest_seconds=launch.config.request_timeout_seconds,
-            traced=False,
+            traced=launch.config.otlp_endpoint is not None,
         )
         return Route(path, endpoint, methods=["POST"])
 

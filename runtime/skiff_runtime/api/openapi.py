@@ -20,7 +20,7 @@ _ABOUT: Final = (
 )
 
 
-_PROBE_REPLIES: Final = {
+_PROBE_REPLIES: Final[dict[str, type[BaseModel]]] = {
     contract.PATH_LIVEZ: replies.StatusReply,
     contract.PATH_READYZ: replies.StatusReply,
     contract.PATH_STARTUPZ: replies.StartReply,

@@ -16,6 +16,7 @@ from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.status import ServiceStatus, State
+from skiff_runtime.api.tracing import RequestTracer
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
     Beats,
@@ -75,12 +76,14 @@ class ApiServer:
             phase_seconds=self._status.phase_seconds,
             heartbeats=self._status.heartbeats,
         )
+        self._tracer = _tracer(child)
         tokenizers = [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))]
         self._dispatcher = Dispatcher(
             tokenizers,
             capacity=config.running_limit + config.max_queued_requests,
             status=self._status,
             metrics=self._metrics,
+            on_end=None if self._tracer is None else self._tracer.record,
         )
         self._queries = Queries(tokenizers, self._status)
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
@@ -125,6 +128,8 @@ class ApiServer:
         finally:
             ticker.cancel()
             loop.remove_reader(self._inbox.socket.fileno())
+            if self._tracer is not None:
+                self._tracer.close()
         if self._error is not None:
             raise self._error
 
@@ -213,6 +218,13 @@ class ApiServer:
         await asyncio.sleep(FAILED_LINGER_SECONDS)
         self._http.config.timeout_graceful_shutdown = FAILED_CLOSE_SECONDS
         self._http.should_exit = True
+
+
+def _tracer(child: Child) -> RequestTracer | None:
+    config = child.launch.config
+    if config.otlp_endpoint is None:
+        return None
+    return RequestTracer(config.otlp_endpoint, config.served_model_name or "")
 
 
 def listen(host: str, port: int) -> socket.socket:
