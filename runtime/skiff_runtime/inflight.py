@@ -1,6 +1,7 @@
 """The requests of an ``LLM`` that are under way: sent to the ranks, and their news brought to whoever asked."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ class _Call:
     """The requests of one call: those not yet sent, those that run, and news that nobody has taken."""
 
     def __init__(self, requests: list[GenerateRequest]) -> None:
-        self.waiting: Iterator[GenerateRequest] = iter(requests)
+        self.waiting = deque(requests)
         self.first = requests[0].uid
         self.left = len(requests)
         self.running: set[int] = set()
@@ -27,12 +28,19 @@ class _Call:
 class InFlight:
     """Several calls may be open at a time, such as two streams that are read in turn; all from one thread."""
 
-    def __init__(self, backend: Backend, detokenizer: Detokenizer, window: int) -> None:
-        """At most ``window`` requests are sent ahead: as many as the scheduler is meant to hold."""
+    def __init__(self, backend: Backend, detokenizer: Detokenizer, *, window: int, max_tokens: int) -> None:
+        """At most ``window`` requests and ``max_tokens`` tokens of prompts (or one request) are sent ahead.
+
+        That is as many as the scheduler is meant to hold: it would refuse more.
+        """
         self._backend = backend
         self._detokenizer = detokenizer
         self._window = window
+        self._max_tokens = max_tokens
         self._owners: dict[int, _Call] = {}
+        self._prompts: dict[int, int] = {}
+        """Lengths of their prompts, in tokens."""
+        self._tokens = 0
 
     def run(self, requests: list[GenerateRequest]) -> Generator[list[Increment], None, None]:
         """News of ``requests``, whose uids count upwards, step by step until each has ended.
@@ -58,10 +66,26 @@ class InFlight:
             self._abandon(call)
 
     def _submit(self, call: _Call) -> None:
-        while len(self._owners) < self._window and (request := next(call.waiting, None)) is not None:
+        while call.waiting and self._has_room(prompt := _prompt_tokens(call.waiting[0])):
+            request = call.waiting.popleft()
             self._owners[request.uid] = call
+            self._prompts[request.uid] = prompt
+            self._tokens += prompt
             call.running.add(request.uid)
             self._backend.send(request)
+
+    def _has_room(self, prompt: int) -> bool:
+        if not self._owners:
+            return True
+        return len(self._owners) < self._window and self._tokens + prompt <= self._max_tokens
+
+    def _release(self, uid: int) -> _Call | None:
+        """A request is not under way any more; whose it was."""
+        self._tokens -= self._prompts.pop(uid, 0)
+        call = self._owners.pop(uid, None)
+        if call is not None:
+            call.running.discard(uid)
+        return call
 
     def _turn(self) -> None:
         """Bring one step's news to the calls that they belong to; what belongs to none is of an earlier one."""
@@ -69,9 +93,8 @@ class InFlight:
         for uid in stopped:
             self._backend.send(AbortRequest(uid=uid, finish=Finish.STOP))
         for failed in batch.failed:
-            call = self._owners.pop(failed.uid, None)
+            call = self._release(failed.uid)
             if call is not None:
-                call.running.discard(failed.uid)
                 call.failure = call.failure or _as_error(failed)
         for uid, increment in _increments(batch):
             self._take(uid, increment)
@@ -82,15 +105,17 @@ class InFlight:
             return
         call.news.append(replace(increment, index=uid - call.first))
         if increment.finish_reason is not None:
-            del self._owners[uid]
-            call.running.discard(uid)
+            self._release(uid)
 
     def _abandon(self, call: _Call) -> None:
         """End what still runs, so that later calls start afresh."""
         for uid in sorted(call.running):
-            del self._owners[uid]
+            self._release(uid)
             self._backend.send(AbortRequest(uid=uid))
-        call.running.clear()
+
+
+def _prompt_tokens(request: GenerateRequest) -> int:
+    return len(request.token_ids) // Wire.TOKEN.itemsize
 
 
 def _increments(batch: TextBatch) -> Iterable[tuple[int, Increment]]:

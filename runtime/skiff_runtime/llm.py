@@ -59,7 +59,9 @@ class LLM:
             self._backend.close()
             raise
         window = config.running_limit + max(1, config.max_queued_requests)
-        self._in_flight = InFlight(self._backend, detokenizer, window)
+        self._in_flight = InFlight(
+            self._backend, detokenizer, window=window, max_tokens=config.max_queued_tokens
+        )
         self._next_uid = 0
 
     def generate(

@@ -148,3 +148,12 @@ def test_weights_that_are_cut_off_end_the_start_with_an_error(tmp_path: Path) ->
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(StartupError, match="rank0"):
         LLM(str(model))
+
+
+def test_no_more_is_sent_ahead_than_may_wait(model: Path) -> None:
+    """Else the scheduler would refuse it; a prompt longer than all that may wait still has its turn."""
+    prompts = [*([index] * 6 for index in range(8)), [9] * 40]
+    options: dict[str, Any] = {"max_running_requests": 1, "max_queued_tokens": 14, "kv_cache_tokens": 1024}
+    with LLM(str(model), **options) as llm:
+        done = llm.generate(prompts, max_tokens=3, ignore_eos=True)
+    assert [len(each.token_ids) for each in done] == [3] * len(prompts)

@@ -164,8 +164,8 @@ def test_tokens_that_wait_are_bounded() -> None:
     bench.turn()
     assert list(refused(bench)) == [2, 3, 9]
     assert refused(bench)[2] == (
-        "2 requests of 16 tokens wait already, and the prompt has 8 tokens; "
-        "at most 20 tokens may wait (--max-queued-tokens); retry shortly"
+        "2 requests with 16 prompt tokens wait already, and this prompt has 8; "
+        "at most 20 may wait (--max-queued-tokens); retry shortly"
     )
     failed = bench.replies[2].failed
     assert failed is not None

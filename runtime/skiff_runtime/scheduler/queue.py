@@ -15,7 +15,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._waiting: list[tuple[Place, Request]] = []
         self.tokens = 0
-        """Known tokens of all who wait."""
+        """Of the prompts of all who wait."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -23,7 +23,7 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         """Join; after a retraction, where it stood before."""
         insort(self._waiting, (request.place, request))
-        self.tokens += len(request.tokens)
+        self.tokens += request.prompt_tokens
 
     def foremost(self, count: int) -> list[Request]:
         """The first ``count`` requests, or all of them."""
@@ -34,4 +34,4 @@ class RequestQueue:
         index = bisect_left(self._waiting, request.place, key=lambda each: each[0])
         assert self._waiting[index][1] is request
         del self._waiting[index]
-        self.tokens -= len(request.tokens)
+        self.tokens -= request.prompt_tokens

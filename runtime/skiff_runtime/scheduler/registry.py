@@ -66,8 +66,8 @@ class Registry:
         waiting, prompt = self._queue.tokens, request.prompt_tokens
         if waiting and waiting + prompt > self._max_queued_tokens:
             raise QueueFull(
-                f"{len(self._queue)} requests of {waiting} tokens wait already, and the prompt has {prompt} tokens; "
-                f"at most {self._max_queued_tokens} tokens may wait (--max-queued-tokens); retry shortly"
+                f"{len(self._queue)} requests with {waiting} prompt tokens wait already, and this prompt has "
+                f"{prompt}; at most {self._max_queued_tokens} may wait (--max-queued-tokens); retry shortly"
             )
 
     def abort(self, message: AbortRequest) -> None:
