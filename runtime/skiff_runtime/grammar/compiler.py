@@ -23,6 +23,8 @@ from skiff_runtime.tokenizer.encoder import load_tokenizer
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 
 MAX_THREADS: Final = 8
+MAX_WHITESPACE: Final = 16
+"""Most blanks and line ends between two parts of JSON: without a limit, weak models write nothing else to the end."""
 _MAX_REASON_CHARACTERS: Final = 400
 _NOISE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 _WARNING: Final = re.compile(r"Warning: (.*)")
@@ -91,7 +93,8 @@ def load_compiler(launch: Launch) -> GrammarCompiler:
 def schema_ebnf(schema: object) -> str:
     """The EBNF of a JSON schema. Raises ``InvalidRequest`` or what xgrammar raises."""
     source = json.dumps(lower(schema), ensure_ascii=False)
-    return corrected(str(xgrammar.Grammar.from_json_schema(source, strict_mode=False)))
+    grammar = xgrammar.Grammar.from_json_schema(source, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
+    return corrected(str(grammar))
 
 
 def _parsed(source: str) -> Any:
