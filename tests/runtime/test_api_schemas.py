@@ -46,7 +46,7 @@ def test_every_field_of_the_official_client_is_known(kind: type[Strict], params:
 
 
 def test_advice_is_only_given_on_known_fields() -> None:
-    nested = {"name", "tool_calls"}
+    nested = {"name"}
     assert set(UNSERVED) - set(ChatRequest.model_fields) - set(CompletionRequest.model_fields) == nested
 
 
@@ -59,13 +59,10 @@ def test_advice_is_only_given_on_known_fields() -> None:
         ("metadata", {"a": "b"}),
         ("modalities", ["text", "audio"]),
         ("best_of", 2),
-        ("parallel_tool_calls", False),
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "low"),
         ("service_tier", "flex"),
         ("store", True),
-        ("tool_choice", "auto"),
-        ("tools", [{"type": "function"}]),
         ("verbosity", "low"),
         ("web_search_options", {}),
     ],
@@ -111,7 +108,7 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
     }
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = parsed(ChatRequest, {**CHAT, "messages": [answer, {"role": "developer", "content": parts}]})
-    assert [part.text for part in body.messages[1].content] == ["a", "b"]
+    assert [part.text for part in body.messages[1].content or ()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -165,15 +162,15 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         ({"messages": "hi"}, "messages", "valid array"),
         ({"messages": [5]}, "messages[0]", "object"),
         (
-            {"messages": [{"role": "tool", "content": "x"}]},
+            {"messages": [{"role": "robot", "content": "x"}]},
             "messages[0].role",
             "'system', 'developer', 'user'",
         ),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "needs 'content'"),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content",
-            "must be a string or a list",
+            "messages[0]",
+            "needs 'content', a string or a list",
         ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least 1 item"),
         (

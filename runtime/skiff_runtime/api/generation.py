@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from skiff_runtime import __version__
+from skiff_runtime.api.parsing.formats import AnswerFormats
 from skiff_runtime.api.schemas import Sampling
 from skiff_runtime.api.sse import encode_json
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
@@ -126,6 +127,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     defaults: SamplingDefaults
+    formats: AnswerFormats = AnswerFormats()
 
     @staticmethod
     def of(launch: Launch) -> "ServedModel":
@@ -138,6 +140,7 @@ class ServedModel:
             vocab_size=launch.model.vocab_size,
             max_model_len=max_model_len,
             defaults=launch.model.sampling,
+            formats=AnswerFormats.of(launch),
         )
 
     def check_name(self, name: str) -> None:

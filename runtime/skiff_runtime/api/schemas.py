@@ -11,7 +11,9 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.format_schemas import Guided
+from skiff_runtime.api.message_schemas import Empty, Message
 from skiff_runtime.api.strict import Strict as Strict
+from skiff_runtime.api.tool_schemas import ToolFields
 from skiff_runtime.limits import (
     BIAS,
     MAX_BIASES,
@@ -31,7 +33,6 @@ from skiff_runtime.limits import (
 )
 
 MAX_MESSAGES: Final = 4096
-MAX_PARTS: Final = 1024
 MAX_PROMPTS: Final = 2048
 MAX_PRIORITY: Final = 1000
 MAX_TEMPLATE_OPTIONS: Final = 64
@@ -47,7 +48,6 @@ def _listed(kind: type) -> Callable[[Any], Any]:
     return listed
 
 
-Empty = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None
 Count = Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)]
 Penalty = Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -130,38 +130,7 @@ class OpenAIRequest(Sampling, Guided):
         return self
 
 
-class TextPart(Strict):
-    """One piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class Message(Strict):
-    """One turn. ``content`` is a string or a list of text parts; null fields of an earlier answer are welcome."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-        BeforeValidator(
-            _as_parts,
-            json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)],
-        ),
-    ]
-
-    name: None = None
-    refusal: None = None
-    annotations: Empty = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Empty = None
-
-
-class ChatRequest(OpenAIRequest):
+class ChatRequest(OpenAIRequest, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -183,7 +152,6 @@ class ChatRequest(OpenAIRequest):
     metadata: Empty = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     moderation: None = None
-    parallel_tool_calls: Literal[True] | None = None
     prediction: None = None
     prompt_cache_key: None = None
     prompt_cache_options: None = None
@@ -192,8 +160,6 @@ class ChatRequest(OpenAIRequest):
     safety_identifier: None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["none"] | None = None
-    tools: Empty = None
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 

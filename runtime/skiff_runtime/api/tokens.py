@@ -8,12 +8,12 @@ from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.chat import chat_prompt
 from skiff_runtime.api.generation import ServedModel
+from skiff_runtime.api.message_schemas import Message
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.schemas import (
     MAX_MESSAGES,
     MAX_TEMPLATE_OPTIONS,
     ChatRequest,
-    Message,
     Strict,
     TokenIds,
 )

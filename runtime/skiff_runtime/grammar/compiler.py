@@ -73,13 +73,16 @@ class GrammarCompiler:
         if tag.get("type") == "json_schema":
             return {"type": "grammar", "grammar": schema_ebnf(tag["json_schema"])}
         if tag.get("type") == "token":
-            name = tag["token"]
-            return (
-                {"type": "token", "token": self._special[name]}
-                if name in self._special
-                else {"type": "const_string", "value": name}
-            )
+            written = self._mark(tag["token"])
+            return {"type": "const_string", "value": written} if isinstance(written, str) else written
+        if tag.get("type") == "tag":
+            ends = {end: self._mark(tag[end]) for end in ("begin", "end")}
+            return {**tag, **ends, "content": self._prepared(tag["content"])}
         return {name: self._prepared(part) for name, part in tag.items()}
+
+    def _mark(self, name: str) -> str | dict[str, Any]:
+        """A mark: the special token of this name, which has no text, else its text."""
+        return {"type": "token", "token": self._special[name]} if name in self._special else name
 
 
 def load_compiler(launch: Launch) -> GrammarCompiler:

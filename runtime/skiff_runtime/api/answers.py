@@ -1,0 +1,135 @@
+"""What a chat request means for its answer: tools in the prompt, the grammar of the text, and the parser that reads it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from skiff_runtime.api.deltas import Parsing
+from skiff_runtime.api.parsing import reasoning
+from skiff_runtime.api.parsing.answer import AnswerParser
+from skiff_runtime.api.parsing.dialects import Dialect, Tool
+from skiff_runtime.api.parsing.formats import AnswerFormats
+from skiff_runtime.api.parsing.reasoning import ReasoningParser, Thinking
+from skiff_runtime.api.parsing.tool_parser import Tools
+from skiff_runtime.api.tool_schemas import FunctionTool, NamedChoice, ToolFields
+from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.grammar.spec import as_format, tag_grammar
+from skiff_runtime.messages import ChatPrompt, Grammar
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """``parsing`` None: all text is content. ``shows_special``: the parser needs to see special tokens."""
+
+    grammar: Grammar | None
+    parsing: Parsing | None
+    shows_special: bool
+
+
+def offered_tools(body: ToolFields) -> list[FunctionTool]:
+    """The tools that this answer may call."""
+    return [] if body.tool_choice == "none" else list(body.tools or ())
+
+
+def plan_answer(
+    body: ToolFields, prompt: ChatPrompt, grammar: Grammar | None, formats: AnswerFormats
+) -> AnswerPlan:
+    """``grammar``: what an answer without calls must match. Raises ``InvalidRequest``."""
+    offered = offered_tools(body)
+    dialect = _dialect(formats) if offered else None
+    if dialect is not None:
+        grammar = _with_calls(body, offered, dialect, grammar, formats)
+    thinking = formats.thinking(prompt)
+    if grammar is not None and thinking is not None:
+        grammar = _behind_reasoning(grammar, thinking)
+    shows_special = dialect is not None and not formats.special.isdisjoint(dialect.marks)
+    return AnswerPlan(grammar, _parsing(body, offered, dialect, thinking, formats), shows_special)
+
+
+def _dialect(formats: AnswerFormats) -> Dialect:
+    if formats.dialect is None:
+        raise InvalidRequest(
+            "the model's chat template knows no tools in a format that is understood; remove 'tools', or name the "
+            "format with --tool-parser",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return formats.dialect
+
+
+def _parsing(
+    body: ToolFields,
+    offered: list[FunctionTool],
+    dialect: Dialect | None,
+    thinking: Thinking | None,
+    formats: AnswerFormats,
+) -> Parsing | None:
+    if dialect is None and thinking is None:
+        return None
+    single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedChoice)
+    special = () if dialect is None else tuple(sorted(formats.special - set(dialect.marks)))
+    tools = Tools(frozenset(tool.function.name for tool in offered), 1 if single else None, special)
+
+    def parser() -> AnswerParser:
+        return AnswerParser(
+            None if thinking is None else ReasoningParser(thinking),
+            None if dialect is None else dialect.parser(tools),
+        )
+
+    return parser
+
+
+def _with_calls(
+    body: ToolFields,
+    offered: list[FunctionTool],
+    dialect: Dialect,
+    grammar: Grammar | None,
+    formats: AnswerFormats,
+) -> Grammar | None:
+    """The grammar of an answer that calls, may call, or need not call."""
+    tools = [_tool(tool) for tool in offered]
+    several = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if isinstance(choice, NamedChoice):
+        named = [tool for tool in tools if tool.name == choice.function.name]
+        return tag_grammar(dialect.calls(named, several=False), "tools")
+    if choice == "required":
+        return tag_grammar(dialect.calls(tools, several=several), "tools")
+    if grammar is not None:
+        forms = [as_format(grammar), dialect.calls(tools, several=several)]
+        return tag_grammar({"type": "or", "elements": forms}, "tools")
+    if not any(tool.function.strict for tool in offered):
+        return None
+    within = dialect.calls_within_text(tools)
+    if within is None or not formats.special.isdisjoint(dialect.marks):
+        raise InvalidRequest(
+            f"'strict' tools can be left to the model's choice in the hermes format only, and this model writes "
+            f'{dialect.name}; use "tool_choice": "required", which enforces every schema, or leave out \'strict\'',
+            param="tools",
+        )
+    return tag_grammar(within, "tools")
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    schema = tool.function.parameters
+    if schema is None:
+        return Tool(tool.function.name, _NO_ARGUMENTS)
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"the parameters of {tool.function.name!r} must be of type object", param="tools"
+        )
+    return Tool(tool.function.name, {**schema, "type": "object"})
+
+
+def _behind_reasoning(grammar: Grammar, thinking: Thinking) -> Grammar:
+    """The grammar of the whole text, where ``grammar`` is that of the answer behind the reasoning."""
+    if thinking is Thinking.CLOSED:
+        return grammar
+    begin = "" if thinking is Thinking.OPENED else reasoning.OPEN
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": reasoning.CLOSE}
+    gap = {"type": "regex", "pattern": "\\n{0,2}"}
+    head: dict[str, Any] = {"type": "sequence", "elements": [thought, gap]}
+    if thinking is Thinking.FREE:
+        head = {"type": "optional", "content": head}
+    return tag_grammar({"type": "sequence", "elements": [head, as_format(grammar)]}, "response_format")

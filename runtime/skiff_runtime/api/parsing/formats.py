@@ -1,0 +1,90 @@
+"""What the served model's answers are made of, found out once from its files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+import msgspec
+
+from skiff_runtime.api.parsing import reasoning
+from skiff_runtime.api.parsing.dialects import Dialect, find_dialect
+from skiff_runtime.api.parsing.reasoning import Thinking, thinking_of
+from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.launch import Launch
+from skiff_runtime.messages import ChatPrompt
+from skiff_runtime.tokenizer.model_files import read_tokenizer_files
+from skiff_runtime.tokenizer.template import ChatTemplate
+
+SWITCHES: Final = ("enable_thinking", "thinking")
+"""Options by which chat templates turn reasoning on and off."""
+Switch = tuple[str, bool]
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """``dialect``: how tools are called, None if not at all. ``special``: names of special tokens.
+
+    ``endings``: how a rendered prompt ends, by the switch that was set (None: by none); None: the model does not
+    reason, or nobody is to know.
+    """
+
+    dialect: Dialect | None = None
+    special: frozenset[str] = frozenset()
+    endings: Mapping[Switch | None, Thinking] | None = field(default=None)
+
+    @classmethod
+    def of(cls, launch: Launch) -> Self:
+        """What the files of a launch's model and its options say."""
+        files = read_tokenizer_files(launch.model.path)
+        config, template = launch.config, files.template or ""
+        thinks = config.reasoning_parser == "think" or (
+            config.reasoning_parser == "auto" and (reasoning.OPEN in template or reasoning.CLOSE in template)
+        )
+        tokens = msgspec.json.decode(files.tokenizer.read_bytes(), type=_TokenizerFile).added_tokens
+        return cls(
+            dialect=find_dialect(config.tool_parser, files.template),
+            special=frozenset(token.content for token in tokens if token.special),
+            endings=_endings(ChatTemplate(files.template, files.special_tokens)) if thinks else None,
+        )
+
+    def thinking(self, prompt: ChatPrompt) -> Thinking | None:
+        """How the answer to a prompt begins; None where reasoning is not looked for."""
+        if self.endings is None:
+            return None
+        if prompt.continue_final_message:
+            text = str(prompt.messages[-1].get("content"))
+            return (
+                Thinking.OPENED
+                if text.rfind(reasoning.OPEN) > text.rfind(reasoning.CLOSE)
+                else Thinking.CLOSED
+            )
+        if not prompt.add_generation_prompt:
+            return Thinking.FREE
+        for name in SWITCHES:
+            value = prompt.template_options.get(name)
+            if isinstance(value, bool):
+                return self.endings[name, value]
+        return self.endings[None]
+
+
+def _endings(template: ChatTemplate) -> dict[Switch | None, Thinking]:
+    switches: list[Switch | None] = [None, *((name, value) for name in SWITCHES for value in (False, True))]
+    return {switch: _ending(template, switch) for switch in switches}
+
+
+def _ending(template: ChatTemplate, switch: Switch | None) -> Thinking:
+    options = {} if switch is None else {switch[0]: switch[1]}
+    try:
+        text = template.render(ChatPrompt([{"role": "user", "content": "-"}], template_options=options))
+    except InvalidRequest:
+        return Thinking.FREE
+    return thinking_of(text)

@@ -1,0 +1,196 @@
+"""Tools and reasoning through the official client: what the model is told, what it must write, what the client gets."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from front import NAME, Front, running_front, write_model
+from tiny_models import edit_json
+
+from skiff_runtime.messages import Finish, GenerateRequest
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments.zone }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "nothing"}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
+    with running_front(model) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def client(front: Front) -> openai.OpenAI:
+    return openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
+
+
+def answered(
+    front: Front, client: openai.OpenAI, text: str, finish: Finish = Finish.STOP, **options: Any
+) -> tuple[GenerateRequest, Any]:
+    """The request that rank 0 got, and what the client got: a completion, or the list of its chunks."""
+
+    def ask() -> Any:
+        options.setdefault("messages", MESSAGES)
+        reply = client.chat.completions.create(model=NAME, **options)
+        return list(reply) if options.get("stream") else reply
+
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(ask)
+        request = front.rank.request()
+        front.rank.open(request)
+        front.rank.say(request.uid, text)
+        front.rank.end(request.uid, finish)
+        return request, reply.result()
+
+
+def prompt_text(front: Front, request: GenerateRequest) -> str:
+    return str(front.rank.tokenizer.decode(front.rank.prompt(request)))
+
+
+def test_calls_are_told_whole(front: Front, client: openai.OpenAI) -> None:
+    request, reply = answered(front, client, f"Wait. {CALL}\n{CALL}", tools=TOOLS)
+    assert prompt_text(front, request).startswith('{"type": "function", "function": {"name": "now", "desc')
+    [choice] = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Wait."
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == [
+        ("now", {"zone": "Köln"})
+    ] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert request.grammar is None
+
+
+def test_calls_are_streamed_with_their_arguments_as_they_come(front: Front, client: openai.OpenAI) -> None:
+    _, chunks = answered(front, client, CALL, tools=TOOLS, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (calls[0].index, calls[0].function.name, bool(calls[0].id)) == (0, "now", True)
+    assert "".join(call.function.arguments for call in calls) == '{"zone": "Köln"}'
+    assert len(calls) > 5
+    assert not "".join(delta.content or "" for delta in deltas)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_with_calls_and_results_is_rendered(front: Front, client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Köln"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    request, _ = answered(front, client, "It is noon.", messages=messages, tools=TOOLS)
+    expected = "<user>x<assistant><tool_call>nowKöln</tool_call><tool>12:00<assistant>"
+    assert prompt_text(front, request).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel"),
+    [("required", True), ("required", False), ({"type": "function", "function": {"name": "now"}}, None)],
+)
+def test_calls_that_must_be_are_enforced(
+    front: Front, client: openai.OpenAI, choice: Any, parallel: bool | None
+) -> None:
+    options: dict[str, Any] = {} if parallel is None else {"parallel_tool_calls": parallel}
+    request, reply = answered(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
+    assert request.grammar is not None
+    assert reply.choices[0].message.tool_calls[0].function.name == "now"
+
+
+def test_no_tools_are_offered_where_none_may_be_called(front: Front, client: openai.OpenAI) -> None:
+    request, reply = answered(front, client, "a <tool_call> b", tools=TOOLS, tool_choice="none")
+    assert "function" not in prompt_text(front, request)
+    assert reply.choices[0].message.content == "a <tool_call> b"
+
+
+def test_text_that_is_no_call_is_content(front: Front, client: openai.OpenAI) -> None:
+    text = 'Write <tool_call>{"nam": 1}</tool_call> so.'
+    _, reply = answered(front, client, text, tools=TOOLS)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, "<think>\nhm\n</think>\n\nYes."), ({"enable_thinking": True}, "hm</think>Yes.")],
+)
+def test_reasoning_is_told_apart(
+    front: Front, client: openai.OpenAI, options: dict[str, bool], text: str, stream: bool
+) -> None:
+    extra = {"chat_template_kwargs": options}
+    _, reply = answered(front, client, text, stream=stream, extra_body=extra)
+    told = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in told) == "hm"
+    assert "".join(part.content or "" for part in told) == "Yes."
+
+
+def test_an_answer_without_reasoning_is_content(front: Front, client: openai.OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    _, reply = answered(front, client, "Yes.", extra_body=extra)
+    assert (reply.choices[0].message.content, reply.choices[0].message.reasoning_content) == ("Yes.", None)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_a_grammar_holds_behind_the_reasoning(
+    front: Front, client: openai.OpenAI, options: dict[str, bool]
+) -> None:
+    extra = {"chat_template_kwargs": options, "guided_choice": ["Yes.", "No."]}
+    text = "Yes." if options == {"enable_thinking": False} else "<think>hm</think>Yes."
+    request, reply = answered(
+        front, client, text.removeprefix("<think>") if options else text, extra_body=extra
+    )
+    assert request.grammar is not None
+    assert reply.choices[0].message.content == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "have one name"),
+        ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the 'tools'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}], "tool_choice": "required"},
+            "must be of type object",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+            "'not' of the JSON schema at # is not supported",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "needs 'tool_call_id'"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "belongs to messages of the role \"tool\""),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            "'arguments' must be the JSON text of an object",
+        ),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(front: Front, fields: dict[str, Any], says: str) -> None:
+    reply = front.post("/v1/chat/completions", **{"model": NAME, "messages": MESSAGES, **fields})
+    assert reply.status_code == 400, reply.text
+    assert says in reply.json()["error"]["message"]
+
+
+def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+    with running_front(write_model(tmp_path), tool_parser="auto") as front:
+        reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
+        assert reply.status_code == 400
+        assert "--tool-parser" in reply.json()["error"]["message"]
