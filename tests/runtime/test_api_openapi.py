@@ -39,6 +39,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"model": NAME, "prompt": {"a": 1}}),
     (contract.PATH_DETOKENIZE, {"tokens": "x"}),
     (contract.PATH_ABORT, {"all": False}),
+    (contract.PATH_ABORT, {"all": None}),
+    (contract.PATH_ABORT, {"all": True, "request_id": "x"}),
+    (contract.PATH_TOKENIZE, {"prompt": "x", "messages": MESSAGES}),
+    (contract.PATH_GENERATE, {"text": None}),
 ]
 
 

@@ -33,7 +33,12 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None,
-        BeforeValidator(_as_parts),
+        BeforeValidator(
+            _as_parts,
+            json_schema_input_type=str
+            | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
+            | None,
+        ),
     ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None

@@ -9,11 +9,14 @@ from skiff_runtime import __version__, contract
 from skiff_runtime.api import reply_schemas as replies
 from skiff_runtime.api.body import REQUEST_ID_HEADER, TIMEOUT_HEADER
 from skiff_runtime.api.gate import DESCRIPTION_PATHS, OPEN_PATHS
-from skiff_runtime.api.operations import JSON, OPERATIONS, Operation
+from skiff_runtime.api.operations import JSON, ONE_OF, OPERATIONS, Operation
 
 EVENTS: Final = "text/event-stream"
 _SCHEMAS: Final = "#/components/schemas/"
 _KEY: Final = "key"
+_OWN_ID: Final = (
+    "An id of the client's own, of up to 128 letters, digits and ._:/=+-; any other is replaced by a new one."
+)
 _ABOUT: Final = (
     "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "
     "every response carries the X-Request-Id that came with the request, or a new one."
@@ -67,7 +70,14 @@ def _schemas() -> dict[str, Any]:
         [(model, "validation") for model in ordered], ref_template=_SCHEMAS + "{model}"
     )
     schemas: dict[str, Any] = definitions["$defs"]
+    for model, names in ONE_OF.items():
+        schemas[model.__name__]["oneOf"] = [_given(name) for name in names]
     return schemas
+
+
+def _given(name: str) -> dict[str, Any]:
+    """A schema of objects in which a field is there and not null."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 def _operation(operation: Operation, *, keys: bool) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def _operation(operation: Operation, *, keys: bool) -> dict[str, Any]:
 
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
-    found = [_header(REQUEST_ID_HEADER, "An id of the client's own.", {"type": "string", "maxLength": 128})]
+    found = [_header(REQUEST_ID_HEADER, _OWN_ID, {"type": "string"})]
     if operation.events is not None:
         deadline = {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}
         found.append(_header(TIMEOUT_HEADER, "End the request after so many seconds.", deadline))

@@ -143,3 +143,10 @@ OPERATIONS: Final = (
     Operation(path=contract.PATH_OPENAPI, summary="This description", plain=JSON),
     Operation(path=contract.PATH_DOCS, summary="This description, to be read by people", plain="text/html"),
 )
+
+ONE_OF: Final[dict[type[BaseModel], tuple[str, str]]] = {
+    AbortBody: ("request_id", "all"),
+    GenerateBody: ("text", "token_ids"),
+    TokenizeBody: ("prompt", "messages"),
+}
+"""Bodies that must have exactly one of two fields."""
