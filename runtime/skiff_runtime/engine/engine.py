@@ -69,6 +69,9 @@ class Engine:
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
+        self._guide = GrammarGuide(config.max_running_requests, model)
+        if group.device.type == "cuda":
+            self._guide.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
         self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
@@ -76,9 +79,6 @@ class Engine:
         self._edits = LogitEdits(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._guide = GrammarGuide(config.max_running_requests, model)
-        if group.device.type == "cuda":
-            self._guide.prepare()
         self._sampler = Sampler(config.max_running_requests, group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
