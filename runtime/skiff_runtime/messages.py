@@ -46,7 +46,8 @@ class Finish(IntEnum):
 class SamplingParams(Struct, frozen=True, array_like=True):
     """How the tokens of one request are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
 
-    ``min_tokens``: before so many are out, neither an end of sequence nor a stop token is chosen.
+    ``min_tokens``: before so many are out, neither an end of sequence nor a stop token is chosen, and no stop
+    string is looked for.
     ``presence_penalty`` and ``frequency_penalty`` count output tokens, ``repetition_penalty`` also the
     prompt's. ``logit_bias``: pairs of token id and what is added to its logit. ``logprobs``: how many of the
     likeliest tokens are told of each output position beside the chosen one, None for nothing at all;
@@ -231,12 +232,13 @@ class RequestFailed(Struct, frozen=True, tag="failed", array_like=True):
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
-    """First news of a request from the scheduler: it was admitted to run."""
+    """First news of a request from the scheduler: it was admitted to run. ``min_tokens`` as in ``SamplingParams``."""
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
     text: TextOptions
+    min_tokens: int = 0
 
 
 class StepStats(Struct, frozen=True, array_like=True):

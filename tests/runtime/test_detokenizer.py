@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tiny_tokenizer import BOS_ID, EOS_ID, write_tokenizer
 from tokenizers import Tokenizer
 
@@ -198,3 +199,17 @@ def test_opening_twice_keeps_the_text_so_far(detokenizer: Detokenizer, tokenizer
         texts, _ = detokenizer.detokenize(batch([(1, token, RUNNING)], opened(1)))
         shown += "".join(texts.texts)
     assert shown == "😀"
+
+
+def test_no_stop_string_is_looked_for_before_min_tokens(
+    detokenizer: Detokenizer, tokenizer: Tokenizer
+) -> None:
+    token = ids(tokenizer, "boat")[0]
+    text = tokenizer.decode([token])
+    stream = replace(opened(1, text), min_tokens=2)
+    told = []
+    for index in range(3):
+        texts, stopped = detokenizer.detokenize(batch([(1, token, RUNNING)], *([] if index else [stream])))
+        told.append((rows(texts), stopped))
+    assert told[:2] == [([(1, text, RUNNING)], [])] * 2
+    assert told[2] == ([(1, "", STOP)], [1])

@@ -46,7 +46,13 @@ class Replies:
     def open(self, request: Request) -> None:
         """A request that was admitted to run."""
         self._opened.append(
-            StreamOpened(request.uid, request.prompt_tokens, request.cached_tokens, request.text)
+            StreamOpened(
+                request.uid,
+                request.prompt_tokens,
+                request.cached_tokens,
+                request.text,
+                request.sampling.min_tokens,
+            )
         )
         first = logprobs.of_first_token(request)
         if first is not None:

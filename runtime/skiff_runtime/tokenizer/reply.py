@@ -8,7 +8,16 @@ from skiff_runtime.tokenizer.stop import StopMatcher
 class Reply:
     """Turns one request's tokens into text. ``stopped``: a stop string was found, and nothing more is told."""
 
-    __slots__ = ("_cached", "_completion", "_prompt", "_shows_stop", "_stops", "_stream", "stopped")
+    __slots__ = (
+        "_cached",
+        "_completion",
+        "_min_tokens",
+        "_prompt",
+        "_shows_stop",
+        "_stops",
+        "_stream",
+        "stopped",
+    )
 
     def __init__(self, opened: StreamOpened, stream: TextStream) -> None:
         self._stream = stream
@@ -18,13 +27,14 @@ class Reply:
         self._prompt = opened.prompt_tokens
         self._cached = opened.cached_tokens
         self._completion = 0
+        self._min_tokens = opened.min_tokens
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; sets ``stopped`` where that completes a stop string."""
         self._completion += 1
         text = self._stream.push(token)
-        if self._stops is None:
+        if self._stops is None or self._completion <= self._min_tokens:
             return text
         return self._match(self._stops, text)
 
