@@ -1,0 +1,85 @@
+"""Every process killed, stopped, slowed and flooded, with requests at every stage: each client learns how its ended."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import pytest
+from faults import (
+    FLAGS,
+    PROCESSES,
+    Fault,
+    inject,
+    is_fatal,
+    judge,
+    judge_end,
+    judge_recovery,
+    probe,
+)
+from service import Service, running_service
+from stages import CONTEXT, SERVICE_FLAGS
+from tiny_models import make_model
+from watch import Family, run_dirs
+
+ALL: Final = [(process, fault) for process in PROCESSES for fault in Fault]
+SURVIVED: Final = [each for each in ALL if not is_fatal(*each)]
+FATAL: Final = [each for each in ALL if is_fatal(*each)]
+SHORT_SURVIVED: Final = [("grammar", Fault.KILL), ("rank1", Fault.SLOW)]
+SHORT_FATAL: Final = [("tokenizer0", Fault.FLOOD), ("api", Fault.STOP)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
+
+
+def survive(service: Service, process: str, fault: Fault, salt: int) -> None:
+    """The fault passes: everyone has an end, nothing is held, the answers are the same."""
+    before = probe(service)
+    endings = asyncio.run(inject(service, process, fault, salt=salt))
+    report(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
+    assert judge(endings, process, fault) == []
+    assert judge_recovery(service, before) == []
+
+
+def succumb(service: Service, process: str, fault: Fault, salt: int) -> None:
+    """The service ends: everyone is told, and nothing is left of it."""
+    probe(service)
+    family, others = Family.of(service), run_dirs()
+    endings = asyncio.run(inject(service, process, fault, salt=salt))
+    report(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
+    assert judge(endings, process, fault) == []
+    assert judge_end(service, family) == []
+    assert family.run_dir.name in others
+
+
+def report(process: str, fault: Fault, endings: Counter[str]) -> None:
+    """For whoever reads along."""
+    print(f"fault: {fault} {process}: {dict(endings)}")
+
+
+def test_some_faults_of_each_kind(model: Path) -> None:
+    """Those that a service survives, one after the other, and then one that it does not."""
+    for last, (process, fault) in enumerate(SHORT_FATAL):
+        with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
+            if last == 0:
+                for salt, each in enumerate(SHORT_SURVIVED):
+                    probe(service)
+                    survive(service, *each, salt)
+            succumb(service, process, fault, 100)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_all_faults_that_a_service_survives(model: Path) -> None:
+    with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
+        for salt, (process, fault) in enumerate(SURVIVED):
+            survive(service, process, fault, salt)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("process", "fault"), FATAL)
+def test_all_faults_that_end_a_service(model: Path, process: str, fault: Fault) -> None:
+    with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
+        succumb(service, process, fault, 1)

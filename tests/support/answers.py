@@ -1,0 +1,157 @@
+"""Replies of the three generation endpoints, streamed or not, in one form that can be compared."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from wire import Reply
+
+LOGPROB_TOLERANCE: Final = 2e-3
+"""In nats. Float32 sums in another order differ by a thousandth of this."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. ``logprobs`` of its tokens; ``tops`` those of the likeliest, position by position, sorted."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answer:
+    """How a request ended. ``ends``: terminal events seen, of which there must be one for each choice or one error."""
+
+    status: int
+    error: str | None = None
+    code: str | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)
+    ends: int = 0
+    cut: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is an answer, whole."""
+        return self.error is None and not self.cut
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the client knows how its request ended: by a whole answer or by one error."""
+        if self.cut:
+            return False
+        return self.ends == (1 if self.error is not None else len(self.choices)) and self.ends > 0
+
+
+def read_answer(reply: Reply) -> Answer:
+    """What a reply says."""
+    answer = Answer(reply.status)
+    if reply.headers.get("content-type", "").startswith("text/event-stream"):
+        _read_stream(answer, reply)
+        return answer
+    if not reply.whole:
+        answer.cut = True
+        return answer
+    _take(answer, json.loads(reply.body))
+    return answer
+
+
+def _read_stream(answer: Answer, reply: Reply) -> None:
+    """A stream ends with [DONE] or with an error; if it ends otherwise, it was cut."""
+    done = False
+    for line in reply.body.decode(errors="replace").split("\n\n"):
+        data = line.removeprefix("data: ").strip()
+        if data == "[DONE]":
+            done = True
+        elif data:
+            try:
+                event = json.loads(data)
+            except ValueError:
+                answer.cut = True
+                return
+            assert not done, f"an event after the end: {data[:200]}"
+            _take(answer, event)
+    answer.cut = not (reply.whole and (done or answer.error is not None))
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    if "error" in event:
+        answer.error = event["error"]["message"]
+        answer.code = event["error"]["code"]
+        answer.ends += 1
+        return
+    for told in event.get("choices", [event]):
+        _take_choice(answer, told)
+    if usage := event.get("usage"):
+        answer.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def _take_choice(answer: Answer, told: dict[str, Any]) -> None:
+    choice = answer.choices.setdefault(told.get("index", 0), Choice())
+    message = told.get("message") or told.get("delta") or {}
+    choice.text += told.get("text") or message.get("content") or ""
+    choice.tokens += told.get("token_ids") or []
+    _take_logprobs(choice, told.get("logprobs"))
+    choice.prompt_logprobs += [each["logprob"] or 0.0 for each in told.get("prompt_logprobs") or []]
+    if told.get("finish_reason") is not None:
+        choice.finish = told["finish_reason"]
+        answer.ends += 1
+
+
+def _take_logprobs(choice: Choice, told: Any) -> None:
+    """The endpoints write three shapes: /generate a list, chat ``content``, completions parallel columns."""
+    if not told:
+        return
+    if isinstance(told, list):
+        choice.logprobs += [each["logprob"] for each in told]
+        choice.tops += [sorted(value for _, value in each["top"]) for each in told]
+    elif "content" in told:
+        choice.logprobs += [each["logprob"] for each in told["content"]]
+        choice.tops += [sorted(top["logprob"] for top in each["top_logprobs"]) for each in told["content"]]
+    else:
+        choice.logprobs += [0.0 if value is None else value for value in told["token_logprobs"]]
+        choice.tops += [sorted((top or {}).values()) for top in told["top_logprobs"] or []]
+
+
+def difference(alone: Answer, busy: Answer) -> str | None:
+    """What two answers to one request differ in; None when they are the same."""
+    if (alone.status, alone.error) != (busy.status, busy.error) or alone.cut or busy.cut:
+        return f"ends: {_end(alone)} / {_end(busy)}"
+    if (alone.usage, alone.ends, sorted(alone.choices)) != (busy.usage, busy.ends, sorted(busy.choices)):
+        return f"counts: {alone.usage}, {alone.ends} ends / {busy.usage}, {busy.ends} ends"
+    for index, one in alone.choices.items():
+        other = busy.choices[index]
+        if (one.text, one.tokens, one.finish) != (other.text, other.tokens, other.finish):
+            return (
+                f"choice {index}: {one.text!r} {one.tokens} {one.finish} / "
+                f"{other.text!r} {other.tokens} {other.finish}"
+            )
+        pairs = (
+            ("logprobs", [one.logprobs], [other.logprobs]),
+            ("top logprobs", one.tops, other.tops),
+            ("prompt logprobs", [one.prompt_logprobs], [other.prompt_logprobs]),
+        )
+        for name, some, others in pairs:
+            if not _close(some, others):
+                return f"choice {index}, {name}: {some} / {others}"
+    return None
+
+
+def _end(answer: Answer) -> str:
+    return f"{answer.status} {answer.error or ('cut' if answer.cut else 'finished')}"
+
+
+def _close(some: list[list[float]], others: list[list[float]]) -> bool:
+    """Within tolerance, in all places; very unlikely tokens may be off by as much relatively."""
+    if [len(row) for row in some] != [len(row) for row in others]:
+        return False
+    return all(
+        math.isclose(one, other, rel_tol=1e-4, abs_tol=LOGPROB_TOLERANCE)
+        for row, told in zip(some, others, strict=True)
+        for one, other in zip(row, told, strict=True)
+    )

@@ -1,0 +1,133 @@
+"""Clients of one service whose requests are, at one moment, at every stage that a request passes."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from answers import Answer, read_answer
+from service import Service, wait_until
+from wire import HANG_SECONDS, Address, Line, address_of, post
+
+EACH: Final = 2
+"""Clients at a stage, one streamed and one not; of prompts, only one is computed at a time."""
+RUNNING: Final = 2 * EACH + 1
+"""What ``SERVICE_FLAGS`` lets run: those at the three stages that hold a slot."""
+CONTEXT: Final = 8192
+SERVICE_FLAGS: Final = (
+    "--served-model-name",
+    "tiny",
+    "--max-running-requests",
+    str(RUNNING),
+    "--max-queued-requests",
+    "256",
+    "--max-batch-tokens",
+    "32",
+    "--kv-cache-tokens",
+    str(CONTEXT * (RUNNING + EACH)),
+)
+SLOW_PIECE_SECONDS: Final = 0.05
+GLANCE_SECONDS: Final = 0.005
+SLOW_BUFFER_BYTES: Final = 4096
+_TIMEOUT_HEADER: Final = "x_request_timeout_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What became of one client."""
+
+    stage: str
+    answer: Answer | None
+    """None: no end within ``HANG_SECONDS``."""
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.answer is None:
+            return f"{self.stage}: hung"
+        told = self.answer.error or ("cut" if self.answer.cut else "finished")
+        return f"{self.stage}: {self.answer.status} {told} after {self.seconds:.1f} s"
+
+
+class Clients:
+    """Opens them stage by stage; each request has a deadline of its own."""
+
+    def __init__(self, service: Service, deadline_seconds: float, salt: int) -> None:
+        """``salt`` tells the prompts and schemas of several runs against one service apart."""
+        self._service = service
+        self._address: Address = address_of(service.url)
+        self._deadline = str(deadline_seconds)
+        self._salt = salt
+        self._endings: list[asyncio.Task[Ending]] = []
+
+    async def place(self) -> None:
+        """Put two clients at each stage; the last ones are held in front of a stopped tokenizer until ``release``."""
+        for number in range(EACH):
+            line = await self._ask("slow_reader", stream=True, **_long(number + 20), buffer=SLOW_BUFFER_BYTES)
+            await line.begun()
+        for number in range(EACH):
+            await self._ask("decoding", stream=bool(number), **_long(number + 40))
+        await self._until("skiff_requests_running", 2 * EACH)
+        ids = [self._salt % 300 + 10] * (CONTEXT - 100)
+        await self._ask("prefill", stream=bool(self._salt % 2), token_ids=ids, max_tokens=64)
+        await self._until("skiff_requests_running", RUNNING)
+        for number in range(EACH):
+            await self._ask("queued", stream=bool(number), **_long(number + 60))
+        await self._until("skiff_requests_queued", EACH)
+        self._service.children["tokenizer0"].suspend()
+        await self._ask("tokenizing", stream=False, text="The small boat " * 500, max_tokens=4)
+        schema = {"type": "object", "properties": {f"a{self._salt}": {"type": "integer"}}}
+        await self._ask("tokenizing", stream=True, text="x", guided_json=schema, max_tokens=4)
+        await self._until("skiff_requests_in_flight", RUNNING + 2 * EACH)
+
+    def release(self) -> None:
+        """Let the tokenizer go on."""
+        self._service.children["tokenizer0"].resume()
+
+    async def pour(self, count: int) -> None:
+        """Send many small requests, and go on without waiting for any of them."""
+        for number in range(count):
+            try:
+                await self._ask("flood", stream=False, token_ids=[number % 300 + 10], max_tokens=2)
+            except OSError:
+                return  # nobody listens any more
+
+    async def endings(self) -> list[Ending]:
+        """How each of them ended."""
+        return list(await asyncio.gather(*self._endings))
+
+    async def _ask(self, stage: str, *, stream: bool, buffer: int | None = None, **fields: Any) -> Line:
+        line = await Line.open(self._address, receive_buffer_bytes=buffer)
+        line.send(post("/generate", {**fields, "stream": stream}, **{_TIMEOUT_HEADER: self._deadline}))
+        self._endings.append(asyncio.ensure_future(self._follow(stage, line)))
+        return line
+
+    async def _follow(self, stage: str, line: Line) -> Ending:
+        began = time.monotonic()
+        slow = asyncio.ensure_future(_read_slowly(line)) if stage == "slow_reader" else None
+        try:
+            answer = read_answer(await line.reply(HANG_SECONDS))
+        except TimeoutError:
+            return Ending(stage, None, time.monotonic() - began)
+        finally:
+            if slow is not None:
+                slow.cancel()
+            line.cut()
+        return Ending(stage, answer, time.monotonic() - began)
+
+    async def _until(self, metric: str, value: int) -> None:
+        await asyncio.to_thread(wait_until, lambda: self._service.metric(metric) == value)
+
+
+def _long(token: int) -> dict[str, Any]:
+    """More tokens than any test waits for."""
+    return {"token_ids": [token] * 8, "max_tokens": 2000, "ignore_eos": True}
+
+
+async def _read_slowly(line: Line) -> None:
+    """A glance now and then: whoever writes to it is held up."""
+    await line.begun()
+    while not line.lost:
+        line.pause()
+        await asyncio.sleep(SLOW_PIECE_SECONDS)
+        line.resume()
+        await asyncio.sleep(GLANCE_SECONDS)
