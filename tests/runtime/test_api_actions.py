@@ -71,6 +71,7 @@ def test_detokenizing_gives_the_text_back(front: Front) -> None:
         ("/tokenize", {}, 400, "either 'prompt' or 'messages'"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either 'prompt' or 'messages'"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "belong to 'messages'"),
+        ("/tokenize", {"prompt": "x", "tools": []}, 400, "belong to 'messages'"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "served is 'tiny'"),
         ("/tokenize", {"prompt": "x", "nonsense": 1}, 400, "unknown field 'nonsense'"),
         ("/tokenize", {"prompt": "x" * (CONTEXT * 300)}, 400, "characters"),

@@ -17,13 +17,14 @@ from skiff_runtime.api.schemas import (
     Strict,
     TokenIds,
 )
+from skiff_runtime.api.tool_schemas import ToolFields
 from skiff_runtime.api.validation import parse
 from skiff_runtime.messages import ChatPrompt, Decoded, DecodeRequest, Encoded, EncodeRequest, Wire
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class TokenizeBody(Strict):
+class TokenizeBody(ToolFields):
     """POST /tokenize: a text in ``prompt``, or a conversation in ``messages`` with what the chat endpoint takes beside.
 
     ``add_special_tokens`` is for a text; a conversation's template writes its own.
@@ -46,12 +47,17 @@ class TokenizeBody(Strict):
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("input", "send either 'prompt' or 'messages'")
-        if self.prompt is not None and self.model_fields_set & _CHAT_FIELDS:
+        if self.prompt is not None and any(getattr(self, name) is not None for name in _CHAT_FIELDS):
             raise PydanticCustomError("input", "'prompt' takes none of the fields that belong to 'messages'")
         return self
 
 
-_CHAT_FIELDS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+_CHAT_FIELDS = {
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    *ToolFields.model_fields,
+}
 
 
 class DetokenizeBody(Strict):
