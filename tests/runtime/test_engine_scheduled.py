@@ -1,6 +1,7 @@
 """Scheduler and engine together: what a request asks for comes out the same, alone and in the worst of company."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tiny_models import make_model
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.messages import (
+    AbortRequest,
     CompiledGrammar,
     Finish,
     GenerateRequest,
@@ -24,6 +26,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.scheduler.loop import Scheduler
 
 REQUESTS = 16
+ABORTED = (3, 7, 11)
 PATTERNS = ("[a-f]{12,40}", "(yes|no|perhaps){9,20}", '\\{"n": [0-9]{1,9}\\}')
 
 
@@ -81,15 +84,17 @@ class Outcome:
     retracted: int
 
 
-def serve(path: Path, asked: list[GenerateRequest], **changes: Any) -> Outcome:
-    """Send a few more in each turn, until all have ended."""
+def serve(
+    path: Path, asked: list[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+) -> Outcome:
+    """Send a few more in each turn, until all have ended; the ``aborted`` are ended in the turn after their first token."""
     config = make_config(path, page_size=4, log_level="debug", **changes)
     engine = make_engine(path, page_size=4, log_level="debug", **changes)
     channel, replies, retracted = MemoryChannel(), Replies(), 0
     scheduler = Scheduler(
         config, eos_token_ids=(EOS_ID,), num_pages=engine.num_pages, engine=engine, channel=channel
     )
-    waiting = list(asked)
+    waiting, left = list(asked), list(aborted)
     while waiting or not scheduler.idle or channel.arriving:
         channel.arriving.extend(waiting[:3])
         del waiting[:3]
@@ -97,6 +102,9 @@ def serve(path: Path, asked: list[GenerateRequest], **changes: Any) -> Outcome:
         while channel.sent:
             batch = channel.sent.popleft()
             replies.take(batch)
+            for uid in [uid for uid in left if uid in replies and replies[uid].tokens]:
+                left.remove(uid)
+                channel.arriving.append(AbortRequest(uid))
             retracted += batch.stats.retracted
     engine.close()
     return Outcome(dict(replies), retracted)
@@ -109,11 +117,14 @@ def test_the_same_alone_and_in_company(
     """Crowded: few pages, so that requests are retracted; prompts in chunks; steps of all kinds of rows."""
     asked = requests(maker)
     crowded = serve(
-        model, asked, kv_cache_tokens=136, max_batch_tokens=24, disable_overlap=not overlap, cache="radix"
+        model, asked, aborted=ABORTED, kv_cache_tokens=136, max_batch_tokens=24, disable_overlap=not overlap
     )
     assert quiet.retracted == 0 and crowded.retracted > 0
     for request in asked:
         alone, beside = quiet.replies[request.uid], crowded.replies[request.uid]
+        if request.uid in ABORTED:
+            assert beside.ended and beside.tokens == alone.tokens[: len(beside.tokens)]
+            continue
         assert (beside.tokens, beside.finish) == (alone.tokens, alone.finish), request
         assert_close(beside.thoughts, alone.thoughts)
         assert_close(beside.prompt, alone.prompt)
