@@ -38,7 +38,7 @@ def show_load(figures: Figures) -> None:
 
 def show_sweep(runs: Sequence[Figures]) -> None:
     """Print one line for each request rate."""
-    heads = ("rate", "req/s", "good/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "failed")
+    heads = ("rate", "req/s", "good/s", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "failed")
     rows = [
         (
             run["request_rate"],
