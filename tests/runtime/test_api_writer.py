@@ -107,6 +107,26 @@ def test_a_client_that_does_not_read_is_given_up_once() -> None:
     run(scenario())
 
 
+def test_room_can_be_made_for_more() -> None:
+    """Log-probabilities of a long prompt come at once, and are larger than any backlog of tokens."""
+
+    async def scenario() -> None:
+        server = Server()
+        writer = Writer(server.send, on_overflow=server.overflow)
+        writer.start(200, [])
+        server.open.clear()
+        piece = bytes(2 * writer_module.MAX_BACKLOG_BYTES)
+        for _ in range(3):
+            writer.make_room(len(piece))
+            writer.body(piece, more=True)
+        assert server.overflows == 0
+        for _ in range(8):
+            writer.body(piece, more=True)
+        assert server.overflows == 1
+
+    run(scenario())
+
+
 def test_pieces_go_straight_to_the_connection_while_it_takes_them() -> None:
     async def scenario() -> None:
         server = Server()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from skiff_runtime.api.error_replies import error_body, error_headers
 from skiff_runtime.api.generation import Answer, ChoiceFormat, Generation, ReplyFormat
 from skiff_runtime.api.usage import total_usage
-from skiff_runtime.api.writer import Headers, Writer
+from skiff_runtime.api.writer import MAX_BACKLOG_BYTES, Headers, Writer
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
@@ -49,6 +49,7 @@ class Sink(Protocol):
 
 def make_sinks(generation: Generation, writer: Writer, headers: Headers) -> Sequence[Sink]:
     """A sink for each choice of a request, all of which write into one response."""
+    writer.make_room((generation.choices - 1) * MAX_BACKLOG_BYTES)
     response = _Response(generation, writer, headers)
     kind = StreamSink if generation.stream else WholeSink
     return [kind(response, generation.reply.choice(index), index) for index in range(generation.choices)]
@@ -115,6 +116,7 @@ class StreamSink:
     def prompt(self, tokens: list[TextLogprobs]) -> None:
         data = self._choice.prompt(tokens)
         if data:
+            self._writer.make_room(len(data))
             self._writer.body(self._opening() + data, more=True)
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:

@@ -2,7 +2,7 @@
 
 A server's ``send`` finishes at once unless the client reads too slowly. So it is driven by hand: the message is
 on its way when ``write`` returns. Only where ``send`` waits does a task take over, while what follows is
-collected, up to ``MAX_BACKLOG_BYTES``; a client that lets more pile up is given up. The pieces of a stream go
+collected, up to ``MAX_BACKLOG_BYTES`` and what ``make_room`` adds; a client that lets more pile up is given up. The pieces of a stream go
 straight to the connection, where the server lends it (``scope["extensions"][CHUNKS]``): an ASGI message costs as
 much as the rest of a token's way through this process.
 """
@@ -25,7 +25,16 @@ WriteChunk = Callable[[bytes], bool]
 class Writer:
     """One response. ``on_overflow`` is called once, when the backlog grew too large; nothing is written after."""
 
-    __slots__ = ("_backlog", "_backlog_bytes", "_chunk", "_on_overflow", "_send", "_task", "closed")
+    __slots__ = (
+        "_backlog",
+        "_backlog_bytes",
+        "_chunk",
+        "_limit_bytes",
+        "_on_overflow",
+        "_send",
+        "_task",
+        "closed",
+    )
 
     def __init__(
         self, send: Send, *, on_overflow: Callable[[], None], chunk: WriteChunk | None = None
@@ -36,7 +45,12 @@ class Writer:
         self._task: asyncio.Task[None] | None = None
         self._backlog: deque[Message] = deque()
         self._backlog_bytes = 0
+        self._limit_bytes = MAX_BACKLOG_BYTES
         self.closed = False
+
+    def make_room(self, extra_bytes: int) -> None:
+        """Let so much more pile up, of what comes faster than anyone could read it."""
+        self._limit_bytes += extra_bytes
 
     def start(self, status: int, headers: Headers) -> None:
         """Write status line and headers."""
@@ -64,7 +78,7 @@ class Writer:
     def _collect(self, message: Message) -> None:
         self._backlog.append(message)
         self._backlog_bytes += len(message.get("body", b""))
-        if self._backlog_bytes > MAX_BACKLOG_BYTES:
+        if self._backlog_bytes > self._limit_bytes:
             self.closed = True
             self._backlog.clear()
             self._on_overflow()
