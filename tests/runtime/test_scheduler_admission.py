@@ -4,6 +4,7 @@ import numpy as np
 from paper_engine import continuation
 from scheduler_bench import SchedulerBench, generate
 
+from skiff_runtime.kvcache.base import NO_PAGES
 from skiff_runtime.messages import SamplingParams, TextOptions
 from skiff_runtime.scheduler.admission import INITIAL_SHARE, LEAST_SHARE, Admission
 from skiff_runtime.scheduler.request import Request
@@ -31,7 +32,10 @@ def one_running() -> Slots:
 
 def fits(admission: Admission, available_pages: int) -> bool:
     return admission.fits(
-        request(1, 20, 100), cached_pages=2, available_pages=available_pages, slots=one_running()
+        request(1, 20, 100),
+        cached_pages=2,
+        available_pages=available_pages,
+        expected=admission.expected(one_running()),
     )
 
 
@@ -41,6 +45,21 @@ def test_the_estimate_counts_pages_of_all() -> None:
     # The running one: ceil((10 + 70) / 4) - 3 held = 17; the new one: ceil((20 + 70) / 4) - 2 cached = 21.
     assert fits(admission, 38)
     assert not fits(admission, 37)
+
+
+def test_what_all_expect_is_the_sum_of_what_each_does() -> None:
+    random = np.random.default_rng(0)
+    for page_size in (1, 4, 16):
+        admission = Admission(page_size)
+        slots = Slots(count=8, max_tokens=2048, max_pages=2048)
+        for uid in range(7):
+            slots.open(request(uid, int(random.integers(1, 300)), int(random.integers(1, 900))), NO_PAGES)
+            slots.computed[uid], slots.held[uid] = random.integers(0, 400), random.integers(0, 20)
+            slots.unplanned[uid] -= random.integers(0, slots.unplanned[uid])
+        slots.end(3)
+        admission.share = float(random.random())
+        alive = (slot for slot in range(8) if slots.alive[slot])
+        assert admission.expected(slots) == sum(admission.expected_of(slot, slots) for slot in alive) > 0
 
 
 def test_the_share_falls_with_steps_and_rises_with_retractions() -> None:

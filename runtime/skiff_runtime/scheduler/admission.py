@@ -9,7 +9,6 @@ import math
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skiff_runtime.scheduler.request import Request
 from skiff_runtime.scheduler.slots import Slots
@@ -33,21 +32,27 @@ class Admission:
         self._page_size = page_size
         self.share = INITIAL_SHARE
 
-    def fits(self, request: Request, *, cached_pages: int, available_pages: int, slots: Slots) -> bool:
-        """Whether it and all running ones are expected to find their pages among the available."""
+    def expected(self, slots: Slots) -> int:
+        """Pages that all running requests are expected to want, beyond those that they hold."""
         rows = np.flatnonzero(slots.alive)
         reached = np.maximum(slots.computed[rows], slots.prompts[rows])
-        wanted = (
-            self._pages(reached + self.share * np.minimum(slots.unplanned[rows], MOST_EXPECTED))
-            - slots.held[rows]
-        )
-        own = math.ceil(
-            (len(request.tokens) + self.share * min(request.remaining, MOST_EXPECTED)) / self._page_size
-        )
-        return int(np.maximum(wanted, 0).sum()) + own - cached_pages <= available_pages
+        tokens = reached + self.share * np.minimum(slots.unplanned[rows], MOST_EXPECTED)
+        missing = np.ceil(tokens / self._page_size) - slots.held[rows]
+        return int(np.maximum(missing, 0).sum())
 
-    def _pages(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.ceil(tokens / self._page_size).astype(np.int64)
+    def expected_of(self, slot: int, slots: Slots) -> int:
+        """The share of one of them in ``expected``."""
+        reached = max(int(slots.computed[slot]), int(slots.prompts[slot]))
+        return max(0, self._pages(reached, int(slots.unplanned[slot])) - int(slots.held[slot]))
+
+    def fits(self, request: Request, *, cached_pages: int, available_pages: int, expected: int) -> bool:
+        """Whether it, too, is expected to find its pages among the available when others want ``expected``."""
+        return (
+            expected + self._pages(len(request.tokens), request.remaining) - cached_pages <= available_pages
+        )
+
+    def _pages(self, reached: int, remaining: int) -> int:
+        return math.ceil((reached + self.share * min(remaining, MOST_EXPECTED)) / self._page_size)
 
     def after_step(self) -> None:
         """A step went by in which all found their memory."""

@@ -121,22 +121,27 @@ class Batcher:
         """Let waiting requests in, in their order, while budget, slots and memory last."""
         if budget <= 0 or self._slots.full or not len(self._queue):
             return
+        expected = self._admission.expected(self._slots)
         for request in self._order.candidates():
-            if budget <= 0 or self._slots.full or not self._enter(draft, request):
+            if budget <= 0 or self._slots.full or not self._enter(draft, request, expected):
                 return
             self._queue.remove(request)
             length = self._chunk(draft, request, budget)
             assert length, "admitted without memory for a page, though the estimate counts one at least"
             budget -= length
+            expected += self._admission.expected_of(request.slot, self._slots)
 
-    def _enter(self, draft: Draft, request: Request) -> bool:
-        """Give a request a slot, unless memory seems too small; one alone always fits."""
+    def _enter(self, draft: Draft, request: Request, expected: int) -> bool:
+        """Give a request a slot, unless memory seems too small for what others are ``expected`` to want, too.
+
+        One alone always fits.
+        """
         match = self._tenancy.match(request)
         if self._slots.occupied and not self._admission.fits(
             request,
             cached_pages=match.handle.depth,
             available_pages=self._memory.available_pages,
-            slots=self._slots,
+            expected=expected,
         ):
             self._tenancy.forgo(match)
             return False
