@@ -39,7 +39,7 @@ class GrammarGuide:
     def __init__(self, slots: int, model: ModelConfig) -> None:
         self._model = model
         self._guided = np.zeros(slots, dtype=np.bool_)
-        self._masks = torch.zeros((slots, -(-model.vocab_size // MASK_BITS)), dtype=torch.int32)
+        self._masks = np.zeros((slots, -(-model.vocab_size // MASK_BITS)), dtype=np.int32)
         self._followers: list[Follower | None] = [None] * slots
         """None: its grammar cannot be followed."""
         self._pending: list[Future[None] | None] = [None] * slots
@@ -71,7 +71,7 @@ class GrammarGuide:
         followers = [self._follower(int(slot)) for slot in rows.host_slots[guided]]
         bound = guided[[each is not None and each.bound for each in followers]]
         if len(bound):
-            masks = self._masks[torch.from_numpy(rows.host_slots[bound]).long()]
+            masks = torch.from_numpy(self._masks[rows.host_slots[bound]])
             where = torch.from_numpy(bound).to(logits.device)
             keep_admitted(logits, where, masks.to(logits.device, non_blocking=True))
         return guided[[each is None or each.stuck for each in followers]]

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-import torch
 import xgrammar
 
 from skiff_runtime import log
 from skiff_runtime.messages import CompiledGrammar
+from skiff_runtime.step import Int32
 
 MAX_GRAMMARS: Final = 256
 MAX_GRAMMAR_BYTES: Final = 512 << 20
@@ -60,10 +60,10 @@ class Follower:
     Neither: the grammar has ended with its answer, and what comes behind is free.
     """
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, mask: torch.Tensor) -> None:
-        """``mask`` int32[words], on the host, is filled each time the answer goes on."""
+    def __init__(self, grammar: xgrammar.CompiledGrammar, mask: Int32) -> None:
+        """``mask`` int32[words] is filled each time the answer goes on."""
         self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._mask = mask.view(1, -1)
+        self._mask = mask.reshape(1, -1)
         self.bound = True
         self.stuck = False
 
@@ -75,7 +75,7 @@ class Follower:
                 self._matcher.fill_next_token_bitmask(self._mask)
         except RuntimeError as error:
             log.error("grammar_failed", error=str(error))
-            self._mask.zero_()
+            self._mask.fill(0)
         if self.bound and not self._mask.any():
             self.bound, self.stuck = False, True
 
