@@ -8,7 +8,7 @@ from pydantic.json_schema import models_json_schema
 from skiff_runtime import __version__, contract
 from skiff_runtime.api import reply_schemas as replies
 from skiff_runtime.api.body import REQUEST_ID_HEADER, TIMEOUT_HEADER
-from skiff_runtime.api.gate import DESCRIPTION_PATHS, OPEN_PATHS
+from skiff_runtime.api.gate import KEYLESS_PATHS
 from skiff_runtime.api.operations import JSON, ONE_OF, OPERATIONS, Operation
 
 EVENTS: Final = "text/event-stream"
@@ -94,7 +94,7 @@ def _operation(operation: Operation, *, keys: bool) -> dict[str, Any]:
     if operation.body is not None:
         told["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(operation.body)}}}
     errors = list(operation.errors)
-    if keys and operation.path not in OPEN_PATHS | DESCRIPTION_PATHS:
+    if keys and operation.path not in KEYLESS_PATHS:
         told["security"] = [{_KEY: []}]
         errors.append(401)
     for status in sorted(errors):
@@ -122,7 +122,7 @@ def _success(operation: Operation) -> dict[str, Any]:
     if operation.reply is not None:
         content[JSON] = {"schema": _reference(operation.reply)}
     if operation.events is not None:
-        content[EVENTS] = {"schema": {"type": "string", "description": _stream_of(operation.events)}}
+        content[EVENTS] = {"schema": {"description": _stream_of(operation.events)}}
     if operation.plain:
         content[operation.plain] = {"schema": {"type": "object" if operation.plain == JSON else "string"}}
     return {"description": "Done.", "headers": _id_header(), "content": content}
