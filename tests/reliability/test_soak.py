@@ -1,0 +1,94 @@
+"""A hundred thousand short requests: none hangs, none is answered wrongly, nothing is lost or piles up."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+from service import Service, running_service
+from soak import Soak
+from soak_requests import MODEL
+from watch import Usage, family_of, nothing_held, pages
+from wire import address_of
+
+SHORT: Final = 1000
+SHORT_POOL: Final = 60
+POOL: Final = 200
+FULL: Final = int(os.environ.get("SKIFF_TEST_SOAK_REQUESTS", "100000"))
+SEED: Final = 404
+FLAGS: Final = (
+    "--served-model-name",
+    MODEL,
+    "--dtype",
+    "float32",
+    "--kv-cache-tokens",
+    "2048",
+    "--max-running-requests",
+    "48",
+    "--log-level",
+    "debug",
+)
+"""Less memory than the pool of questions fills, so that pages are evicted; debug lets an idle scheduler check each page."""
+FLAT_MIB: Final = 8.0
+FLAT_SHARE: Final = 0.03
+
+
+def soak(service: Service, count: int, pool: int, sample: Callable[[float], None]) -> Soak:
+    """Run it, and see that it left nothing."""
+
+    async def scenario() -> Soak:
+        run = Soak(address_of(service.url), count=count, pool=pool, seed=SEED)
+        await run.prepare()
+        await run.run(sample)
+        return run
+
+    run = asyncio.run(scenario())
+    nothing_held(service)
+    assert service.http.post(service.url + "/flush_cache", json={}).status_code == 200
+    assert service.http.get(service.url + "/health_generate", timeout=60).status_code == 200
+    return run
+
+
+def check(run: Soak) -> None:
+    """None hung, none was wrong."""
+    assert run.outcome.hung == []
+    assert run.outcome.wrong == []
+    assert {"right", "disconnected", "too_long", "malformed"} == set(run.outcome.counts)
+
+
+def test_short_requests() -> None:
+    with running_service("demo://", *FLAGS) as service:
+        run = soak(service, SHORT, SHORT_POOL, lambda _: None)
+        print(json.dumps({"soak": run.outcome.summary()}))
+        check(run)
+        assert service.metric("skiff_evicted_pages_total") > 0
+        assert pages(service, "cached") <= 1, "what the health check left"
+
+
+def growth(usage: Usage) -> dict[str, Any]:
+    """Processes that grew after the first tenth."""
+    grown = {}
+    for name, told in usage.report().items():
+        limit = told["second_tenth_mib"] + max(FLAT_MIB, FLAT_SHARE * told["second_tenth_mib"])
+        if told["last_tenth_mib"] > limit:
+            grown[name] = told
+    return grown
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+def test_short_requests_at_length() -> None:
+    with running_service("demo://", *FLAGS) as service:
+        soak(service, SHORT, SHORT_POOL, lambda _: None)  # starts what starts late: the grammar compiler
+        family = family_of(service)
+        before = {name: each.num_fds() for name, each in family.items()}
+        usage = Usage(family)
+        run = soak(service, FULL, POOL, usage.sample)
+        after = {name: each.num_fds() for name, each in family.items()}
+        summary = {**run.outcome.summary(), "usage": usage.report(), "descriptors": [before, after]}
+        print(json.dumps({"soak": summary}, indent=1))
+        check(run)
+        assert growth(usage) == {}
+        assert {name: after[name] - before[name] for name in family if after[name] > before[name] + 2} == {}
