@@ -232,7 +232,8 @@ def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
-        ({"prompt": ["x"] * 2049}, "prompt", "at most 2048 items"),
+        ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 items"),
+        ({"prompt": ["x"] * 513, "n": 2}, None, "ask for 1026 answers; send at most 1024"),
         ({"prompt": ["x", 5]}, "prompt[1]", "valid string"),
         ({"prompt": [1, -5]}, "prompt[0][1]", "greater than or equal to 0, not -5"),
         ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),

@@ -33,7 +33,8 @@ from skiff_runtime.limits import (
 )
 
 MAX_MESSAGES: Final = 4096
-MAX_PROMPTS: Final = 2048
+MAX_ANSWERS: Final = 1024
+"""Prompts of one request, times the choices of each: so many are set up in a few milliseconds."""
 MAX_PRIORITY: Final = 1000
 MAX_TEMPLATE_OPTIONS: Final = 64
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -194,12 +195,12 @@ def _as_prompts(value: Any) -> Any:
 
 
 Prompts = Annotated[
-    Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
+    Annotated[list[str | TokenIds], Field(max_length=MAX_ANSWERS, fail_fast=True)],
     BeforeValidator(
         _as_prompts,
         json_schema_input_type=str
         | TokenIds
-        | Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS)],
+        | Annotated[list[str | TokenIds], Field(max_length=MAX_ANSWERS)],
     ),
 ]
 
@@ -219,10 +220,15 @@ class CompletionRequest(OpenAIRequest):
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @model_validator(mode="after")
-    def _something_to_tell(self) -> "CompletionRequest":
+    def _consistent(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError(
                 "max_tokens", "'max_tokens' 0 needs \"echo\": true, else nothing is told"
+            )
+        if (answers := len(self.prompt) * (self.n or 1)) > MAX_ANSWERS:
+            raise PydanticCustomError(
+                "n",
+                f"'prompt' and 'n' together ask for {answers} answers; send at most {MAX_ANSWERS} at a time",
             )
         return self
 
