@@ -1,5 +1,6 @@
 """Tokenize, detokenize, abort, flush: each through real front processes."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -162,6 +163,16 @@ def test_questions_go_on_beside_requests(front: Front, pool: ThreadPoolExecutor)
     assert {each.result().status_code for each in (*replies, *questions)} == {200}
     assert front.post("/flush_cache").json()["pages"] == 3
     echo.stop()
+
+
+def test_health_checks_that_come_together_cost_one_token(front: Front, pool: ThreadPoolExecutor) -> None:
+    asked = [pool.submit(front.get, "/health_generate") for _ in range(3)]
+    request = front.rank.request()
+    time.sleep(0.3)
+    assert front.rank.poll() == []
+    front.rank.open(request)
+    front.rank.say(request.uid, "b", Finish.LENGTH)
+    assert [each.result().status_code for each in asked] == [200] * 3
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,17 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     await reply(scope, send, 200, b"hello")
 
 
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise KeyError("a fault of ours")
+
+
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     """A server of one plain application, with a short patience."""
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", HEAD_SECONDS)
-    gate = Gate(hello, keys=KeyRing(()), origins=(), on_refused=lambda status: None)
+    gate = Gate(
+        hello, posts={"/broken": broken}, keys=KeyRing(()), origins=(), on_refused=lambda status: None
+    )
     config = LimitedConfig(gate, max_connections=LIMIT, ws="none", lifespan="off", log_config=None)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     server = uvicorn.Server(config)
@@ -133,6 +139,19 @@ def test_a_head_without_end_is_refused(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * MAX_HEAD_BYTES)
         assert until_closed(connection).startswith(b"HTTP/1.1 431")
+
+
+def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(
+            b"POST /broken HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n"
+        )
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 500") and b"x-request-id: abc" in answer
+        assert b"internal_error" in answer and b"fault of ours" not in answer
+        assert ask(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_an_idle_connection_between_requests_is_kept(address: Address) -> None:

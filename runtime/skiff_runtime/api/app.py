@@ -48,12 +48,12 @@ def build_app(
     queries: Queries,
     metrics: Metrics,
 ) -> Gate:
-    """Assemble the application, and the gate before it. No middleware: requests reach their endpoint untouched."""
+    """Assemble the application, and the gate before it, which hands requests to generate text to their endpoints."""
     model = ServedModel.of(launch)
     body = BodyReader(launch.config.max_request_bytes, max_values=2 * model.max_model_len)
 
-    def generation(path: str, name: Endpoint, prepare: Prepare) -> Route:
-        endpoint = GenerationEndpoint(
+    def generation(name: Endpoint, prepare: Prepare) -> GenerationEndpoint:
+        return GenerationEndpoint(
             name,
             prepare,
             model=model,
@@ -63,17 +63,19 @@ def build_app(
             longest_seconds=launch.config.request_timeout_seconds,
             traced=launch.config.otlp_endpoint is not None,
         )
-        return Route(path, endpoint, methods=["POST"])
 
     def action(path: str, act: Action) -> Route:
         return Route(path, ActionEndpoint(act, body=body, metrics=metrics), methods=["POST"])
 
     tokens = TokenActions(model, queries)
     control = ControlActions(dispatcher, queries)
+    generations = {
+        contract.PATH_CHAT_COMPLETIONS: generation(Endpoint.CHAT, prepare_chat),
+        contract.PATH_COMPLETIONS: generation(Endpoint.COMPLETIONS, prepare_completion),
+        contract.PATH_GENERATE: generation(Endpoint.GENERATE, prepare_generate),
+    }
     routes: list[BaseRoute] = [
-        generation(contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
-        generation(contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
-        generation(contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generations.items()),
         action(contract.PATH_TOKENIZE, tokens.tokenize),
         action(contract.PATH_DETOKENIZE, tokens.detokenize),
         action(contract.PATH_ABORT, control.abort),
@@ -94,7 +96,11 @@ def build_app(
     app.state.on_refused = metrics.note_refused
     config = launch.config
     return Gate(
-        app, keys=KeyRing(config.api_key), origins=config.cors_origin, on_refused=metrics.note_refused
+        app,
+        posts=generations,
+        keys=KeyRing(config.api_key),
+        origins=config.cors_origin,
+        on_refused=metrics.note_refused,
     )
 
 
