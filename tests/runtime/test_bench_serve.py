@@ -180,6 +180,12 @@ def test_a_server_that_refuses_is_noticed_before_the_load(server: CannedServer, 
     assert "fails such a request (http 429)" in done.stderr and "wait already" in done.stderr
 
 
+def test_reasoning_counts_as_tokens_that_came(server: CannedServer) -> None:
+    sample = Sample([{"role": "user", "content": "think"}], 5)
+    result = figures(plan(server, [sample], endpoint="chat"))
+    assert result["succeeded"] == 1 and result["itl_ms"]["count"] == 5  # one piece of reasoning, five of text
+
+
 def test_words_are_sent_where_token_ids_cannot_be(server: CannedServer) -> None:
     done = bench(
         "--url",

@@ -106,6 +106,12 @@ def test_a_backslash_continues_a_piped_question(server: CannedServer) -> None:
     assert [body["messages"][-1]["content"] for body in server.bodies] == ["one\ntwo", "three"]
 
 
+def test_reasoning_is_neither_piped_nor_remembered(server: CannedServer) -> None:
+    done = piped(server, "think\nmore\n")
+    assert [line.strip() for line in done.stdout.splitlines()] == [ANSWER, ANSWER]
+    assert server.bodies[1]["messages"][1]["content"].strip() == ANSWER
+
+
 def test_a_key_is_sent_and_from_the_environment(
     server: CannedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +217,9 @@ def test_a_terminal_streams_stops_and_remembers(server: CannedServer, screen: Sc
     screen.type("half\\\rline\r")
     screen.expect("w4")
     assert server.bodies[1]["messages"][-1]["content"] == "half\nline"
+    screen.expect("you>")
+    screen.type("think\r")
+    screen.expect("\x1b[2mhmm\x1b[0m\r\n\r\nw0 ")
     screen.expect("you>")
     screen.type("slow\r")
     screen.expect("w1")

@@ -1,8 +1,8 @@
 """A small real HTTP server that speaks the streaming API with canned answers, for clients' tests.
 
 What it does is asked for in the prompt's or message's text: ``cut`` drops the connection midway,
-``busy`` answers 429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens;
-anything else is answered with ``max_tokens`` (default 5) words.
+``busy`` answers 429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens,
+``think`` begins a chat's answer with reasoning; anything else is answered with ``max_tokens`` (default 5) words.
 """
 
 import json
@@ -84,6 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, body: dict[str, Any], wish: object, *, chat: bool) -> None:
         count = body.get("max_tokens", DEFAULT_WORDS)
+        if wish == "think":
+            self._event({"choices": [{"delta": {"reasoning_content": "hmm"}}]})
         for index in range(count):
             self._word(f"w{index} ", chat)
             if wish == "cut" and index == 1:

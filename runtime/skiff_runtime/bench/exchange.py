@@ -14,6 +14,7 @@ MAX_ERROR_BYTES: Final = 1 << 16
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -90,7 +91,8 @@ class Exchange:
             self.prompt_tokens = event.usage.prompt_tokens
             self.output_tokens = event.usage.completion_tokens
         for choice in event.choices:
-            if choice.text or (choice.delta is not None and choice.delta.content):
+            delta = choice.delta
+            if choice.text or (delta is not None and (delta.content or delta.reasoning_content)):
                 self._note_text(now)
 
     def _note_text(self, now: float) -> None:

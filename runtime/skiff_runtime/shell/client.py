@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 
@@ -23,6 +23,13 @@ class Unreachable(ChatError):
     """Nothing answers at the address."""
 
 
+class Piece(NamedTuple):
+    """A part of an answer, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 class ChatClient:
     """One server. ``output_tokens``: how many the latest answer had, by the server's count; 0 before its end."""
 
@@ -39,8 +46,8 @@ class ChatClient:
 
     def stream(
         self, messages: Sequence[Message], parameters: Mapping[str, Any]
-    ) -> Generator[str, None, None]:
-        """The answer's text as it comes; closing the iterator ends the request. ChatError at any point."""
+    ) -> Generator[Piece, None, None]:
+        """The answer as it comes; closing the iterator ends the request. ChatError at any point."""
         self.output_tokens = 0
         body = {"model": self.model, "messages": list(messages), "stream": True, **parameters}
         body["stream_options"] = {"include_usage": True}
@@ -48,7 +55,7 @@ class ChatClient:
             with self._http.stream("POST", self.url + PATH_CHAT_COMPLETIONS, json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     raise ChatError(_message(_read(response), response.status_code))
-                yield from self._texts(response.iter_raw())
+                yield from self._pieces(response.iter_raw())
         except httpx.HTTPError as error:
             raise Unreachable(f"lost the connection to {self.url} ({_reason(error)})") from error
 
@@ -74,17 +81,16 @@ class ChatClient:
             raise ChatError(f"{self.url} answers, but not as an OpenAI-compatible server does; correct --url")
         return names
 
-    def _texts(self, pieces: Iterator[bytes]) -> Iterator[str]:
+    def _pieces(self, raw: Iterator[bytes]) -> Iterator[Piece]:
         decoder = EventDecoder()
-        for piece in pieces:
-            for data in decoder.feed(piece):
+        for part in raw:
+            for data in decoder.feed(part):
                 if data == DONE:
                     return
-                if text := self._text(data):
-                    yield text
+                yield from self._told(data)
         raise ChatError("the server ended the answer midway; it may be restarting")
 
-    def _text(self, data: bytes) -> str:
+    def _told(self, data: bytes) -> list[Piece]:
         """What an event adds to the answer; one that tells the usage adds nothing."""
         try:
             event = json.loads(data)
@@ -92,9 +98,10 @@ class ChatClient:
                 raise ChatError(str(event["error"]["message"]))
             if usage := event.get("usage"):
                 self.output_tokens = int(usage["completion_tokens"])
-            choices = event["choices"]
-            return str(choices[0]["delta"].get("content") or "") if choices else ""
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+            delta = event["choices"][0]["delta"] if event["choices"] else {}
+            pieces = [Piece(delta.get("reasoning_content") or "", True), Piece(delta.get("content") or "")]
+            return [piece for piece in pieces if piece.text]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ChatError(f"the server sent an event that is none of the chat API ({error!r})") from error
 
 

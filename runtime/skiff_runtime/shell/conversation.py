@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from skiff_runtime.shell.client import ChatClient, ChatError, Message
+from skiff_runtime.shell.client import ChatClient, ChatError, Message, Piece
 from skiff_runtime.shell.parameters import PARAMETERS, parse_parameter
 
 HELP: Final = """\
@@ -55,8 +55,10 @@ class Conversation:
         head = [{"role": "system", "content": self._system}] if self._system else []
         return head + self._turns
 
-    def ask(self, question: str) -> Generator[str, None, None]:
+    def ask(self, question: str) -> Generator[Piece, None, None]:
         """The answer as it comes. A part that was heard before the iterator is closed is remembered.
+
+        Reasoning is not, for models do not expect to see it again.
 
         ChatError leaves the conversation as it was before the question.
         """
@@ -64,22 +66,27 @@ class Conversation:
         self.timing = None
         started = time.perf_counter()
         first = last = started
+        told = 0
         messages = [*self.messages, {"role": "user", "content": question}]
         stream = self._client.stream(messages, self._parameters)
         try:
-            for text in stream:
+            for piece in stream:
                 last = time.perf_counter()
-                first = first if heard else last
-                heard.append(text)
-                yield text
+                first = first if told else last
+                told += 1
+                if not piece.is_reasoning:
+                    heard.append(piece.text)
+                yield piece
         except ChatError:
             heard.clear()
+            told = 0
             raise
         finally:
             stream.close()
-            if heard:
-                tokens = self._client.output_tokens or len(heard)
+            if told:
+                tokens = self._client.output_tokens or told
                 self.timing = Timing(first - started, tokens, last - first)
+            if heard:
                 self._turns.append({"role": "user", "content": question})
                 self._turns.append({"role": "assistant", "content": "".join(heard)})
 

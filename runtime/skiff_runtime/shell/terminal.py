@@ -11,7 +11,7 @@ from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from skiff_runtime.shell.client import ChatError
+from skiff_runtime.shell.client import ChatError, Piece
 from skiff_runtime.shell.conversation import Conversation, Leave
 
 GREETING: Final = "Enter sends, Alt-Enter or a \\ at the end begins a new line, Ctrl-C stops an answer, /help lists commands."
@@ -54,7 +54,7 @@ class Terminal:
         print(f"\x1b[1;36m{self._model}>\x1b[0m ", end="", flush=True)
         answer = self._conversation.ask(question)
         try:
-            _write(answer)
+            _write(answer, reasoning=True)
         except KeyboardInterrupt:
             print(" …", end="")
         except ChatError as error:
@@ -114,9 +114,17 @@ def _questions(lines: Iterable[str]) -> Iterator[str]:
         yield held
 
 
-def _write(answer: Iterator[str]) -> None:
-    for text in answer:
-        print(printable(text), end="", flush=True)
+def _write(answer: Iterator[Piece], *, reasoning: bool = False) -> None:
+    """Print an answer as it comes, with the reasoning before it (dimmed) where that is wanted."""
+    reasoned = False
+    for piece in answer:
+        text = printable(piece.text)
+        if not piece.is_reasoning:
+            print("\n\n" + text if reasoned else text, end="", flush=True)
+            reasoned = False
+        elif reasoning:
+            print(f"\x1b[2m{text}\x1b[0m", end="", flush=True)
+            reasoned = True
 
 
 def _keys() -> KeyBindings:
