@@ -105,7 +105,8 @@ class WorkQueue:
         """Create an empty queue; it binds to no loop before it is used."""
         self._schedule = Schedule()
         self._idle: deque[asyncio.Future[None]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.Handle | None = None
+        self._alarm_at = math.inf
 
     def __len__(self) -> int:
         """Keys that wait."""
@@ -146,13 +147,14 @@ class WorkQueue:
             return
         if due <= _now():
             self._wake_one()
-        elif self._timer is None or self._timer.when() > due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(due, self._ring)
+        elif due < self._alarm_at:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm_at = due  # uvloop's handle of a very near time does not tell it
+            self._alarm = asyncio.get_running_loop().call_at(due, self._ring)
 
     def _ring(self) -> None:
-        self._timer = None
+        self._alarm, self._alarm_at = None, math.inf
         self._wake_one()
 
     def _wake_one(self) -> None:

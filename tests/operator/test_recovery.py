@@ -33,6 +33,7 @@ def start(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> Iterator[Start
 def _end(process: OperatorProcess) -> None:
     with contextlib.suppress(AssertionError):
         process.stop()
+    print(process.log.read_text()[-8000:])  # pytest shows it where a test failed
 
 
 def create(api: ApiServer, name: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -164,3 +165,17 @@ def test_workers_share_the_keys_and_never_one_key(workers: int) -> None:
         return counts
 
     assert len(asyncio.run(run())) == 50
+
+
+def test_work_that_is_due_in_a_moment_wakes_a_worker() -> None:
+    """uvloop, which the operator runs on, calls such work soon instead of setting a timer."""
+
+    async def run() -> list[Key]:
+        queue = WorkQueue()
+        queue.add(("ns", "soon"), Stage.STATUS, 0.0003)
+        queue.add(("ns", "sooner"), Stage.STATUS, 0.0001)
+        queue.add(("ns", "later"), Stage.STATUS, 0.02)
+        async with asyncio.timeout(10):
+            return [await queue.get() for _ in range(3)]
+
+    assert uvloop.run(run())[-1] == ("ns", "later")
