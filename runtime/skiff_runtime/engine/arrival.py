@@ -10,7 +10,7 @@ import torch
 from skiff_runtime.engine.logprobs import Told, ToldChunk
 from skiff_runtime.step import Int32, Logprobs, PromptChunk, StepResult
 
-POLL_SECONDS: Final = 20e-6
+POLL_SECONDS: Final = 50e-6
 """CUDA waits for an event for ever or not at all."""
 NO_ROWS: Int32 = np.empty(0, np.int32)
 
