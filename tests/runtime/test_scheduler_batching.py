@@ -38,6 +38,9 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
     bench.finish()
     assert len(bench.engine.plans) == 5, "a request that reaches max_tokens gets no further row"
     assert (bench.total("prefill_tokens"), bench.total("decode_tokens")) == (28, 5)
+    assert bench.total("prefill_rows") == 6
+    waited = [seconds for stats in bench.stats for seconds in stats.queue_seconds]
+    assert len(waited) == 3 and min(waited) >= 0
 
 
 def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
