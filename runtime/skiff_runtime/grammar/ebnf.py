@@ -8,8 +8,8 @@ _ESCAPE: Final = r'(([\"\\bfnrt]) | ("u" "0" "0" (("0" [0-7be-f]) | ("1" [0-9a-f
 """One spelling for each character. With several, ``"\\u0061"`` would be a second way to write the member ``"a"``,
 unknown to the rule that keeps other members' names apart from the named ones."""
 _COUNTED: Final = r"[^\"\\\r\n]"
-_COUNTED_PLAIN: Final = r"[^\0-\x1f\"\\]"
-"""The characters of a string of limited length: those of JSON, without control characters."""
+_COUNTED_PLAIN: Final = r"[^\0-\x1f\"\\\ud800-\udfff]"
+"""The characters of a string of limited length: those of JSON, without control characters and halves of characters."""
 
 
 def corrected(ebnf: str) -> str:

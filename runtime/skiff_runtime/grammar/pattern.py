@@ -6,14 +6,19 @@ from typing import Final
 from skiff_runtime.errors import InvalidRequest
 
 MAX_PATTERN_CHARACTERS: Final = 4096
+ANY_CHARACTER: Final = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+"""A character that stands for itself in a JSON string. Written out, for xgrammar's own ``.`` also takes bytes that are
+no UTF-8, each of which a client sees as U+FFFD: more characters than were counted."""
 _CLASS_LETTERS: Final = "dDsSwW"
 _META: Final = frozenset(".^$*+?()[]{}|\\")
+_PARTS: Final = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+"""An escape, a class, or a dot."""
 _QUANTIFIERS: Final = ("*", "?", "{")
 _HEX_DIGITS: Final = {"x": 2, "u": 4}
 
 
-def check_pattern(pattern: object, what: str) -> None:
-    """Refuse a pattern that cannot be enforced within a JSON string; ``what`` names it in the error.
+def enforceable(pattern: object, what: str) -> str:
+    """``pattern`` as xgrammar is to see it. Raises ``InvalidRequest`` where it cannot be enforced; ``what`` names it.
 
     An answer's string matches the pattern as a whole. It is written without escapes, so quotation marks,
     backslashes and control characters can only be left out (by a class), not asked for.
@@ -32,6 +37,7 @@ def check_pattern(pattern: object, what: str) -> None:
         raise InvalidRequest(
             f"{what} asks for a quotation mark, a backslash or a control character; that is not supported"
         )
+    return _PARTS.sub(lambda part: ANY_CHARACTER if part[0] == "." else part[0], pattern)
 
 
 def literal_start(pattern: str) -> str:

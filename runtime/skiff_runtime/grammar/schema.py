@@ -10,6 +10,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.grammar.schema_disjoint import disjoint
 from skiff_runtime.grammar.schema_merge import constraints, merge
 from skiff_runtime.grammar.schema_objects import lower_object
 from skiff_runtime.grammar.schema_values import (
@@ -136,6 +137,8 @@ class Lowering:
 
     def _any_of(self, node: Schema, word: str, where: str) -> Schema:
         branches = _list_of_schemas(node[word], word, where)
+        if word == "oneOf":
+            self._check_apart(branches, where)
         rest = {other: value for other, value in node.items() if other != word}
         found = []
         for index, branch in enumerate(branches):
@@ -147,7 +150,28 @@ class Lowering:
                 continue
         if not found:
             raise Unsatisfiable(f"nothing meets any of '{word}' of the JSON schema at {where}")
-        return {word: found} if word == "oneOf" and len(found) > 1 else _alternatives(found)
+        return _alternatives(found)
+
+    def _check_apart(self, branches: list[Any], where: str) -> None:
+        self._nodes += len(branches) ** 2
+        if self._nodes > MAX_NODES:
+            raise InvalidRequest(f"'oneOf' of the JSON schema at {where} has too many branches; use fewer")
+        for index, branch in enumerate(branches):
+            for earlier in range(index):
+                if not disjoint(branch, branches[earlier], lambda node: self._resolved(node, where)):
+                    raise InvalidRequest(
+                        f"'oneOf' of the JSON schema at {where}: one value may meet both branch {earlier} and branch "
+                        f"{index}; tell them apart by type, const, enum, bounds or a property that both require, "
+                        "or use 'anyOf'"
+                    )
+
+    def _resolved(self, node: Any, where: str) -> Any:
+        """What a reference refers to, where it stands alone."""
+        for _ in range(MAX_DEPTH):
+            if not (isinstance(node, dict) and constraints(node).keys() == {"$ref"}):
+                return node
+            node = self._target(node["$ref"], where)
+        return True
 
     def _all_of(self, node: Schema, where: str) -> Schema:
         whole = {word: value for word, value in node.items() if word != "allOf"}

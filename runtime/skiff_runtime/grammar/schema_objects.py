@@ -3,7 +3,7 @@
 from typing import Any
 
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.pattern import check_pattern, literal_start
+from skiff_runtime.grammar.pattern import enforceable, literal_start
 from skiff_runtime.grammar.schema_values import MAX_COUNT, Lower, Schema, count
 
 
@@ -48,8 +48,8 @@ def _named(properties: Schema, required: list[str], words: Schema, where: str, l
 
 def _patterns(patterns: Schema, where: str, lower: Lower) -> Schema:
     """Each name is written by one pattern, so no other pattern may speak of it, too."""
-    for pattern in patterns:
-        check_pattern(pattern, f"'patternProperties' of the JSON schema at {where}")
+    what = f"'patternProperties' of the JSON schema at {where}"
+    written = {pattern: enforceable(pattern, what) for pattern in patterns}
     starts = [literal_start(pattern) for pattern in patterns]
     for index, start in enumerate(starts):
         for other in starts[:index]:
@@ -59,7 +59,9 @@ def _patterns(patterns: Schema, where: str, lower: Lower) -> Schema:
                     f"'patternProperties' of the JSON schema at {where} has patterns that may match the same name; "
                     "begin each with ^ and letters of its own"
                 )
-    return {pattern: lower(schema, f"{where}/patternProperties") for pattern, schema in patterns.items()}
+    return {
+        written[pattern]: lower(schema, f"{where}/patternProperties") for pattern, schema in patterns.items()
+    }
 
 
 def _free(words: Schema, where: str, lower: Lower) -> Schema:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.pattern import check_pattern
+from skiff_runtime.grammar.pattern import ANY_CHARACTER, enforceable
 
 MAX_COUNT: Final = 100_000
 MAX_EXACT_INTEGER: Final = 1 << 53
@@ -67,8 +67,8 @@ def lower_string(words: Schema, where: str) -> Schema:
             f"'{chosen[0]}' and '{chosen[1]}' of the JSON schema at {where} cannot both be enforced; keep one"
         )
     if "pattern" in words:
-        check_pattern(words["pattern"], f"'pattern' of the JSON schema at {where}")
-        return {"type": "string", "pattern": words["pattern"]}
+        pattern = enforceable(words["pattern"], f"'pattern' of the JSON schema at {where}")
+        return {"type": "string", "pattern": pattern}
     if "format" in words:
         if not isinstance(words["format"], str) or words["format"] not in FORMATS:
             raise InvalidRequest(
@@ -86,8 +86,8 @@ def _lengths(words: Schema, where: str) -> Schema:
     if longest > MAX_PATTERN_LENGTH:
         return {word: count(words, word, where) for word in words}
     if "maxLength" in words:
-        return {"pattern": f"^.{{{low},{high}}}$"}
-    return {"pattern": f"^.{{{low},}}$"} if low else {}
+        return {"pattern": f"^{ANY_CHARACTER}{{{low},{high}}}$"}
+    return {"pattern": f"^{ANY_CHARACTER}{{{low},}}$"} if low else {}
 
 
 def lower_number(kind: str, words: Schema, where: str) -> Schema:
@@ -165,7 +165,7 @@ def fitting_values(node: Schema, where: str) -> list[Any]:
         values = [value for value in values if _same(value, node["const"])]
     kinds = node.get("type", list(TYPE_WORDS))
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    fitting = [value for value in values if any(_is_a(value, kind) for kind in kinds)]
+    fitting = [value for value in values if any(is_a(value, kind) for kind in kinds)]
     if not fitting:
         raise InvalidRequest(
             f"no value of 'enum' or 'const' in the JSON schema at {where} has the wanted type"
@@ -190,7 +190,8 @@ def count(words: Schema, word: str, where: str, otherwise: int = 0) -> int:
     return int(value)
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type of JSON's."""
     match value:
         case bool():
             return bool(kind == "boolean")
