@@ -1,12 +1,12 @@
 """Every metric of the runtime, defined once, and the page that Prometheus reads, made when it is asked for."""
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Final
 
 from skiff_runtime import contract
 from skiff_runtime.exposition import Counter, Distribution, Family, Gauge, Histogram
 from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome, Refusal, StepKind
 
 _TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -36,35 +36,6 @@ _LENGTHS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class Endpoint(StrEnum):
-    """Label ``endpoint`` of requests."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    GENERATE = "generate"
-
-
-class Outcome(StrEnum):
-    """Label ``outcome`` of requests. Rejected: refused with a 4xx or 503. Failed: the service is to blame."""
-
-    FINISHED = "finished"
-    ABORTED = "aborted"
-    FAILED = "failed"
-    REJECTED = "rejected"
-
-
-class Refusal(StrEnum):
-    """Label ``reason`` of refused requests."""
-
-    INVALID = "invalid"
-    UNAUTHORIZED = "unauthorized"
-    NOT_FOUND = "not_found"
-    TOO_LARGE = "too_large"
-    TOO_SLOW = "too_slow"
-    QUEUE_FULL = "queue_full"
-    UNAVAILABLE = "unavailable"
-
-
 _REFUSALS: Final = {
     401: Refusal.UNAUTHORIZED,
     404: Refusal.NOT_FOUND,
@@ -74,23 +45,6 @@ _REFUSALS: Final = {
     503: Refusal.UNAVAILABLE,
 }
 """By HTTP status; any other is ``INVALID``."""
-
-
-class AbortReason(StrEnum):
-    """Label ``reason`` of aborted requests: who wanted their end."""
-
-    DISCONNECT = "disconnect"
-    ENDPOINT = "endpoint"
-    DEADLINE = "deadline"
-    DRAIN = "drain"
-
-
-class StepKind(StrEnum):
-    """Label ``kind`` of steps: what they computed."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
 
 
 class _Gauges:

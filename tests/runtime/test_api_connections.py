@@ -13,7 +13,7 @@ import uvicorn
 from front import TIMEOUT_SECONDS, running_front, write_model
 
 from skiff_runtime.api import protocol
-from skiff_runtime.api.body import Receive, Scope
+from skiff_runtime.api.body import BodyReader, Receive, Scope
 from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, LimitedConfig
 from skiff_runtime.api.reply import reply
@@ -30,6 +30,10 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     await reply(scope, send, 200, b"hello")
 
 
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive))
+
+
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
     raise KeyError("a fault of ours")
 
@@ -39,7 +43,11 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     """A server of one plain application, with a short patience."""
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", HEAD_SECONDS)
     gate = Gate(
-        hello, posts={"/broken": broken}, keys=KeyRing(()), origins=(), on_refused=lambda status: None
+        hello,
+        posts={"/broken": broken, "/echo": echo},
+        keys=KeyRing(()),
+        origins=(),
+        on_refused=lambda status: None,
     )
     config = LimitedConfig(gate, max_connections=LIMIT, ws="none", lifespan="off", log_config=None)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -139,6 +147,17 @@ def test_a_head_without_end_is_refused(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * MAX_HEAD_BYTES)
         assert until_closed(connection).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("upgrade", ["Upgrade: h2c", "upgrade: websocket", "UPGRADE : h2c"])
+def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str) -> None:
+    head = f"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n{upgrade}\r\nhost: x\r\ncontent-length: 18"
+    with closing(connect(address)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n\r\nupgrade: 7 hello")
+        answer = b""
+        while not answer.endswith(b"hello"):
+            answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\nupgrade: 7 hello")
 
 
 def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:

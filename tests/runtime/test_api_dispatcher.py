@@ -12,7 +12,8 @@ from skiff_runtime.api.generation import Generation
 from skiff_runtime.api.sinks import NullSink
 from skiff_runtime.api.status import ServiceStatus
 from skiff_runtime.messages import SamplingParams, TextOptions
-from skiff_runtime.metrics import Endpoint, Metrics
+from skiff_runtime.metric_labels import Endpoint
+from skiff_runtime.metrics import Metrics
 from skiff_runtime.transport import Sender, TransportError
 
 

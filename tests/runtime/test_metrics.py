@@ -7,7 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skiff_runtime import contract
 from skiff_runtime.messages import StepStats, Usage
-from skiff_runtime.metrics import AbortReason, Endpoint, Metrics, Outcome
+from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome
+from skiff_runtime.metrics import Metrics
 
 STATS = StepStats(
     queued=3,

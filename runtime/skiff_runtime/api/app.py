@@ -32,7 +32,8 @@ from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 from skiff_runtime.exposition import CONTENT_TYPE
 from skiff_runtime.keys import KeyRing
 from skiff_runtime.launch import Launch
-from skiff_runtime.metrics import Endpoint, Metrics
+from skiff_runtime.metric_labels import Endpoint
+from skiff_runtime.metrics import Metrics
 
 HTML = "text/html; charset=utf-8"
 _GENERATION_PATHS = ", ".join(

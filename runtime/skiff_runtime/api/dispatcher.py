@@ -27,7 +27,8 @@ from skiff_runtime.messages import (
     Usage,
     Wire,
 )
-from skiff_runtime.metrics import AbortReason, Endpoint, Metrics, Outcome
+from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome
+from skiff_runtime.metrics import Metrics
 from skiff_runtime.transport import Sender, TransportError
 
 CONFIRM_SECONDS: Final = 5.0

@@ -23,7 +23,8 @@ from skiff_runtime.api.reply import own_headers, own_id
 from skiff_runtime.api.sinks import make_sinks, write_error
 from skiff_runtime.api.writer import CHUNKS, Send, Writer
 from skiff_runtime.errors import RequestError
-from skiff_runtime.metrics import Endpoint, Metrics, Outcome
+from skiff_runtime.metric_labels import Endpoint, Outcome
+from skiff_runtime.metrics import Metrics
 
 Prepare = Callable[[bytes, ServedModel], Generation]
 

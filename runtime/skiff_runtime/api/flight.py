@@ -10,7 +10,7 @@ from skiff_runtime.api.generation import Generation
 from skiff_runtime.api.sinks import Sink
 from skiff_runtime.api.usage import total_usage
 from skiff_runtime.messages import Finish, RequestFailed, Usage
-from skiff_runtime.metrics import AbortReason, Endpoint, Outcome
+from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome
 from skiff_runtime.transport import Sender
 
 

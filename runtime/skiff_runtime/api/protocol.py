@@ -1,6 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with limits: on open connections, on the time and the size of a request's head."""
 
 import asyncio
+import re
 from typing import Any, Final
 
 import uvicorn
@@ -14,6 +15,7 @@ from skiff_runtime.errors import InvalidRequest, RequestError, Unavailable
 
 HEAD_TIMEOUT_SECONDS: Final = 20.0
 MAX_HEAD_BYTES: Final = 1 << 16
+_UPGRADE: Final = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 PROBE_CONNECTIONS: Final = 64
 """So many beyond the limit are still accepted, for probes; whoever else comes on them is refused."""
 
@@ -76,6 +78,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Feed the parser; watch the clock and the size while a head is incomplete."""
         if self.transport.is_closing():
             return
+        if self._awaits_head and b"pgrade" in data:
+            data = _without_upgrade(data)
         super().data_received(data)
         if not self._awaits_head or self.transport.is_closing():
             return
@@ -127,3 +131,12 @@ class LimitedProtocol(HttpToolsProtocol):
         ]
         self.transport.write(b"".join(head) + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A request's first piece as if it offered no other protocol. For one that does, the parser would skip the body.
+
+    HTTP lets a server ignore the offer; Java's client makes one ("h2c") with every first request.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-ignored-upgrade:", head) + end + rest

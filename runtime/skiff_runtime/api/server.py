@@ -30,7 +30,8 @@ from skiff_runtime.messages import (
     TextBatch,
     ToApi,
 )
-from skiff_runtime.metrics import AbortReason, Metrics
+from skiff_runtime.metric_labels import AbortReason
+from skiff_runtime.metrics import Metrics
 from skiff_runtime.process import Child
 from skiff_runtime.transport import Receiver, Sender
 

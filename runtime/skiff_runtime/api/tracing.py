@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from skiff_runtime import __version__
 from skiff_runtime.api.flight import Flight
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.metrics import Endpoint, Outcome
+from skiff_runtime.metric_labels import Endpoint, Outcome
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
