@@ -43,7 +43,7 @@ def test_tokens_equal_transformers(llm: LLM, model: Path) -> None:
 
 
 def test_one_prompt_may_stand_alone(llm: LLM) -> None:
-    text = llm.generate("hello", max_tokens=4, temperature=0, ignore_eos=True)
+    text = llm.generate("hello", max_tokens=4, temperature=0, ignore_eos=True, progress=True)
     ids = llm.generate([1, 2, 3], max_tokens=4, temperature=0, ignore_eos=True)
     assert len(text) == len(ids) == 1
     assert ids[0].prompt_tokens == 3
