@@ -157,3 +157,18 @@ def test_a_flush_frees_what_nobody_holds() -> None:
     memory.cache.unlock(held.handle)
     assert sorted(memory.flush().tolist()) == [0, 3]
     assert (memory.free_pages, memory.cache.cached_pages) == (6, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_the_depth_is_what_a_match_finds(page_size: int) -> None:
+    random = np.random.default_rng(3)
+    cache, page = RadixCache(page_size), 0
+    for _ in range(200):
+        tokens = random.integers(0, 2, int(random.integers(0, 20))).astype(np.int32)
+        salt = [b"", b"salt"][int(random.integers(0, 2))]
+        depth = cache.depth(tokens, salt=salt)
+        assert depth == cache.match(tokens, salt=salt).handle.depth
+        count = len(tokens) // page_size
+        insert(cache, tokens[: count * page_size], ints(*range(page, page + count)), salt)
+        assert cache.depth(tokens, salt=salt) == count
+        page += count
