@@ -12,7 +12,6 @@ from rich.console import Console
 
 from skiff_runtime import log
 from skiff_runtime.bench import report
-from skiff_runtime.progress import Counter
 from skiff_runtime.bench.results import Figures
 from skiff_runtime.bench.values import Span, natural_float, natural_int, positive_int
 from skiff_runtime.bench.workload import Sample, random_tokens
@@ -21,6 +20,7 @@ from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
 from skiff_runtime.llm import LLM
 from skiff_runtime.options import add_config_arguments, config_from
+from skiff_runtime.progress import Counter
 from skiff_runtime.resolve import resolve
 from skiff_runtime.sampling import Sampling
 

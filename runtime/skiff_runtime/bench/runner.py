@@ -11,10 +11,10 @@ import uvloop
 from skiff_runtime.bench.connection import Target
 from skiff_runtime.bench.exchange import Exchange
 from skiff_runtime.bench.load import Due, Limits, Load
-from skiff_runtime.progress import Counter
 from skiff_runtime.bench.workload import Sample, body
 from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_COMPLETIONS, PATH_MODELS
 from skiff_runtime.errors import SkiffError
+from skiff_runtime.progress import Counter
 
 PATHS: Final = {"chat": PATH_CHAT_COMPLETIONS, "completions": PATH_COMPLETIONS}
 
