@@ -194,3 +194,44 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
         reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
         assert reply.status_code == 400
         assert "--tool-parser" in reply.json()["error"]["message"]
+
+
+MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A model whose mark of calls is a special token."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    tokenizer = (model / "tokenizer.json").read_text().replace("<|system|>", "[TOOL_CALLS]")
+    (model / "tokenizer.json").write_text(tokenizer.replace("<|user|>", "[INST]"))
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}[INST]{{ messages[-1].content }}{% if 0 %}[TOOL_CALLS]{% endif %}"
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    with running_front(model) as front:
+        yield front
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [("auto", f"Hm.[INST] {MISTRAL_CALL}"), ("required", MISTRAL_CALL.removeprefix("[TOOL_CALLS] "))],
+)
+def test_marks_that_are_special_tokens(mistral: Front, choice: str, text: str) -> None:
+    client = openai.OpenAI(base_url=mistral.url + "/v1", api_key="none", max_retries=0)
+    request, reply = answered(mistral, client, text, tools=TOOLS, tool_choice=choice)
+    message = reply.choices[0].message
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
+        ("now", {"zone": "Köln"})
+    ]
+    assert (message.content or "") == ("Hm." if choice == "auto" else "")
+    assert (request.grammar is None) == (choice == "auto")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_regex": "a"}, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}],
+)
+def test_what_no_grammar_can_ask_for_is_refused(mistral: Front, fields: dict[str, Any]) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, **fields}
+    reply = mistral.post("/v1/chat/completions", **body)
+    assert reply.status_code == 400
+    assert "tool_choice" in reply.json()["error"]["message"]

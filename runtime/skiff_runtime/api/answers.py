@@ -6,7 +6,7 @@ from typing import Any
 from skiff_runtime.api.deltas import Parsing
 from skiff_runtime.api.parsing import reasoning
 from skiff_runtime.api.parsing.answer import AnswerParser
-from skiff_runtime.api.parsing.dialects import Dialect, Tool
+from skiff_runtime.api.parsing.dialects import LIST, Dialect, Tool
 from skiff_runtime.api.parsing.formats import AnswerFormats
 from skiff_runtime.api.parsing.reasoning import ReasoningParser, Thinking
 from skiff_runtime.api.parsing.tool_parser import Tools
@@ -37,17 +37,18 @@ def plan_answer(
 ) -> AnswerPlan:
     """``grammar``: what an answer without calls must match. Raises ``InvalidRequest``."""
     offered = offered_tools(body)
-    dialect = _dialect(formats) if offered else None
+    dialect = _dialect(body, formats) if offered else None
     if dialect is not None:
         grammar = _with_calls(body, offered, dialect, grammar, formats)
     thinking = formats.thinking(prompt)
     if grammar is not None and thinking is not None:
-        grammar = _behind_reasoning(grammar, thinking)
+        grammar = behind_reasoning(grammar, thinking)
     shows_special = dialect is not None and not formats.special.isdisjoint(dialect.marks)
     return AnswerPlan(grammar, _parsing(body, offered, dialect, thinking, formats), shows_special)
 
 
-def _dialect(formats: AnswerFormats) -> Dialect:
+def _dialect(body: ToolFields, formats: AnswerFormats) -> Dialect:
+    """The model's format; where a call must be made and its marks are special tokens, a list that needs none."""
     if formats.dialect is None:
         raise InvalidRequest(
             "the model's chat template knows no tools in a format that is understood; remove 'tools', or name the "
@@ -55,7 +56,8 @@ def _dialect(formats: AnswerFormats) -> Dialect:
             param="tools",
             code="unsupported_parameter",
         )
-    return formats.dialect
+    enforced = body.tool_choice not in (None, "auto")
+    return LIST if enforced and not formats.dialect.is_text(formats.special) else formats.dialect
 
 
 def _parsing(
@@ -96,16 +98,22 @@ def _with_calls(
         return tag_grammar(dialect.calls(named, several=False), "tools")
     if choice == "required":
         return tag_grammar(dialect.calls(tools, several=several), "tools")
+    if grammar is None and not any(tool.function.strict for tool in offered):
+        return None
+    if not dialect.is_text(formats.special):
+        raise InvalidRequest(
+            f"this model writes calls in the format {dialect.name}, with special tokens that no grammar can ask for: "
+            'so \'strict\' tools, or tools beside a format of the answer, need "tool_choice": "required" or "none"',
+            param="tools",
+        )
     if grammar is not None:
         forms = [as_format(grammar), dialect.calls(tools, several=several)]
         return tag_grammar({"type": "or", "elements": forms}, "tools")
-    if not any(tool.function.strict for tool in offered):
-        return None
     within = dialect.calls_within_text(tools)
-    if within is None or not formats.special.isdisjoint(dialect.marks):
+    if within is None:
         raise InvalidRequest(
-            f"'strict' tools can be left to the model's choice in the hermes format only, and this model writes "
-            f'{dialect.name}; use "tool_choice": "required", which enforces every schema, or leave out \'strict\'',
+            f"this model writes calls in the format {dialect.name}, which text does not announce: so 'strict' tools "
+            'need "tool_choice": "required"',
             param="tools",
         )
     return tag_grammar(within, "tools")
@@ -122,7 +130,7 @@ def _tool(tool: FunctionTool) -> Tool:
     return Tool(tool.function.name, {**schema, "type": "object"})
 
 
-def _behind_reasoning(grammar: Grammar, thinking: Thinking) -> Grammar:
+def behind_reasoning(grammar: Grammar, thinking: Thinking) -> Grammar:
     """The grammar of the whole text, where ``grammar`` is that of the answer behind the reasoning."""
     if thinking is Thinking.CLOSED:
         return grammar

@@ -19,8 +19,6 @@ from skiff_runtime.grammar.schema import lower
 from skiff_runtime.grammar.vocabulary import read_vocabulary
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import Grammar, GrammarKind
-from skiff_runtime.tokenizer.encoder import load_tokenizer
-from skiff_runtime.tokenizer.model_files import read_tokenizer_files
 
 MAX_THREADS: Final = 8
 MAX_WHITESPACE: Final = 16
@@ -33,13 +31,12 @@ _STDERR: Final = 2
 
 
 class GrammarCompiler:
-    """Compiles for one model. ``special``: ids of special tokens, which no text can write, by their names."""
+    """Compiles for one model."""
 
-    def __init__(self, vocabulary: xgrammar.TokenizerInfo, special: dict[str, int]) -> None:
+    def __init__(self, vocabulary: xgrammar.TokenizerInfo) -> None:
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary, max_threads=min(MAX_THREADS, len(os.sched_getaffinity(0))), cache_enabled=False
         )
-        self._special = special
 
     def compile(self, grammar: Grammar) -> bytes:
         """xgrammar's serialized form. Raises ``InvalidRequest`` with the reason why there is none."""
@@ -62,35 +59,12 @@ class GrammarCompiler:
                 return self._compiler.compile_regex(grammar.source)
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(grammar.source)
-        return self._compiler.compile_structural_tag(json.dumps(self._prepared(_parsed(grammar.source))))
-
-    def _prepared(self, tag: Any) -> Any:
-        """A structural tag whose schemas are EBNF, and whose tokens by name are ids, or text where text writes them."""
-        if isinstance(tag, list):
-            return [self._prepared(part) for part in tag]
-        if not isinstance(tag, dict):
-            return tag
-        if tag.get("type") == "json_schema":
-            return {"type": "grammar", "grammar": schema_ebnf(tag["json_schema"])}
-        if tag.get("type") == "token":
-            written = self._mark(tag["token"])
-            return {"type": "const_string", "value": written} if isinstance(written, str) else written
-        if tag.get("type") == "tag":
-            ends = {end: self._mark(tag[end]) for end in ("begin", "end")}
-            return {**tag, **ends, "content": self._prepared(tag["content"])}
-        return {name: self._prepared(part) for name, part in tag.items()}
-
-    def _mark(self, name: str) -> str | dict[str, Any]:
-        """A mark: the special token of this name, which has no text, else its text."""
-        return {"type": "token", "token": self._special[name]} if name in self._special else name
+        return self._compiler.compile_structural_tag(json.dumps(_prepared(_parsed(grammar.source))))
 
 
 def load_compiler(launch: Launch) -> GrammarCompiler:
     """The compiler for a service's model. Raises ``ModelError``."""
-    tokenizer = load_tokenizer(read_tokenizer_files(launch.model.path).tokenizer)
-    added = tokenizer.get_added_tokens_decoder()
-    special = {content.content: token for token, content in added.items() if content.special}
-    return GrammarCompiler(read_vocabulary(launch.model), special)
+    return GrammarCompiler(read_vocabulary(launch.model))
 
 
 def schema_ebnf(schema: object) -> str:
@@ -98,6 +72,17 @@ def schema_ebnf(schema: object) -> str:
     source = json.dumps(lower(schema), ensure_ascii=False)
     grammar = xgrammar.Grammar.from_json_schema(source, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
     return corrected(str(grammar))
+
+
+def _prepared(tag: Any) -> Any:
+    """A structural tag whose schemas are EBNF."""
+    if isinstance(tag, list):
+        return [_prepared(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        return {"type": "grammar", "grammar": schema_ebnf(tag["json_schema"])}
+    return {name: _prepared(part) for name, part in tag.items()}
 
 
 def _parsed(source: str) -> Any:

@@ -23,7 +23,8 @@ class Tool:
 class Dialect:
     """One format. A list of calls is ``opening``, calls parted by ``separator``, ``closing``.
 
-    ``marks``: strings of the format that may be special tokens, which a client's text would leave out.
+    ``marks``: strings of the format that may be special tokens, which a client's text would leave out, and which no
+    grammar can ask for.
     """
 
     name: str
@@ -35,6 +36,11 @@ class Dialect:
     after_arguments: tuple[str, ...] = ("}",)
     separator: tuple[str, ...] = (", ",)
     closing: tuple[str, ...] = ()
+
+    def is_text(self, special: frozenset[str]) -> bool:
+        """Whether a grammar can write calls: no mark that they need is a special token."""
+        written = {*self.opening, *self.before_name, *self.before_arguments, *self.after_arguments}
+        return special.isdisjoint(written)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> Form:
         """One call of one of the tools, or with ``several`` one or more."""
@@ -94,6 +100,8 @@ MISTRAL_NAMED: Final = Dialect(
     after_arguments=(),
     separator=(),
 )
+LIST: Final = Dialect("list", mistral.ListParser, (), opening=("[",), closing=("]",))
+"""For answers that must call, in place of a format whose marks are special tokens: a JSON list and nothing else."""
 
 
 def find_dialect(choice: str, template: str | None) -> Dialect | None:
@@ -119,8 +127,7 @@ def find_dialect(choice: str, template: str | None) -> Dialect | None:
 
 
 def _texts(texts: tuple[str, ...]) -> list[Form]:
-    """Text, part by part: each may be a special token, which the compiler knows by its name."""
-    return [{"type": "token", "token": text} for text in texts]
+    return [{"type": "const_string", "value": text} for text in texts]
 
 
 def _sequence(parts: list[Form]) -> Form:

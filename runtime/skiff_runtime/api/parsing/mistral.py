@@ -86,3 +86,11 @@ class MistralParser(ToolParser):
 
     def _plain_special(self) -> tuple[str, ...]:
         return tuple(mark for mark in self._tools.special if mark != CALLS)
+
+
+class ListParser(MistralParser):
+    """A list of calls without any mark, as a grammar makes a model write it."""
+
+    def start(self) -> bool:
+        self._place = self._after_mark
+        return True
