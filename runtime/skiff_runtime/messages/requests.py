@@ -1,0 +1,99 @@
+"""From the api through a tokenizer to the ranks."""
+
+from typing import Any
+
+from msgspec import Struct
+
+from skiff_runtime.messages.sampling import CompiledGrammar, Grammar, SamplingParams
+from skiff_runtime.messages.wire import Finish
+
+
+class TextOptions(Struct, frozen=True, array_like=True):
+    """What the detokenizer needs to know of a request. ``include_stop``: a stop string found is shown, too."""
+
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+class ChatPrompt(Struct, frozen=True):
+    """A conversation to be rendered with the model's chat template.
+
+    ``continue_final_message``: the answer goes on where the last message ends. ``tools``: OpenAI's
+    tool objects. ``template_options``: further variables of the template, such as ``enable_thinking``.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = {}
+
+
+class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
+    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave.
+
+    ``copies`` requests come of it, with the uids ``uid``, ``uid + 1`` and on, and likewise seeds. A request of
+    lower ``priority`` runs earlier.
+    """
+
+    uid: int
+    prompt: str | list[int] | ChatPrompt
+    sampling: SamplingParams
+    text: TextOptions
+    copies: int = 1
+    priority: int = 0
+    grammar: Grammar | None = None
+
+
+class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
+    """api -> tokenizer: only tell the token ids of a prompt; answered by ``Encoded`` or ``RequestFailed``."""
+
+    uid: int
+    prompt: str | ChatPrompt
+    add_special_tokens: bool = True
+
+
+class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
+    """api -> tokenizer: only tell the text of token ids; answered by ``Decoded`` or ``RequestFailed``."""
+
+    uid: int
+    token_ids: list[int]
+
+
+class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
+    """tokenizer -> rank 0. ``token_ids``: bytes of ``Wire.TOKEN``, one or more; ``max_tokens`` 0 as above."""
+
+    uid: int
+    token_ids: bytes
+    sampling: SamplingParams
+    text: TextOptions
+    priority: int = 0
+    grammar: CompiledGrammar | None = None
+
+
+class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
+    """End a request: api -> its tokenizer -> rank 0, or detokenizer -> rank 0 (a stop string was found).
+
+    ``finish`` is what the client is told, where anyone still listens.
+    """
+
+    uid: int
+    finish: Finish = Finish.ABORT
+
+
+class FlushCache(Struct, frozen=True, tag="flush", array_like=True):
+    """api -> tokenizer -> rank 0: forget every cached prefix that no request holds; answered by ``Flushed``."""
+
+    uid: int
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
+    """rank 0 -> other ranks: leave the loop."""
+
+
+class Inbox(Struct, frozen=True, tag="inbox", array_like=True):
+    """rank 0 -> other ranks: what arrived for this turn of the loop; ``digest`` of the last planned step."""
+
+    items: list[GenerateRequest | AbortRequest | FlushCache | Shutdown]
+    digest: int = 0
