@@ -37,7 +37,7 @@ class GrammarKind(StrEnum):
     """What a grammar is written in."""
 
     JSON = "json"
-    """Any JSON value; the source is empty."""
+    """Any JSON object; the source is empty."""
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
