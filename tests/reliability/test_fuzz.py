@@ -30,7 +30,7 @@ FLAGS: Final = (
     "--kv-cache-tokens",
     "16384",
     "--grammar-timeout-seconds",
-    "2",
+    "1",
 )
 CHECKS: Final = (
     "not_a_server_error",
@@ -43,6 +43,8 @@ CHECKS: Final = (
 def attack(service: Service, count: int, baseline_seconds: float) -> tuple[Verdict, dict[str, Any]]:
     """The verdict, and what the client beside saw before and meanwhile."""
     processes = {name: each.pid for name, each in service.children.items()}
+    first = {"text": "x", "max_tokens": 1, "guided_choice": ["a"]}
+    assert service.http.post(service.url + "/generate", json=first, timeout=60).status_code == 200
     with steady(service.url) as beside:
         time.sleep(1)
         beside.mark()

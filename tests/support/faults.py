@@ -14,7 +14,7 @@ from wire import address_of, ask, post
 from skiff_runtime.contract import EXIT_CHILD_DIED
 
 HEARTBEAT_SECONDS: Final = 4
-STEP_SECONDS: Final = 8
+STEP_SECONDS: Final = 60
 GRAMMAR_SECONDS: Final = 3
 DEADLINE_SECONDS: Final = 15
 FLAGS: Final = (
@@ -34,6 +34,13 @@ SLOW_SECONDS: Final = 6.0
 _STOPPED_SECONDS: Final = 0.45
 _GOING_SECONDS: Final = 0.05
 
+PROBE: Final = {
+    "text": "A pod starts,",
+    "max_tokens": 8,
+    "temperature": 0,
+    "guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+
 PROCESSES: Final = ("api", "tokenizer0", "detokenizer", "rank0", "rank1", "grammar")
 
 
@@ -52,16 +59,18 @@ def is_fatal(process: str, fault: Fault) -> bool:
 
 
 def victim_of(service: Service, process: str) -> psutil.Process:
-    """The process by name."""
+    """The process by name; the compiler of grammars runs once a new grammar came, and until it is lost."""
     if process != "grammar":
         return service.children[process]
     compiler = grammar_process(service)
-    assert compiler is not None, "no grammar was compiled yet"
+    assert compiler is not None, "no compiler runs"
     return compiler
 
 
 async def inject(service: Service, process: str, fault: Fault, *, salt: int) -> list[Ending]:
     """Clients at every stage, then the fault; how each client ended."""
+    fresh = {"type": "object", "properties": {f"b{salt}": {"type": "null"}}}
+    await ask(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
     victim = victim_of(service, process)
     clients = Clients(service, DEADLINE_SECONDS, salt)
     await clients.place()
@@ -111,14 +120,6 @@ def judge_end(service: Service, family: Family) -> list[str]:
     code = service.wait_exit()
     wrong = [] if code == EXIT_CHILD_DIED else [f"exit code {code}, not {EXIT_CHILD_DIED}"]
     return wrong + family.left()
-
-
-PROBE: Final = {
-    "text": "A pod starts,",
-    "max_tokens": 8,
-    "temperature": 0,
-    "guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-}
 
 
 def probe(service: Service) -> bytes:

@@ -17,7 +17,7 @@ import steady_client
 from hostile import PAUSE_SECONDS, Hostile, draw_request
 from wire import Address, Line, Reply
 
-CONCURRENCY: Final = 4
+CONCURRENCY: Final = 8
 PROGRESS_SECONDS: Final = 10.0
 MAX_EXAMPLES: Final = 10
 SHOWN_BYTES: Final = 300
