@@ -1,10 +1,12 @@
 """Clients of one service whose requests are, at one moment, at every stage that a request passes."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
+import psutil
 from answers import Answer, read_answer
 from service import Service, wait_until
 from wire import HANG_SECONDS, Address, Line, address_of, post
@@ -55,6 +57,7 @@ class Clients:
         """``salt`` tells the prompts and schemas of several runs against one service apart."""
         self._service = service
         self._address: Address = address_of(service.url)
+        self._tokenizer = service.children["tokenizer0"]
         self._deadline = str(deadline_seconds)
         self._salt = salt
         self._endings: list[asyncio.Task[Ending]] = []
@@ -73,15 +76,16 @@ class Clients:
         for number in range(EACH):
             await self._ask("queued", stream=bool(number), **_long(number + 60))
         await self._until("skiff_requests_queued", EACH)
-        self._service.children["tokenizer0"].suspend()
+        self._tokenizer.suspend()
         await self._ask("tokenizing", stream=False, text="The small boat " * 500, max_tokens=4)
         schema = {"type": "object", "properties": {f"a{self._salt}": {"type": "integer"}}}
         await self._ask("tokenizing", stream=True, text="x", guided_json=schema, max_tokens=4)
         await self._until("skiff_requests_in_flight", RUNNING + 2 * EACH)
 
     def release(self) -> None:
-        """Let the tokenizer go on."""
-        self._service.children["tokenizer0"].resume()
+        """Let the tokenizer go on, if it is still there."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._tokenizer.resume()
 
     async def pour(self, count: int) -> None:
         """Send many small requests, and go on without waiting for any of them."""
