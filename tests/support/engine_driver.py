@@ -1,11 +1,13 @@
 """Drives an engine with hand-written plans: the least scheduler that can make every kind of step."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
@@ -14,14 +16,16 @@ from skiff_runtime.messages import CompiledGrammar, SamplingParams
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
+DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
+"""Where the engines under test run; what they are compared with runs on a CPU."""
 GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 
 
 def make_config(path: Path, **changes: Any) -> Config:
-    """A resolved configuration for a small model on this CPU."""
+    """A resolved configuration for a small model."""
     settings: dict[str, Any] = {
         "model": str(path),
-        "device": "cpu",
+        "device": DEVICE,
         "dtype": "float32",
         "max_model_len": 256,
         "max_running_requests": 8,
@@ -36,7 +40,8 @@ def make_engine(path: Path, group: TensorParallel | None = None, **changes: Any)
     """An engine over the model in ``path``; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    return Engine(config, model, group or TensorParallel(), on_phase=lambda phase, progress: None)
+    group = group or TensorParallel(device=torch.device(DEVICE, 0) if DEVICE == "cuda" else None)
+    return Engine(config, model, group, on_phase=lambda phase, progress: None)
 
 
 @dataclass
