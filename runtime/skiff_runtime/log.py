@@ -43,7 +43,8 @@ def _render(name: str, fields: dict[str, object]) -> str:
 
 def _value(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and not any(c in text for c in ' "=\n\r\t') else json.dumps(text)
+    plain = text.isprintable() and not any(c in text for c in ' "=')
+    return text if text and plain else json.dumps(text)
 
 
 def debug(name: str, **fields: object) -> None:

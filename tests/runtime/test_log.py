@@ -1,0 +1,35 @@
+"""One event is one line of printable text, whatever a client put into its fields."""
+
+import logging
+
+import pytest
+
+from skiff_runtime import log
+
+
+def line_of(caplog: pytest.LogCaptureFixture, value: object) -> str:
+    with caplog.at_level(logging.INFO, logger="skiff"):
+        log.event("request", user=value)
+    return caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("ann", "ann"),
+        ("東京", "東京"),
+        (0.125, "0.125"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("a\nb", '"a\\nb"'),
+        ("\0", '"\\u0000"'),
+        ("\x1b[2J", '"\\u001b[2J"'),
+        ("\u2028", '"\\u2028"'),
+        ("\u202e", '"\\u202e"'),
+        ("\ud800", '"\\ud800"'),
+    ],
+)
+def test_a_value_shows_or_is_escaped(caplog: pytest.LogCaptureFixture, value: object, shown: str) -> None:
+    line = line_of(caplog, value)
+    assert line == f"request user={shown}"
+    assert line.isprintable()
