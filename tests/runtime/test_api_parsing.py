@@ -201,7 +201,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    text=st.text(alphabet=st.characters(exclude_characters="<[{"), max_size=60),
+    text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<[{"), max_size=60),
     kind=st.sampled_from(sorted(KINDS)),
 )
 def test_plain_text_passes_unchanged(text: str, kind: str) -> None:

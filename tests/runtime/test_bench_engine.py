@@ -74,7 +74,7 @@ def test_serve_measures_real_answers(server: LocalServer, tmp_path: Path, endpoi
         str(output),
     )
     assert done.returncode == 0, done.stderr
-    result = figures(output)
+    (result,) = figures(output)["runs"]
     assert result["succeeded"] == 16 and result["failures"] == {}
     assert 16 * 2 <= result["output_tokens"] <= 16 * 9
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from interrupts import heed_interrupts
 from tiny_models import make_model
 
 from skiff_runtime import LLM
@@ -47,7 +48,11 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     """Neither the ranks nor the compiler of grammars, nor the directory of sockets."""
     script = SCRIPT.format(asks=True)
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as started:
         assert started.stdout is not None and started.stderr is not None
         run_dir = Path(started.stdout.readline().strip())

@@ -135,8 +135,8 @@ def test_bad_requests_leave_no_trace(service: Service, expected: dict[str, str])
         ("/v1/completions", {"prompt": "x", "max_tokens": 5000}, "context"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "n": 3},
-            "'n' is not supported",
+            {"messages": [{"role": "user", "content": "x"}], "best_of": 3},
+            "'best_of' is not supported",
         ),
         ("/generate", {"token_ids": []}, "prompt is empty"),
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from canned_server import CannedServer, canned_server
+from interrupts import heed_interrupts
 
 from skiff_runtime.shell.terminal import printable
 
@@ -156,11 +157,6 @@ def test_a_model_cannot_command_the_terminal() -> None:
     assert printable("red \x1b[31m\x07bell\nnew\tline é 漢") == "red [31mbell\nnew\tline é 漢"
 
 
-def _heed_interrupts() -> None:
-    """As at a terminal; tests that run in the background of a shell inherit that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Screen:
     """``skiff chat`` at a pseudo-terminal."""
 
@@ -179,7 +175,7 @@ class Screen:
             stderr=slave,
             env=environment,
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=heed_interrupts,
         )
         os.close(slave)
         self._text = ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Self
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from skiff_runtime.api.parsing import reasoning
 from skiff_runtime.api.parsing.dialects import Dialect, find_dialect
 from skiff_runtime.api.parsing.reasoning import Thinking, thinking_of
-from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.errors import InvalidRequest, ModelError
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import ChatPrompt
 from skiff_runtime.tokenizer.model_files import read_tokenizer_files
@@ -49,10 +50,9 @@ class AnswerFormats:
         thinks = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and (reasoning.OPEN in template or reasoning.CLOSE in template)
         )
-        tokens = msgspec.json.decode(files.tokenizer.read_bytes(), type=_TokenizerFile).added_tokens
         return cls(
             dialect=find_dialect(config.tool_parser, files.template),
-            special=frozenset(token.content for token in tokens if token.special),
+            special=_special_tokens(files.tokenizer),
             endings=_endings(ChatTemplate(files.template, files.special_tokens)) if thinks else None,
         )
 
@@ -74,6 +74,14 @@ class AnswerFormats:
             if isinstance(value, bool):
                 return self.endings[name, value]
         return self.endings[None]
+
+
+def _special_tokens(path: Path) -> frozenset[str]:
+    try:
+        tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from None
+    return frozenset(token.content for token in tokens if token.special)
 
 
 def _endings(template: ChatTemplate) -> dict[Switch | None, Thinking]:
