@@ -44,7 +44,7 @@ class Pace:
         """
         now = self._clock()
         self._booked = min(max(self._booked, now) + 1 / self.rate(), now + MAX_WAIT_SECONDS)
-        return max(1, math.ceil(self._booked - now))
+        return min(max(1, math.ceil(self._booked - now)), MAX_WAIT_SECONDS)  # the sum was rounded
 
     def _forget(self, second: int) -> None:
         while self._seconds and self._seconds[0][0] <= second - WINDOW_SECONDS:
