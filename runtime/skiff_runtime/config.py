@@ -20,6 +20,7 @@ AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+TokenizerBackend = Literal["tokenizers", "fastokens"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
@@ -53,7 +54,7 @@ class Config:
 
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all")
     port: int = option(API_PORT, "Server", "port to listen on; 0 takes a free one and logs it")
-    tokenizer_backend: Literal["tokenizers", "fastokens"] = option(
+    tokenizer_backend: TokenizerBackend = option(
         "tokenizers",
         "Server",
         "who encodes prompts: fastokens is faster, and is used where it agrees with tokenizers on a probe",

@@ -4,7 +4,7 @@ import argparse
 import os
 import platform
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -16,7 +16,7 @@ from skiff_runtime.bench.path.fronts import Fronts
 from skiff_runtime.bench.path.steps import scheduler_steps
 from skiff_runtime.bench.results import Figures
 from skiff_runtime.bench.values import natural_int, positive_float, positive_int
-from skiff_runtime.config import Config
+from skiff_runtime.config import Config, TokenizerBackend
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.resolve import resolve
 
@@ -30,6 +30,7 @@ and what a decode step costs the whole scheduler over an engine that takes no ti
 
 examples:
   skiff bench path
+  skiff bench path --tokenizer-backend fastokens
   skiff bench path --tokenizers 0 --output path.json
 """
 _TOKEN_TEXT: Final = " pod"
@@ -62,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizers", type=natural_int, default=1, metavar="N", help="processes (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tokenizer-backend",
+        choices=get_args(TokenizerBackend),
+        default="tokenizers",
+        help="who encodes prompts (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
 
 
@@ -80,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Fronts(
         arguments.model,
         tokenizers=arguments.tokenizers,
+        tokenizer_backend=arguments.tokenizer_backend,
         step_milliseconds=arguments.step_ms,
         token=_token(arguments.model),
     ) as fronts:

@@ -19,7 +19,7 @@ import zmq
 from skiff_runtime import contract
 from skiff_runtime.bench.processes import Process
 from skiff_runtime.children import Children, make_run_dir
-from skiff_runtime.config import Config
+from skiff_runtime.config import Config, TokenizerBackend
 from skiff_runtime.errors import StartupError
 from skiff_runtime.launch import Launch, Role
 from skiff_runtime.messages import Heartbeat, PhaseReport, Ready, ServiceReady, ToSupervisor
@@ -39,7 +39,15 @@ class Fronts:
     ``watched`` are the front processes; the stub of rank 0 is not among them.
     """
 
-    def __init__(self, model: str, *, tokenizers: int, step_milliseconds: float, token: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizers: int,
+        tokenizer_backend: TokenizerBackend,
+        step_milliseconds: float,
+        token: int,
+    ) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="skiff-bench-")
         self._stub = [str(step_milliseconds), str(token)]
         directory = _with_context(resolve(Config(model=model))[1].path, Path(self._files.name))
@@ -47,6 +55,7 @@ class Fronts:
             model=str(directory),
             port=0,
             tokenizers=tokenizers,
+            tokenizer_backend=tokenizer_backend,
             max_running_requests=4096,
             log_level="warning",
         )
