@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 
 .PHONY: help setup check format test matrix soak e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
@@ -39,7 +40,7 @@ format: setup ## Let ruff format and mend what it can
 
 test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
 	$(CLUSTER) tools
-	$(PYTEST) -m "not e2e and not gpu and not matrix and not soak" $(PYTEST_ARGS)
+	$(PYTEST) -m "not e2e and not gpu and not matrix and not soak" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
