@@ -32,7 +32,9 @@ class Config:
     """Everything ``skiff serve`` can be told. ``None`` means: derived in ``resolve.py``."""
 
     model: str = option(
-        "demo://", "Model", "what to serve: a directory, file:///path, hf://org/name or demo://"
+        "demo://",
+        "Model",
+        "what to serve: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     cache_dir: str | None = option(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
-from skiff_runtime import demo
+from skiff_runtime import demo, shapes
 from skiff_runtime.config import AUTO, Config, Device, Dtype
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import resolve as resolve_hub
@@ -24,6 +24,8 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
     Raises ConfigError, ModelError or FetchError; each names what to change.
     """
+    if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
+        raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
     keys = config.api_key + read_keys(config.api_key_file)
     model = read_model_config(locate(config), max_model_len=config.max_model_len)
     device = _device(config)
@@ -58,6 +60,8 @@ def locate(config: Config) -> Path:
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
+    if uri.startswith(shapes.SCHEME):
+        return shapes.find(uri)
     if uri.startswith(_HUB):
         cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
         return resolve_hub(uri, config.revision, cache)
@@ -67,7 +71,7 @@ def locate(config: Config) -> Path:
         return Path(uri.removeprefix(_FILE))
     if _SCHEME in uri:
         raise ConfigError(
-            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name or demo://"
+            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
         )
     return Path(uri)
 
