@@ -19,7 +19,9 @@ MAX_PAGE_SIZE: Final = 1024
 AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "fp8"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
@@ -47,7 +49,13 @@ class Config:
         "safetensors", "Model", "dummy gives seeded random weights: for benchmarks, no weight is read"
     )
     dtype: Dtype = option(
-        AUTO, "Model", "type of weights and KV cache (auto: the model's own; float32 for float16 on a CPU)"
+        AUTO, "Model", "type of weights and computation (auto: the model's own; float32 for float16 on a CPU)"
+    )
+    quantization: Literal["auto", "none", "fp8"] = option(
+        AUTO,
+        "Model",
+        "fp8 keeps the matrices of attention and MLP in e4m3, one scale for each output, and rounds activations "
+        "likewise, one scale for each token (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
         None, "Model", "longest prompt plus output, in tokens (default: what the model was made for)"
@@ -113,7 +121,15 @@ class Config:
 
     device: Device = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
     tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
-    attention: Literal["auto", "torch"] = option(AUTO, "Engine", "attention backend")
+    attention: Attention = option(
+        AUTO,
+        "Engine",
+        "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU flashinfer "
+        "where it is installed and can serve the model, else triton)",
+    )
+    disable_cuda_graphs: bool = option(
+        False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
+    )
     cpu_threads: int | None = option(
         None, "Engine", "computing threads of each rank on a CPU (default: the cores it may use, over --tp)"
     )
@@ -138,6 +154,11 @@ class Config:
     )
 
     page_size: int = option(16, "KV cache", "tokens in one page of the KV cache")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
+        AUTO,
+        "KV cache",
+        "type of K and V in the cache; fp8_e4m3 holds twice the tokens (auto: that of --dtype)",
+    )
     kv_cache_tokens: int | None = option(
         None, "KV cache", "size of the KV cache in tokens (default: by --memory-fraction)"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from skiff_runtime import demo, shapes
-from skiff_runtime.config import AUTO, Config, Device, Dtype
+from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import resolve as resolve_hub
 from skiff_runtime.keys import read_keys
@@ -35,6 +35,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         api_key=keys,
         device=device,
         dtype=_dtype(config, model, device),
+        quantization=_quantization(config, model),
         max_model_len=_max_model_len(config, model),
         served_model_name=config.served_model_name or _name(config.model),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
@@ -98,6 +99,14 @@ def _dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
         return config.dtype
     own = cast(Dtype, model.dtype)
     return "float32" if device == "cpu" and own == "float16" else own
+
+
+def _quantization(config: Config, model: ModelConfig) -> Quantization:
+    if config.quantization == "none" and model.quantization != "none":
+        raise ConfigError(
+            f"--quantization none: the weights in {model.path} are in {model.quantization} already; leave the option out"
+        )
+    return model.quantization if config.quantization == AUTO else config.quantization
 
 
 def _max_model_len(config: Config, model: ModelConfig) -> int:

@@ -28,17 +28,13 @@ class RMSNorm:
 
 
 class QKNorm:
-    """[T, query + kv heads, size] -> the same shape: every head normalized, with one weight for q and one for k."""
+    """What normalizes each head of queries and keys: ``weights`` [2, size], one for q and one for k."""
 
-    def __init__(self, query: int, kv: int, size: int, eps: float, placement: Placement) -> None:
-        self._weights = placement.empty(2, size)
-        self._kinds = torch.tensor([0] * query + [1] * kv, device=placement.device)
-        self._eps = eps
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return rms_norm(heads, self._weights[self._kinds], self._eps)
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self.weights = placement.empty(2, size)
+        self.eps = eps
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """The checkpoint tensors that fill this layer."""
-        yield whole(f"{prefix}q_norm.weight", self._weights[0])
-        yield whole(f"{prefix}k_norm.weight", self._weights[1])
+        yield whole(f"{prefix}q_norm.weight", self.weights[0])
+        yield whole(f"{prefix}k_norm.weight", self.weights[1])

@@ -1,10 +1,10 @@
 """Where a rank's weights live, and how a checkpoint's tensor is cut for it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from skiff_runtime.config import Quantization
 from skiff_runtime.distributed.group import TensorParallel
 
 
@@ -15,7 +15,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     group: TensorParallel = field(default_factory=TensorParallel)
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Quantization = "none"
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialized weight."""
