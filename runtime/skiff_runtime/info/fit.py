@@ -61,9 +61,7 @@ def need(config: Config, model: ModelConfig, dtype: str) -> Need:
     quantization = model.quantization if config.quantization == AUTO else config.quantization
     return Need(
         parameters=count_parameters(model),
-        weights=weight_bytes(
-            model, config.tp, element_bytes=element_bytes, quantization=quantization
-        ),
+        weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
         kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
         working=working_bytes(config, model, ranks=config.tp, element_bytes=element_bytes),
         context=config.max_model_len or model.max_position_embeddings,
