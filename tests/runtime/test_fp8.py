@@ -26,20 +26,24 @@ from skiff_runtime.models.weights import load_weights, weight_bytes
 from skiff_runtime.resolve import resolve
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
-SCHEME = {"num_bits": 8, "type": "float", "symmetric": True}
-GROUP = {
+SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+GROUP: dict[str, Any] = {
     "targets": ["Linear"],
     "weights": {**SCHEME, "strategy": "channel", "dynamic": False},
     "input_activations": {**SCHEME, "strategy": "token", "dynamic": True},
 }
-COMPRESSED = {
+COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
     "ignore": ["lm_head"],
     "config_groups": {"group_0": GROUP},
     "kv_cache_scheme": None,
 }
-FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": None, "modules_to_not_convert": ["lm_head"]}
+FBGEMM: dict[str, Any] = {
+    "quant_method": "fbgemm_fp8",
+    "activation_scale_ub": None,
+    "modules_to_not_convert": ["lm_head"],
+}
 
 
 def load(path: Path, *, quantized: bool = True, rank: int = 0, size: int = 1) -> dict[str, Piece]:
@@ -119,7 +123,8 @@ def test_quantized_checkpoint_is_taken_as_it_is(
     for name, piece in load(ready).items():
         assert torch.equal(piece.target.view(torch.uint8), own[name].target.view(torch.uint8)), name
         if piece.scales is not None:
-            assert own[name].scales is not None and torch.equal(piece.scales, own[name].scales)
+            scales = own[name].scales
+            assert scales is not None and torch.equal(piece.scales, scales)
     assert sum(piece.scales is not None for piece in own.values()) == 3 * 7
 
 

@@ -1,0 +1,68 @@
+"""Products of few tokens and roundings to e4m3 in Triton, against float64: odd shapes, strides, every element written."""
+
+import pytest
+import torch
+from kernel_device import DEVICE, TOLERANCE, error
+
+from skiff_runtime.kernels import fp8 as reference
+from skiff_runtime.kernels.fused import fp8, gemv
+
+SHORT = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+"""Triton's interpreter multiplies bfloat16 matrices as if their bits were whole numbers."""
+TYPES = (torch.float32, SHORT)
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (37, 100), (64, 1300)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens(tokens: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+    x = noise(tokens, 2 * inputs, dtype=dtype)[:, :inputs]
+    weight = noise(outputs, inputs, dtype=dtype, seed=1)
+    added = noise(outputs, dtype=dtype, seed=2) if bias else None
+    wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
+    product = gemv.gemv(x, weight, None, added)
+    assert product.shape == (tokens, outputs) and product.dtype == dtype
+    assert error(product, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_few_tokens_with_eight_bit_weights(tokens: int) -> None:
+    x = noise(tokens, 208, dtype=SHORT)
+    weight, scales = reference.round_rows(noise(48, 208, dtype=torch.float32, seed=1))
+    wanted = x.double() @ (weight.double() * scales.double()).T
+    assert error(gemv.gemv(x, weight, scales, None), wanted) < TOLERANCE[SHORT]
+
+
+@pytest.mark.parametrize("tile", [gemv.Tile(1, 16, 1), gemv.Tile(4, 128, 2), gemv.Tile(2, 2048, 8)])
+def test_any_tile_gives_the_same(tile: gemv.Tile) -> None:
+    x, weight = noise(1, 300, dtype=torch.float32), noise(70, 300, dtype=torch.float32, seed=1)
+    assert error(gemv.gemv(x, weight, None, None, tile), x.double() @ weight.double().T) < 1e-5
+
+
+def test_it_pays_for_a_few_tokens_alone() -> None:
+    weight = torch.empty(64, 32)
+    assert gemv.pays(torch.empty(1, 32), weight) and gemv.pays(torch.empty(8, 32), weight)
+    assert not gemv.pays(torch.empty(9, 32), weight) and not gemv.pays(torch.empty(0, 32), weight)
+    assert not gemv.pays(torch.empty(1, 32), torch.empty(100_000, 32))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 16), (5, 300), (3, 1025)])
+def test_rows_are_rounded_as_by_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    values = noise(rows, 2 * width, dtype=dtype)[:, :width]
+    values[0] = 0
+    rounded, scales = fp8.quantize_rows(values)
+    wanted, wanted_scales = reference.round_rows(values)
+    assert torch.equal(scales, wanted_scales)
+    given, wide = rounded.float(), wanted.float()
+    if DEVICE.type == "cuda":
+        assert torch.equal(given, wide)
+    else:  # the interpreter loses the carry where rounding up reaches a power of two, and rounds ties up
+        carried = wide.abs().log2().frac() == 0
+        assert ((given - wide).abs() <= wide.abs() / 8)[~carried].all()
