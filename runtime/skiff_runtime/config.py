@@ -124,8 +124,7 @@ class Config:
     attention: Attention = option(
         AUTO,
         "Engine",
-        "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU flashinfer "
-        "where it is installed and can serve the model, else triton)",
+        "attention backend, or one for prefill and one for decode (auto: torch on a CPU, triton on a GPU)",
     )
     disable_cuda_graphs: bool = option(
         False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"

@@ -16,7 +16,7 @@ def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> 
     Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. Raises ConfigError for what
     is unknown, or cannot serve this model on this device.
     """
-    chosen = _default(pool, query_heads) if name == AUTO else name
+    chosen = _DEFAULTS[pool.device.type] if name == AUTO else name
     if chosen == _TORCH:
         return TorchAttention(pool)
     prefill, _, decode = chosen.partition(",")
@@ -56,19 +56,8 @@ def _with_flashinfer(
     )
 
 
-def _default(pool: KVPool, query_heads: int) -> str:
-    if pool.device.type != "cuda":
-        return _TORCH
-    if find_spec(_FLASHINFER) is None:
-        return _TRITON
-    from skiff_runtime.attention.flashinfer import obstacle
-
-    return ",".join(
-        _TRITON if obstacle(pool, query_heads, decode=decode) else _FLASHINFER for decode in (False, True)
-    )
-
-
 _TORCH: Final = "torch"
 _TRITON: Final = "triton"
 _FLASHINFER: Final = "flashinfer"
+_DEFAULTS: Final = {"cpu": _TORCH, "cuda": _TRITON}
 _PARTS: Final = (_FLASHINFER, _TRITON)

@@ -103,7 +103,7 @@ def _slices(runner: ModelRunner, hidden: Hidden, offset: int, following: torch.T
     parts = []
     for at in range(0, len(following), PROMPT_SLICE):
         chosen = following[at : at + PROMPT_SLICE]
-        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen)))
+        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen))).float()
         parts.append(tell(logits.log_softmax(-1), chosen, top))
     return Told(
         torch.cat([part.chosen for part in parts]),
