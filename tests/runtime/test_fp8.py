@@ -15,7 +15,7 @@ from tiny_models import edit_json, load_reference, make_model, oracle_choices
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.kernels.fp8 import E4M3, LARGEST, quantize_rows, scaled_linear, to_e4m3
+from skiff_runtime.kernels.fp8 import E4M3, LARGEST, round_rows, scaled_linear, to_e4m3
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.layers.placement import Piece, Placement
 from skiff_runtime.models.checkpoint import INDEX_FILE
@@ -61,7 +61,7 @@ def quantize(path: Path, config: dict[str, Any], scale_shape: tuple[int, ...] = 
     for file in sorted(path.glob("*.safetensors")):
         tensors = load_file(file)
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            tensors[name], scales = quantize_rows(tensors[name])
+            tensors[name], scales = round_rows(tensors[name])
             tensors[f"{name}_scale"] = scales.reshape(scale_shape)
         save_file(tensors, file)
         files.update(dict.fromkeys(tensors, file.name))
@@ -73,7 +73,7 @@ def quantize(path: Path, config: dict[str, Any], scale_shape: tuple[int, ...] = 
 @settings(max_examples=200)
 def test_rounding_keeps_three_bits_and_the_largest(row: list[float]) -> None:
     values = torch.tensor([row])
-    rounded, scales = quantize_rows(values)
+    rounded, scales = round_rows(values)
     assert rounded.dtype == E4M3 and scales.shape == (1, 1)
     back = rounded.double() * scales.double()
     step = scales.double() * 2.0**-9  # that of the smallest numbers
@@ -93,8 +93,8 @@ def test_product_is_that_of_the_rounded_numbers(tokens: int, bias: bool) -> None
     torch.manual_seed(tokens)
     x, matrix = torch.randn(tokens, 48) * 3, torch.randn(32, 48)
     added = torch.randn(32) if bias else None
-    weight, scales = quantize_rows(matrix)
-    rounded, row_scales = quantize_rows(x)
+    weight, scales = round_rows(matrix)
+    rounded, row_scales = round_rows(x)
     exact = (rounded.double() * row_scales.double()) @ (weight.double() * scales.double()).T
     exact = exact if added is None else exact + added.double()
     torch.testing.assert_close(scaled_linear(x, weight, scales, added).double(), exact, rtol=1e-5, atol=1e-4)
@@ -204,7 +204,7 @@ def _round_linear_layers(oracle: Any) -> None:
     """Make transformers compute with rounded weights and activations, in float32."""
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
-        flat, scales = quantize_rows(values.flatten(0, -2))
+        flat, scales = round_rows(values.flatten(0, -2))
         return (flat.float() * scales).view(values.shape)
 
     for name, module in oracle.named_modules():

@@ -26,23 +26,25 @@ def test_few_tokens(tokens: int, outputs: int, inputs: int, bias: bool, dtype: t
     weight = noise(outputs, inputs, dtype=dtype, seed=1)
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
     wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
-    product = gemv.gemv(x, weight, None, added)
+    product = gemv.gemv(x, weight, added)
     assert product.shape == (tokens, outputs) and product.dtype == dtype
     assert error(product, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_few_tokens_with_eight_bit_weights(tokens: int) -> None:
-    x = noise(tokens, 208, dtype=SHORT)
+def test_few_tokens_in_eight_bits(tokens: int) -> None:
+    x, x_scales = reference.round_rows(noise(tokens, 208, dtype=torch.float32))
     weight, scales = reference.round_rows(noise(48, 208, dtype=torch.float32, seed=1))
-    wanted = x.double() @ (weight.double() * scales.double()).T
-    assert error(gemv.gemv(x, weight, scales, None), wanted) < TOLERANCE[SHORT]
+    wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()).T
+    tile = gemv.Tile(rows=2, columns=128, warps=2, unroll=2)
+    product = gemv.gemv(x, weight, scales=(x_scales, scales), dtype=torch.float32, tile=tile)
+    assert error(product, wanted) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("tile", [gemv.Tile(1, 16, 1), gemv.Tile(4, 128, 2), gemv.Tile(2, 2048, 8)])
 def test_any_tile_gives_the_same(tile: gemv.Tile) -> None:
     x, weight = noise(1, 300, dtype=torch.float32), noise(70, 300, dtype=torch.float32, seed=1)
-    assert error(gemv.gemv(x, weight, None, None, tile), x.double() @ weight.double().T) < 1e-5
+    assert error(gemv.gemv(x, weight, tile=tile), x.double() @ weight.double().T) < 1e-5
 
 
 def test_it_pays_for_a_few_tokens_alone() -> None:
@@ -50,19 +52,39 @@ def test_it_pays_for_a_few_tokens_alone() -> None:
     assert gemv.pays(torch.empty(1, 32), weight) and gemv.pays(torch.empty(8, 32), weight)
     assert not gemv.pays(torch.empty(9, 32), weight) and not gemv.pays(torch.empty(0, 32), weight)
     assert not gemv.pays(torch.empty(1, 32), torch.empty(100_000, 32))
+    assert not gemv.pays(torch.empty(2, 4096), torch.empty(64, 4096))
+
+
+def same_rounding(found: reference.Rounded, wanted: reference.Rounded) -> None:
+    """Rounded alike; the sums of norms and the exponentials of activations may differ in their last bits."""
+    torch.testing.assert_close(found.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
+    given = found.values.float().cpu() * found.scales.cpu()
+    wide = wanted.values.float() * wanted.scales
+    # The interpreter loses the carry where rounding up reaches a power of two.
+    carried = (wanted.values.float().abs().log2().frac() == 0) & (DEVICE.type == "cpu")
+    assert ((given - wide).abs() <= wide.abs() / 7 + wanted.scales / 256)[~carried].all()
+    near = ((given - wide).abs() <= wide.abs() / 100)[~carried]
+    assert near.float().mean() > 0.95
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(1, 16), (5, 300), (3, 1025)])
-def test_rows_are_rounded_as_by_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_rounding(rows: int, width: int, dtype: torch.dtype) -> None:
     values = noise(rows, 2 * width, dtype=dtype)[:, :width]
     values[0] = 0
-    rounded, scales = fp8.quantize_rows(values)
-    wanted, wanted_scales = reference.round_rows(values)
-    assert torch.equal(scales, wanted_scales)
-    given, wide = rounded.float(), wanted.float()
-    if DEVICE.type == "cuda":
-        assert torch.equal(given, wide)
-    else:  # the interpreter loses the carry where rounding up reaches a power of two, and rounds ties up
-        carried = wide.abs().log2().frac() == 0
-        assert ((given - wide).abs() <= wide.abs() / 8)[~carried].all()
+    found = fp8.round_activations(values)
+    assert found.dtype == dtype
+    same_rounding(found, reference.round_activations(values.cpu()))
+    assert torch.equal(found.scales.cpu(), reference.round_rows(values.cpu())[1])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 64), (4, 700)])
+def test_what_is_made_and_rounded_at_once(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual = noise(rows, 2 * width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
+    weight = noise(width, dtype=dtype, seed=2)
+    same_rounding(fp8.silu_mul_and_round(x), reference.silu_mul_and_round(x.cpu()))
+    found, total = fp8.add_norm_and_round(x[:, :width], residual, weight, 1e-5)
+    wanted, summed = reference.add_norm_and_round(x[:, :width].cpu(), residual.cpu(), weight.cpu(), 1e-5)
+    same_rounding(found, wanted)
+    assert torch.equal(total.cpu(), summed)

@@ -14,5 +14,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         from skiff_runtime.kernels.fused import gemv
 
         if gemv.pays(x, weight):
-            return gemv.gemv(x, weight, None, bias)
+            return gemv.gemv(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.heads import place_heads
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut, replicated_cut
 from skiff_runtime.layers.norm import QKNorm
@@ -61,7 +62,7 @@ class Attention:
         if qk_norm_eps is not None:
             self._norm = QKNorm(heads.size, qk_norm_eps, placement)
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, backend: AttentionBackend) -> torch.Tensor:
+    def __call__(self, x: Activations, rotation: Rotation, backend: AttentionBackend) -> torch.Tensor:
         norm = self._norm
         q = place_heads(
             self._qkv(x),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.placement import Piece, Placement, whole
 from skiff_runtime.layers.weight import make_weight
 
@@ -48,7 +49,7 @@ class ColumnParallelLinear:
         self.weight = make_weight(sum(self.sizes), inputs, placement)
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         return self.weight.product(x, self.bias)
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
@@ -73,7 +74,7 @@ class RowParallelLinear:
         self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, placement)
         self.bias = placement.empty(outputs) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         if self._group.size == 1:
             return self.weight.product(x, self.bias)
         total = self._group.all_reduce(self.weight.product(x))

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import ALIGNMENT, E4M3, scaled_linear
+from skiff_runtime.kernels.fp8 import ALIGNMENT, E4M3, Activations, scaled_linear
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.placement import Placement
 
@@ -28,8 +28,8 @@ class Weight(ABC):
     """A matrix [outputs, inputs]."""
 
     @abstractmethod
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, inputs] -> [T, outputs], in the type of x."""
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, inputs] -> [T, outputs], in the model's type."""
 
     @abstractmethod
     def split(self, sizes: Sequence[int]) -> list[Rows]:
@@ -42,8 +42,9 @@ class PlainWeight(Weight):
     def __init__(self, outputs: int, inputs: int, placement: Placement) -> None:
         self.values = placement.empty(outputs, inputs)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The plain product."""
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The plain product; x must not be rounded."""
+        assert isinstance(x, torch.Tensor)
         return linear(x, self.values, bias)
 
     def split(self, sizes: Sequence[int]) -> list[Rows]:
@@ -60,8 +61,8 @@ class Fp8Weight(Weight):
         self.values = torch.empty((outputs, inputs), dtype=E4M3, device=placement.device)
         self.scales = torch.empty((outputs, 1), dtype=torch.float32, device=placement.device)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The scaled product."""
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The scaled product; x is rounded if it is not."""
         return scaled_linear(x, self.values, self.scales, bias)
 
     def split(self, sizes: Sequence[int]) -> list[Rows]:

@@ -9,7 +9,7 @@ from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.layers.attention import Attention, Heads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
 from skiff_runtime.layers.mlp import GatedMLP
-from skiff_runtime.layers.norm import RMSNorm
+from skiff_runtime.layers.norm import InputNorm, RMSNorm
 from skiff_runtime.layers.placement import Piece, Placement
 from skiff_runtime.layers.rotary import RotaryTable, Rotation
 from skiff_runtime.models.config import ModelConfig
@@ -23,20 +23,20 @@ class DecoderLayer:
         self._mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, bias=config.mlp_bias, placement=placement
         )
-        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._middle_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._input_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._middle_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, backend: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, residual) [T, hidden]; their sum is the layer's result, formed by the next norm."""
         if residual is None:
-            x, residual = self._input_norm(x), x
+            normed, residual = self._input_norm(x), x
         else:
-            x, residual = self._input_norm.after_sum(x, residual)
-        x = self._attention(x, rotation, backend)
-        x, residual = self._middle_norm.after_sum(x, residual)
-        return self._mlp(x), residual
+            normed, residual = self._input_norm.after_sum(x, residual)
+        x = self._attention(normed, rotation, backend)
+        normed, residual = self._middle_norm.after_sum(x, residual)
+        return self._mlp(normed), residual
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this layer."""
