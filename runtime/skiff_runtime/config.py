@@ -124,7 +124,8 @@ class Config:
     attention: Attention = option(
         AUTO,
         "Engine",
-        "attention backend, or one for prefill and one for decode (auto: torch on a CPU, triton on a GPU)",
+        "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU triton, but for "
+        "prefill flashinfer where its kernels are built)",
     )
     disable_cuda_graphs: bool = option(
         False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
@@ -145,6 +146,12 @@ class Config:
     )
     max_batch_tokens: int = option(
         2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
+    )
+    mixed_prefill_tokens: int | None = option(
+        None,
+        "Scheduling",
+        "most prompt tokens in a step in which others decode (default: what --max-batch-tokens leaves); fewer keep a "
+        "long prompt from holding up the next tokens of the others",
     )
     disable_overlap: bool = option(
         False,
@@ -226,6 +233,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("max_queued_requests", 0, 1 << 20),
     ("max_queued_tokens", 1, 1 << 40),
     ("max_batch_tokens", 1, 1 << 20),
+    ("mixed_prefill_tokens", 1, 1 << 20),
     ("page_size", 1, MAX_PAGE_SIZE),
     ("kv_cache_tokens", 2, 1 << 40),
     ("memory_fraction", 0.01, 0.99),

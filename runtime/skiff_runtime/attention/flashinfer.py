@@ -7,6 +7,9 @@ import flashinfer
 import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from flashinfer.jit import env as environment
+from flashinfer.jit.attention.modules import get_batch_prefill_uri
+from flashinfer.utils import determine_attention_backend
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import Part
@@ -40,6 +43,16 @@ def obstacle(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
     if torch.cuda.get_device_capability(pool.device)[0] not in DECODE_ARCHITECTURES:
         return "FlashInfer's decode needs compute capability 9, 10 or 12"
     return None
+
+
+def prefill_is_built(pool: KVPool) -> bool:
+    """Whether the kernels that prefill takes were compiled before; else the first start waits a minute for them."""
+    dtype, dim = pool.layout.dtype, pool.layout.head_dim
+    backend = determine_attention_backend(pool.device, 0, False, False, dtype, dtype)
+    kinds = (dtype, dtype, dtype, torch.int32, dim, dim)
+    name = get_batch_prefill_uri(backend, *kinds, 0, False, False, False)
+    folders = (environment.FLASHINFER_AOT_DIR, environment.FLASHINFER_JIT_DIR)
+    return any((folder / name / f"{name}.so").exists() for folder in folders)
 
 
 class FlashInferPrefill(Part):

@@ -16,7 +16,7 @@ def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> 
     Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. Raises ConfigError for what
     is unknown, or cannot serve this model on this device.
     """
-    chosen = _DEFAULTS[pool.device.type] if name == AUTO else name
+    chosen = _default(pool, query_heads) if name == AUTO else name
     if chosen == _TORCH:
         return TorchAttention(pool)
     prefill, _, decode = chosen.partition(",")
@@ -56,8 +56,19 @@ def _with_flashinfer(
     )
 
 
+def _default(pool: KVPool, query_heads: int) -> str:
+    """On a GPU our own kernel decodes, for it is ahead; FlashInfer's prefill is ahead of ours where it is built."""
+    if pool.device.type != "cuda":
+        return _TORCH
+    if find_spec(_FLASHINFER) is None:
+        return _TRITON
+    from skiff_runtime.attention.flashinfer import obstacle, prefill_is_built
+
+    ready = obstacle(pool, query_heads, decode=False) is None and prefill_is_built(pool)
+    return f"{_FLASHINFER},{_TRITON}" if ready else _TRITON
+
+
 _TORCH: Final = "torch"
 _TRITON: Final = "triton"
 _FLASHINFER: Final = "flashinfer"
-_DEFAULTS: Final = {"cpu": _TORCH, "cuda": _TRITON}
 _PARTS: Final = (_FLASHINFER, _TRITON)

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 LOG2_E: Final = 1.4426950408889634
-PROGRAMS: Final = 2112
-"""Decode makes at most so many programs, unless there are more rows: sixteen for each multiprocessor of a large GPU."""
+PROGRAMS: Final = 3000
+"""Decode makes about so many programs, so that long contexts among short ones keep no one waiting."""
+FEW_ROWS: Final = 4
+"""For which small tiles are the quickest."""
 MAX_SPLITS: Final = 64
 MIN_SPLIT: Final = 256
 """Tokens of the longest context for which another split pays."""
@@ -81,10 +83,10 @@ def _decode(
         tl.store(output + head[:, None] * DIM + column[None, :], mixed / total[:, None], used)
     else:
         some = begin < end
-        mixed = tl.where(some, mixed / total[:, None], 0.0)
+        mixed = mixed / total[:, None]
         weight = tl.where(some, highest + tl.log2(total), -float("inf"))
         at = head * splits + split
-        tl.store(parts + at[:, None] * DIM + column[None, :], mixed, used)
+        tl.store(parts + at[:, None] * DIM + column[None, :], mixed, used & some)
         tl.store(weights + at, weight, group < GROUP)
 
 
@@ -103,7 +105,7 @@ def _merge(
     column = tl.arange(0, DIM_BLOCK)
     weight = tl.load(weights + head * splits + split, split < splits, -float("inf"))
     share = tl.exp2(weight - tl.max(weight, 0))
-    inside = (split < splits)[:, None] & (column < DIM)[None, :]
+    inside = (weight > -float("inf"))[:, None] & (column < DIM)[None, :]
     part = tl.load(parts + (head * splits + split[:, None]) * DIM + column[None, :], inside, 0.0)
     mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
     tl.store(output + head * DIM + column, mixed, column < DIM)
@@ -111,7 +113,7 @@ def _merge(
 
 def splits_of(rows: int, kv_heads: int, longest: int) -> int:
     """Into how many parts ``decode`` cuts each row: by what is known before the contexts are."""
-    wanted = PROGRAMS // (rows * kv_heads)
+    wanted = round(PROGRAMS / (rows * kv_heads))
     return max(1, min(wanted, MAX_SPLITS, -(-longest // MIN_SPLIT)))
 
 
@@ -158,7 +160,7 @@ def decode(
         DIM_BLOCK=dim_block,
         PAGE=page_size,
         WHOLE=splits == 1,
-        **_decode_tiles(queries.dtype, dim_block, splits),
+        **_decode_tiles(queries.dtype, dim_block, splits, rows),
     )
     if splits > 1:
         _merge[(rows * heads,)](
@@ -174,15 +176,15 @@ def decode(
     return output
 
 
-def _decode_tiles(dtype: torch.dtype, dim_block: int, splits: int) -> dict[str, int | str]:
-    """Of the shapes tried on an H200, the fastest: large where rows are many, small where they are split."""
+def _decode_tiles(dtype: torch.dtype, dim_block: int, splits: int, rows: int) -> dict[str, int | str]:
+    """Of the shapes tried on an H200, the fastest; docs/benchmarks.md has the others."""
     if dtype == torch.float32:
         return {"BLOCK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if dim_block > 128:
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
-    if splits == 1:
-        return {"BLOCK": 128, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
-    return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 2, "num_stages": 3}
+    if rows <= FEW_ROWS:
+        return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4}
+    return {"BLOCK": 128, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if splits == 1 else 2}
 
 
 @triton.jit(
@@ -290,7 +292,7 @@ def prefill(
         ROWS=block,
         BLOCK=32 if small else 64,
         PRECISION="ieee" if exact else "tf32",
-        num_warps=4 if small else 8,
+        num_warps=4,
         num_stages=2 if small else 3,
     )
     return output

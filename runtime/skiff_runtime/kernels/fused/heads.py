@@ -33,23 +33,25 @@ def _place(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < QUERY + 2 * KV) & (column < HALF)
+    # All that is read is asked for at once: one wait for memory, not four.
+    angle = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
+    location = tl.load(locations + token).to(tl.int64)
     source = qkv + token * qkv_stride + head * DIM + column
     low = tl.load(source, inside, 0.0).to(tl.float32)
     high = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+    cosine = tl.load(angle, column < HALF, 0.0).to(tl.float32)
+    sine = tl.load(angle + DIM + HALF, column < HALF, 0.0).to(tl.float32)
     is_value = head >= QUERY + KV
     turned_low, turned_high = low, high
     if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
         weight = weights + tl.where(head < QUERY, 0, DIM) + column
-        turned_low = (low * scale).to(kind).to(tl.float32) * tl.load(weight, inside, 0.0).to(tl.float32)
-        turned_high = (high * scale).to(kind).to(tl.float32) * tl.load(weight + HALF, inside, 0.0).to(
-            tl.float32
-        )
+        weight_low = tl.load(weight, inside, 0.0).to(tl.float32)
+        weight_high = tl.load(weight + HALF, inside, 0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        turned_low = (low * scale).to(kind).to(tl.float32) * weight_low
+        turned_high = (high * scale).to(kind).to(tl.float32) * weight_high
         turned_low = turned_low.to(kind).to(tl.float32)
         turned_high = turned_high.to(kind).to(tl.float32)
-    angle = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
-    cosine = tl.load(angle, column < HALF, 0.0).to(tl.float32)
-    sine = tl.load(angle + DIM + HALF, column < HALF, 0.0).to(tl.float32)
     first = (turned_low * cosine).to(kind).to(tl.float32) - (turned_high * sine).to(kind).to(tl.float32)
     second = (turned_high * cosine).to(kind).to(tl.float32) + (turned_low * sine).to(kind).to(tl.float32)
     low = tl.where(is_value, low, first).to(kind)
@@ -58,7 +60,6 @@ def _place(
     target = queries + token * (QUERY * DIM) + head * DIM + column
     tl.store(target, low, is_query)
     tl.store(target + HALF, high, is_query)
-    location = tl.load(locations + token).to(tl.int64)
     is_kept = inside & (location >= 0)
     place = location * (KV * DIM) + column
     target = keys + place + (head - QUERY) * DIM

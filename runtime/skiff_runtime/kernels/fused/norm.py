@@ -22,6 +22,7 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
+    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)  # asked for before the sum is waited for
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     if SUM:
         value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
@@ -30,7 +31,6 @@ def _rms_norm(
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     scaled = (value * scale).to(normed.dtype.element_ty).to(tl.float32)
-    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     tl.store(normed + row * WIDTH + columns, (scaled * weights).to(normed.dtype.element_ty), inside)
 
 
