@@ -130,6 +130,9 @@ class Config:
     disable_cuda_graphs: bool = option(
         False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
     )
+    kernel_cache_dir: str | None = option(
+        None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
+    )
     cpu_threads: int | None = option(
         None, "Engine", "computing threads of each rank on a CPU (default: the cores it may use, over --tp)"
     )

@@ -5,11 +5,13 @@ loop, so that all ranks see the same messages in the same order and plan the sam
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
+from skiff_runtime.kernels import cache
 from skiff_runtime.messages import (
     AbortRequest,
     FlushCache,
@@ -103,6 +105,8 @@ def run(child: Child) -> None:
     profiler = StepProfiler()
     channel = _channel(child, profiler)
     child.phase("config")
+    if config.device == "cuda" and config.kernel_cache_dir is not None:
+        cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallel.start(
         rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
     )

@@ -38,6 +38,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         quantization=_quantization(config, model),
         max_model_len=_max_model_len(config, model),
         served_model_name=config.served_model_name or _name(config.model),
+        kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
     )
     return resolved, model

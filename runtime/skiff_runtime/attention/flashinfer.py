@@ -13,10 +13,12 @@ from flashinfer.utils import determine_attention_backend
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import Part
+from skiff_runtime.kernels.cache import load_compiled_modules
 from skiff_runtime.kernels.fused.inputs import gather_pages
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.step import Int32
 
+load_compiled_modules()
 WORKSPACE_BYTES: Final = 256 << 20
 DECODE_WORKSPACE_BYTES: Final = 128 << 20
 PLANS: Final = 3

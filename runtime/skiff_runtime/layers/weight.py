@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -11,9 +10,6 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.fp8 import ALIGNMENT, E4M3, Activations, scaled_linear
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.placement import Placement
-
-OLDEST: Final = (8, 9)
-"""Compute capability of the first GPUs that multiply e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,11 @@ class Fp8Weight(Weight):
     """In e4m3 with one scale for each output; activations are rounded likewise, with one scale for each token."""
 
     def __init__(self, outputs: int, inputs: int, placement: Placement) -> None:
-        if placement.device.type == "cuda":
-            _check(outputs, inputs, placement.device)
+        if placement.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
+            raise ConfigError(
+                f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
+                f"{outputs} x {inputs}; use another --tp, or --quantization none"
+            )
         self.values = torch.empty((outputs, inputs), dtype=E4M3, device=placement.device)
         self.scales = torch.empty((outputs, 1), dtype=torch.float32, device=placement.device)
 
@@ -75,16 +74,3 @@ def make_weight(outputs: int, inputs: int, placement: Placement) -> Weight:
     """A matrix that is yet to be filled."""
     kind = Fp8Weight if placement.quantization == "fp8" else PlainWeight
     return kind(outputs, inputs, placement)
-
-
-def _check(outputs: int, inputs: int, device: torch.device) -> None:
-    if torch.cuda.get_device_capability(device) < OLDEST:
-        raise ConfigError(
-            f"--quantization fp8 needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or later, but "
-            f"{torch.cuda.get_device_name(device)} has less; use --quantization none"
-        )
-    if outputs % ALIGNMENT or inputs % ALIGNMENT:
-        raise ConfigError(
-            f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
-            f"{outputs} x {inputs}; use another --tp, or --quantization none"
-        )
