@@ -1,14 +1,16 @@
 """Compiles the GPU kernels of a model ahead: where an image is built, with nvcc perhaps, but with no GPU.
 
-Triton's kernels are those that the engine launches in a rehearsal of its steps. FlashInfer's are compiled where
-``--attention`` names it; that takes nvcc, ninja, and minutes.
+Triton's kernels are those that the engine launches in a rehearsal of its steps. FlashInfer's prefill is compiled where
+``--attention`` names it, or is left to us and nvcc is there; that takes a minute.
 """
 
 import argparse
 import os
 import re
+import shutil
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, cast
 
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     cache.activate(directory, directory)
     started = time.monotonic()
     _compile_triton(resolved, model, arguments.arch)
-    if _FLASHINFER in resolved.attention:
+    if _wants_flashinfer(resolved):
         _compile_flashinfer(resolved, model.head_dim, arguments.arch)
     log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
     return EXIT_OK
@@ -82,18 +84,24 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
     rehearse(config, model, int(major) * 10 + int(minor))
 
 
+def _wants_flashinfer(config: Config) -> bool:
+    if config.attention != AUTO:
+        return _FLASHINFER in config.attention
+    plain = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
+    return plain and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
+
+
 def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> None:
     os.environ[_ARCHITECTURES] = architecture
     import torch
     from flashinfer.jit import gen_batch_prefill_module
 
     dtype = getattr(torch, config.dtype)
-    kinds = ("fa2", "fa3") if architecture.startswith("9.0") else ("fa2",)
-    for kind in kinds:
-        module = gen_batch_prefill_module(
-            kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
-        )
-        module.build(verbose=False)
+    kind = "fa3" if architecture.startswith("9.0") else "fa2"
+    module = gen_batch_prefill_module(
+        kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
+    )
+    module.build(verbose=False)
 
 
 def _architecture(text: str) -> str:
