@@ -1,5 +1,6 @@
 """Attention backends by the name that ``--attention`` takes: one for all, or PREFILL,DECODE."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Final
 
@@ -17,15 +18,15 @@ def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> 
     is unknown, or cannot serve this model on this device.
     """
     chosen = _default(pool, query_heads) if name == AUTO else name
-    if chosen == _TORCH:
-        return TorchAttention(pool)
+    if chosen in _WHOLE:
+        return _WHOLE[chosen](pool)
     prefill, _, decode = chosen.partition(",")
     decode = decode or prefill
     for part in (prefill, decode):
         if part not in _PARTS:
             raise ConfigError(
-                f"--attention {name} is unknown; known are auto, torch, {', '.join(_PARTS)}, and two of the latter as "
-                "PREFILL,DECODE"
+                f"--attention {name} is unknown; known are auto, {', '.join((*_WHOLE, *_PARTS))}, and "
+                f"{' and '.join(_PARTS)} as PREFILL,DECODE"
             )
     if pool.device.type != "cuda":
         raise ConfigError(f"--attention {name} needs a GPU; on {pool.device.type} use torch or auto")
@@ -71,4 +72,7 @@ def _default(pool: KVPool, query_heads: int) -> str:
 _TORCH: Final = "torch"
 _TRITON: Final = "triton"
 _FLASHINFER: Final = "flashinfer"
+_WHOLE: Final[dict[str, Callable[[KVPool], AttentionBackend]]] = {_TORCH: TorchAttention}
+"""Backends for all rows."""
 _PARTS: Final = (_FLASHINFER, _TRITON)
+"""What attends for prefill or for decode, on a GPU."""
