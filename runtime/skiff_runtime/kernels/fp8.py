@@ -24,7 +24,11 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``."""
+    """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``.
+
+    On a GPU the values of a single token are in ``dtype``, too, though rounded all the same: what multiplies them there
+    would only have to widen them again.
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -101,7 +105,7 @@ def _on_tensor_cores(
     if gemv.pays(x.values, weight):
         return gemv.gemv(x.values, weight, bias, scales=(x.scales, scales), dtype=x.dtype)
     product: torch.Tensor = torch._scaled_mm(
-        x.values,
+        x.values.to(E4M3),
         weight.T,
         scale_a=x.scales,
         scale_b=scales.T,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, inputs], weight [outputs, inputs], bias [outputs] -> [T, outputs].
 
-    With few tokens a product is as fast as the matrix can be read. Where the GPU's library is far from that,
+    With few tokens a product is as fast as the matrix can be read. With one, the GPU's library is far from that, and
     a kernel of our own takes its place.
     """
     if x.device.type == "cuda":

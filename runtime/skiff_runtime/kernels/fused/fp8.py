@@ -26,7 +26,8 @@ def _store_row(
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), _LARGEST), _SMALLEST_SCALE)
     scaled = value * tl.div_rn(1.0, scale)
     scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
-    tl.store(rounded + row * WIDTH + columns, scaled.to(rounded.dtype.element_ty), columns < WIDTH)
+    short = scaled.to(tl.float8e4nv).to(rounded.dtype.element_ty)
+    tl.store(rounded + row * WIDTH + columns, short, columns < WIDTH)
     tl.store(scales + row, scale)
 
 
@@ -137,7 +138,7 @@ def add_norm_and_round(
 
 def _empty(like: torch.Tensor, width: int) -> Rounded:
     rows = like.shape[0]
-    values = torch.empty((rows, width), dtype=E4M3, device=like.device)
+    values = torch.empty((rows, width), dtype=like.dtype if rows == 1 else E4M3, device=like.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=like.device)
     return Rounded(values, scales, like.dtype)
 
