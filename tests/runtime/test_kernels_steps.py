@@ -79,7 +79,7 @@ def test_cells_and_pages(tables: tuple[torch.Tensor, torch.Tensor, int]) -> None
     assert torch.equal(gathered.cpu(), torch.cat((pages[5, :2], pages[1])))
 
 
-@pytest.mark.parametrize("vocab", [50, 4097])
+@pytest.mark.parametrize("vocab", [50, 8193])
 @pytest.mark.parametrize("floors", [False, True])
 def test_choices_are_those_of_the_reference(vocab: int, floors: bool) -> None:
     """Greedy, with a seed at both ends of its range, hot, cold, with min_p; and rows of which much is masked."""

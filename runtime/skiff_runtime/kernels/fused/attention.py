@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LOG2_E: Final = 1.4426950408889634
-PROGRAMS: Final = 3000
+PROGRAMS: Final = 2200
 """Decode makes about so many programs, so that long contexts among short ones keep no one waiting."""
 FEW_ROWS: Final = 4
 """For which small tiles are the quickest."""
@@ -171,7 +171,7 @@ def decode(
             DIM=dim,
             DIM_BLOCK=dim_block,
             SPLITS_BLOCK=triton.next_power_of_2(splits),
-            num_warps=4,
+            num_warps=1,
         )
     return output
 
@@ -184,7 +184,8 @@ def _decode_tiles(dtype: torch.dtype, dim_block: int, splits: int, rows: int) ->
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     if rows <= FEW_ROWS:
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4}
-    return {"BLOCK": 128, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if splits == 1 else 2}
+    block = 64 if splits > 4 else 128
+    return {"BLOCK": block, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if splits == 1 else 2}
 
 
 @triton.jit(

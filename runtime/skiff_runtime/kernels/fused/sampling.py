@@ -4,8 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-"""Logits of a row that one program looks at."""
+BLOCK = 2048
+"""Logits of a row that one program chooses from."""
+MAXIMA_BLOCK = 8192
+"""Logits of a row whose largest one program finds; most have nothing to find, so they should be few."""
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -68,7 +70,8 @@ def _choose_parts(
     stride: tl.tensor,
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    MAXIMA_BLOCK: tl.constexpr,
     FLOORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -82,8 +85,8 @@ def _choose_parts(
     if temperature > 0:
         score = tl.div_rn(score, temperature + tl.zeros_like(score))
         min_p = tl.load(filters + slot * 4 + 3)
-        parts = tl.arange(0, PARTS_BLOCK)
-        largest = tl.load(maxima + row * PARTS + parts, parts < PARTS, -float("inf"))
+        parts = tl.arange(0, MAXIMA_BLOCK)
+        largest = tl.load(maxima + row * MAXIMA + parts, parts < MAXIMA, -float("inf"))
         floor = tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf"))
         if FLOORS:
             floor = tl.maximum(floor, tl.load(floors + row))
@@ -132,17 +135,25 @@ def choose(
 ) -> torch.Tensor:
     """As ``kernels.sampling.choose``; logits of any type, with rows at any stride."""
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, BLOCK)
+    parts, maxima_parts = triton.cdiv(vocab, BLOCK), triton.cdiv(vocab, MAXIMA_BLOCK)
     device = logits.device
-    best, maxima = torch.empty((2, rows, parts), dtype=torch.float32, device=device).unbind()
+    best = torch.empty((rows, parts), dtype=torch.float32, device=device)
+    maxima = torch.empty((rows, maxima_parts), dtype=torch.float32, device=device)
     chosen = torch.empty((rows, parts), dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return tokens
-    sizes = {"VOCAB": vocab, "PARTS": parts}
-    parts_block = triton.next_power_of_2(parts)
-    _find_maxima[(rows, parts)](
-        logits, slots, filters, maxima, logits.stride(0), **sizes, BLOCK=BLOCK, num_warps=8
+    stride = logits.stride(0)
+    _find_maxima[(rows, maxima_parts)](
+        logits,
+        slots,
+        filters,
+        maxima,
+        stride,
+        VOCAB=vocab,
+        PARTS=maxima_parts,
+        BLOCK=MAXIMA_BLOCK,
+        num_warps=8,
     )
     _choose_parts[(rows, parts)](
         logits,
@@ -154,12 +165,14 @@ def choose(
         maxima,
         best,
         chosen,
-        logits.stride(0),
-        **sizes,
-        PARTS_BLOCK=parts_block,
+        stride,
+        VOCAB=vocab,
+        PARTS=parts,
+        MAXIMA=maxima_parts,
+        MAXIMA_BLOCK=triton.next_power_of_2(maxima_parts),
         FLOORS=floors is not None,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=4,
     )
     _choose[(rows,)](
         best,
@@ -169,8 +182,9 @@ def choose(
         positions,
         tokens if history is None else history,
         0 if history is None else history.stride(0),
-        **sizes,
-        PARTS_BLOCK=parts_block,
+        VOCAB=vocab,
+        PARTS=parts,
+        PARTS_BLOCK=triton.next_power_of_2(parts),
         HISTORY=history is not None,
         num_warps=1,
     )
