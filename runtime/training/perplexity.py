@@ -1,6 +1,6 @@
 """What eight bits cost: perplexity of the demo model on chats that it was never trained on.
 
-python runtime/training/perplexity.py [--device cuda]
+PYTHONPATH=runtime/training python runtime/training/perplexity.py [--device cuda]
 
 Answers are what the model knows by heart; questions it was not taught to write, so there it is unsure, and small
 errors show. Agreement is the share of all positions at which the likeliest next token is that of the first line.
