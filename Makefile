@@ -11,8 +11,12 @@ CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
+GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+GPU_SUITES := $(wildcard tests/runtime/test_kernels_*.py) tests/runtime/test_fp8.py tests/runtime/test_weights.py
+GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
+GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format test matrix soak e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format test matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +51,17 @@ matrix: setup ## Token parity with transformers over the full product of engine 
 
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)
+
+gpu-test: setup ## What needs a GPU: kernels against float64, the engine against transformers there
+	$(GPU_PIP) 'flashinfer-python>=0.6.12'
+	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m gpu tests/gpu $(PYTEST_ARGS)
+	SKIFF_TEST_DEVICE=cuda $(PYTEST) $(GPU_SUITES) $(PYTEST_ARGS)
+
+gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
+	$(GPU_PIP) 'flashinfer-python>=0.6.12'
+	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
+	$(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 $(GPU_BENCH)
+	$(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix $(GPU_BENCH)
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up

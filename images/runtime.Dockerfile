@@ -1,6 +1,7 @@
 # The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch 2.6 or later, such as
 # pytorch/pytorch for CUDA, or the torch-cpu stage of base.Dockerfile. EXTRAS="runtime gpu" adds the CUDA
-# attention kernels.
+# attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU kernels the image is to hold
+# compiled, for compute capability ARCH: no GPU is needed; with a base that has nvcc, FlashInfer's are among them.
 ARG BASE
 
 FROM ${BASE} AS build
@@ -39,11 +40,23 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
     && rm /opt/app/bin/skiff-operator \
     && PYTHONPATH=/opt/app /opt/app/bin/skiff --help > /dev/null
 
+# Only what is loaded stays: FlashInfer's objects and sources are of no use once linked.
+FROM application AS kernels
+ARG PREBUILD=""
+ARG ARCH=9.0a
+ENV SKIFF_KERNEL_CACHE_DIR=/opt/skiff-kernels PYTHONPATH=/opt/app PATH=/opt/app/bin:/opt/skiff/bin:${PATH}
+RUN mkdir -p /opt/skiff-kernels \
+    && for model in ${PREBUILD}; do skiff prebuild --model-config "$model" --arch ${ARCH} || exit 1; done \
+    && find /opt/skiff-kernels -name '*.o' -delete \
+    && chmod -R a+rX /opt/skiff-kernels
+
 FROM ${BASE}
 RUN echo 'skiff:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'skiff:x:65532:' >> /etc/group
-ENV HOME=/tmp PATH=/opt/app/bin:/opt/skiff/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+ENV HOME=/tmp PATH=/opt/app/bin:/opt/skiff/bin:${PATH} PYTHONPATH=/opt/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    SKIFF_KERNEL_CACHE_DIR=/opt/skiff-kernels
 WORKDIR /opt/app
 USER 65532:65532
 ENTRYPOINT ["skiff"]
 COPY --from=dependencies /opt/skiff /opt/skiff
 COPY --from=application /opt/app /opt/app
+COPY --from=kernels /opt/skiff-kernels /opt/skiff-kernels

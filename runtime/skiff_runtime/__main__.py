@@ -70,6 +70,9 @@ def _parser(words: list[str]) -> Parser:
     _add(commands, words[:1], "chat", "talk to a served model in the terminal", "skiff_runtime.shell")
     _add(commands, words[:1], "info", "what a model is, and whether it fits a GPU", "skiff_runtime.info")
     _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command")
+    _add(
+        commands, words[:1], "prebuild", "compile GPU kernels ahead, without a GPU", "skiff_runtime.prebuild"
+    )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, text in _BENCHMARKS.items():

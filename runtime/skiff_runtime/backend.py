@@ -21,7 +21,9 @@ from skiff_runtime.messages import (
     Grammar,
     PhaseReport,
     ProcessFailed,
+    ProfileSteps,
     Ready,
+    StepStats,
     TokenBatch,
     ToSupervisor,
 )
@@ -49,6 +51,8 @@ class Backend:
         self.close = weakref.finalize(self, self._held.release)
         self.launch.write()
         self._on_phase = on_phase
+        self.on_step: Callable[[StepStats], None] | None = None
+        """Told of each step (and of other news of the scheduler), if set."""
         endpoints = Endpoints(self.launch.run_dir)
         self._reports: Receiver[ToSupervisor] = Receiver(endpoints.supervisor, ToSupervisor)
         self._batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, TokenBatch)
@@ -76,7 +80,7 @@ class Backend:
             self._poller.poll(int(POLL_SECONDS * 1000))
             self._watch()
 
-    def send(self, message: GenerateRequest | AbortRequest) -> None:
+    def send(self, message: GenerateRequest | AbortRequest | ProfileSteps) -> None:
         """Pass a message to rank 0."""
         self._rank0.send(message)
 
@@ -87,6 +91,8 @@ class Backend:
             self._poller.poll(int(POLL_SECONDS * 1000))
             batches = self._batches.drain(1)
             if batches:
+                if self.on_step is not None:
+                    self.on_step(batches[0].stats)
                 return batches[0]
             self._watch()
             self._check_beats(started)

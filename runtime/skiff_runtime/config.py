@@ -19,8 +19,10 @@ MAX_PAGE_SIZE: Final = 1024
 AUTO: Final = "auto"
 
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TokenizerBackend = Literal["tokenizers", "fastokens"]
+Quantization = Literal["none", "fp8"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
@@ -33,7 +35,9 @@ class Config:
     """Everything ``skiff serve`` can be told. ``None`` means: derived in ``resolve.py``."""
 
     model: str = option(
-        "demo://", "Model", "what to serve: a directory, file:///path, hf://org/name or demo://"
+        "demo://",
+        "Model",
+        "what to serve: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     cache_dir: str | None = option(
@@ -46,7 +50,13 @@ class Config:
         "safetensors", "Model", "dummy gives seeded random weights: for benchmarks, no weight is read"
     )
     dtype: Dtype = option(
-        AUTO, "Model", "type of weights and KV cache (auto: the model's own; float32 for float16 on a CPU)"
+        AUTO, "Model", "type of weights and computation (auto: the model's own; float32 for float16 on a CPU)"
+    )
+    quantization: Literal["auto", "none", "fp8"] = option(
+        AUTO,
+        "Model",
+        "fp8 keeps the matrices of attention and MLP in e4m3, one scale for each output, and rounds activations "
+        "likewise, one scale for each token (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
         None, "Model", "longest prompt plus output, in tokens (default: what the model was made for)"
@@ -112,7 +122,18 @@ class Config:
 
     device: Device = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
     tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
-    attention: Literal["auto", "torch"] = option(AUTO, "Engine", "attention backend")
+    attention: Attention = option(
+        AUTO,
+        "Engine",
+        "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU triton, but for "
+        "prefill flashinfer where its kernels are built)",
+    )
+    disable_cuda_graphs: bool = option(
+        False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
+    )
+    kernel_cache_dir: str | None = option(
+        None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
+    )
     cpu_threads: int | None = option(
         None, "Engine", "computing threads of each rank on a CPU (default: the cores it may use, over --tp)"
     )
@@ -130,6 +151,12 @@ class Config:
     max_batch_tokens: int = option(
         2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
     )
+    mixed_prefill_tokens: int | None = option(
+        None,
+        "Scheduling",
+        "most prompt tokens in a step in which others decode (default: what --max-batch-tokens leaves); fewer keep a "
+        "long prompt from holding up the next tokens of the others",
+    )
     disable_overlap: bool = option(
         False,
         "Scheduling",
@@ -137,6 +164,11 @@ class Config:
     )
 
     page_size: int = option(16, "KV cache", "tokens in one page of the KV cache")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
+        AUTO,
+        "KV cache",
+        "type of K and V in the cache; fp8_e4m3 holds twice the tokens (auto: that of --dtype)",
+    )
     kv_cache_tokens: int | None = option(
         None, "KV cache", "size of the KV cache in tokens (default: by --memory-fraction)"
     )
@@ -205,6 +237,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("max_queued_requests", 0, 1 << 20),
     ("max_queued_tokens", 1, 1 << 40),
     ("max_batch_tokens", 1, 1 << 20),
+    ("mixed_prefill_tokens", 1, 1 << 20),
     ("page_size", 1, MAX_PAGE_SIZE),
     ("kv_cache_tokens", 2, 1 << 40),
     ("memory_fraction", 0.01, 0.99),

@@ -13,6 +13,7 @@ One ``LLM`` is for one thread, which must outlive it.
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,15 @@ from skiff_runtime.completion import Completion, Increment, completed
 from skiff_runtime.config import Config, field_names
 from skiff_runtime.errors import ConfigError, InvalidRequest
 from skiff_runtime.inflight import InFlight
-from skiff_runtime.messages import ChatPrompt, EncodeRequest, GenerateRequest, TokenizeRequest, Wire
+from skiff_runtime.messages import (
+    ChatPrompt,
+    EncodeRequest,
+    GenerateRequest,
+    ProfileSteps,
+    StepStats,
+    TokenizeRequest,
+    Wire,
+)
 from skiff_runtime.progress import Counter
 from skiff_runtime.resolve import resolve
 from skiff_runtime.sampling import Sampling
@@ -119,6 +128,17 @@ class LLM:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included. Raises RequestError for an id outside the vocabulary."""
         return self._builder.encoder.decode([*token_ids])
+
+    def watch_steps(self, on_step: Callable[[StepStats], None]) -> None:
+        """From now on, tell ``on_step`` of each step while completions are awaited."""
+        self._backend.on_step = on_step
+
+    def profile(self, path: Path, *, steps: int) -> None:
+        """Let rank 0 write a trace of torch's profiler (JSON, packed by gzip) of its next ``steps`` steps to ``path``.
+
+        It is there soon after the last of them, or when no work is left before.
+        """
+        self._backend.send(ProfileSteps(steps=steps, path=str(path.absolute())))
 
     def close(self) -> None:
         """End the ranks; idempotent."""

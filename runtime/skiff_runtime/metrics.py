@@ -222,7 +222,7 @@ class Metrics:
             self._prefill_rows.of().observe(stats.prefill_rows)
         if stats.decode_tokens:
             self._decode_rows.of().observe(stats.decode_tokens)
-        kind = _kind(stats)
+        kind = step_kind(stats)
         if kind is not None:
             self._steps.of(kind).observe(stats.step_seconds)
             self._step_tokens.of().observe(stats.prefill_tokens + stats.decode_tokens)
@@ -246,8 +246,8 @@ class Metrics:
         return [each for owner in owners for each in owner.values() if isinstance(each, Family)]
 
 
-def _kind(stats: StepStats) -> StepKind | None:
-    """None for a batch that reports no computed step."""
+def step_kind(stats: StepStats) -> StepKind | None:
+    """What a step computed; None for a batch that reports no computed step."""
     if stats.prefill_tokens:
         return StepKind.MIXED if stats.decode_tokens else StepKind.PREFILL
     return StepKind.DECODE if stats.decode_tokens else None

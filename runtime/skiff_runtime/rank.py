@@ -5,22 +5,26 @@ loop, so that all ranks see the same messages in the same order and plan the sam
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
+from skiff_runtime.kernels import cache
 from skiff_runtime.messages import (
     AbortRequest,
     FlushCache,
     GenerateRequest,
     Inbox,
+    ProfileSteps,
     Shutdown,
     TokenBatch,
-    ToScheduler,
+    ToLeader,
 )
 from skiff_runtime.patience import PatientEngine
 from skiff_runtime.process import Child
+from skiff_runtime.profiling import StepProfiler
 from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.loop import Scheduler
 from skiff_runtime.transport import Endpoints, Receiver, Sender
@@ -38,10 +42,13 @@ class LockstepError(SkiffError):
 class LeaderChannel(Channel):
     """Rank 0's: requests come from tokenizers, token batches go to the detokenizer."""
 
-    def __init__(self, endpoints: Endpoints, size: int, should_stop: Callable[[], bool]) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
-            endpoints.rank(0), ToScheduler
+    def __init__(
+        self, endpoints: Endpoints, size: int, should_stop: Callable[[], bool], profiler: StepProfiler
+    ) -> None:
+        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps] = Receiver(
+            endpoints.rank(0), ToLeader
         )
+        self._profiler = profiler
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
         self._should_stop = should_stop
@@ -49,8 +56,14 @@ class LeaderChannel(Channel):
     def receive(self, *, wait: bool, digest: int) -> list[Item]:
         """What arrived for this turn, told to every other rank."""
         if wait:
+            self._profiler.finish()
             self._inbox.socket.poll(int(IDLE_SECONDS * 1000))
-        items: list[Item] = list(self._inbox.drain(TURN_MESSAGES))
+        items: list[Item] = []
+        for message in self._inbox.drain(TURN_MESSAGES):
+            if isinstance(message, ProfileSteps):
+                self._profiler.begin(message)
+            else:
+                items.append(message)
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
@@ -89,31 +102,35 @@ def run(child: Child) -> None:
     process just ends, and the supervisor ends the other ranks.
     """
     config, model = child.launch.config, child.launch.model
-    channel = _channel(child)
+    profiler = StepProfiler()
+    channel = _channel(child, profiler)
     child.phase("config")
+    if config.device == "cuda" and config.kernel_cache_dir is not None:
+        cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallel.start(
         rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
     )
     engine = Engine(config, model, group, on_phase=child.phase)
     engine.warmup()
-    _serve(child, engine, channel)
+    _serve(child, engine, channel, profiler)
     engine.close()
     group.close()
 
 
-def _channel(child: Child) -> Channel:
+def _channel(child: Child, profiler: StepProfiler) -> Channel:
     if child.index == 0:
-        return LeaderChannel(child.endpoints, child.launch.config.tp, lambda: child.stopping)
+        return LeaderChannel(child.endpoints, child.launch.config.tp, lambda: child.stopping, profiler)
     return FollowerChannel(child.endpoints, child.index, child.beat)
 
 
-def _serve(child: Child, engine: Engine, channel: Channel) -> None:
+def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:
     config = child.launch.config
+    patient = PatientEngine(engine, timeout_seconds=config.step_timeout_seconds, beat=child.beat)
     scheduler = Scheduler(
         config,
         eos_token_ids=child.launch.model.eos_token_ids,
         num_pages=engine.num_pages,
-        engine=PatientEngine(engine, timeout_seconds=config.step_timeout_seconds, beat=child.beat),
+        engine=profiler.watch(patient),
         channel=channel,
     )
     child.phase("ready")

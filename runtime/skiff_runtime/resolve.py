@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
-from skiff_runtime import demo
-from skiff_runtime.config import AUTO, Config, Device, Dtype
+from skiff_runtime import demo, shapes
+from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import resolve as resolve_hub
 from skiff_runtime.keys import read_keys
@@ -24,6 +24,8 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
     Raises ConfigError, ModelError or FetchError; each names what to change.
     """
+    if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
+        raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
     keys = config.api_key + read_keys(config.api_key_file)
     model = read_model_config(locate(config), max_model_len=config.max_model_len)
     device = _device(config)
@@ -33,8 +35,10 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         api_key=keys,
         device=device,
         dtype=_dtype(config, model, device),
+        quantization=_quantization(config, model),
         max_model_len=_max_model_len(config, model),
         served_model_name=config.served_model_name or _name(config.model),
+        kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
     )
     return resolved, model
@@ -58,6 +62,8 @@ def locate(config: Config) -> Path:
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
+    if uri.startswith(shapes.SCHEME):
+        return shapes.find(uri)
     if uri.startswith(_HUB):
         cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
         return resolve_hub(uri, config.revision, cache)
@@ -67,7 +73,7 @@ def locate(config: Config) -> Path:
         return Path(uri.removeprefix(_FILE))
     if _SCHEME in uri:
         raise ConfigError(
-            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name or demo://"
+            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
         )
     return Path(uri)
 
@@ -94,6 +100,14 @@ def _dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
         return config.dtype
     own = cast(Dtype, model.dtype)
     return "float32" if device == "cpu" and own == "float16" else own
+
+
+def _quantization(config: Config, model: ModelConfig) -> Quantization:
+    if config.quantization == "none" and model.quantization != "none":
+        raise ConfigError(
+            f"--quantization none: the weights in {model.path} are in {model.quantization} already; leave the option out"
+        )
+    return model.quantization if config.quantization == AUTO else config.quantization
 
 
 def _max_model_len(config: Config, model: ModelConfig) -> int:

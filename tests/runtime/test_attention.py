@@ -12,6 +12,7 @@ from skiff_runtime.attention import torch_backend
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
@@ -55,16 +56,8 @@ class Case:
         for number, (cached, _) in enumerate(self.rows):
             for side, values in zip(self.pool.tokens(layer), self.contexts[number], strict=True):
                 side[self.places(number)[:cached]] = values[:cached]
-        backend = make_backend("torch", self.pool)
-        backend.prepare(
-            AttentionBatch(
-                starts=np.array([cached for cached, _ in self.rows], dtype=np.int32),
-                lengths=np.array([new for _, new in self.rows], dtype=np.int32),
-                slots=self.slots,
-                page_table=self.table,
-                locations=torch.cat([self.places(i)[cached:] for i, (cached, _) in enumerate(self.rows)]),
-            )
-        )
+        backend = make_backend("torch", self.pool, query_heads=self.q.shape[1], longest=64)
+        backend.prepare(self.batch())
         k, v = (
             torch.cat(
                 [
@@ -74,7 +67,23 @@ class Case:
             )
             for side in (0, 1)
         )
-        return backend.forward(layer, self.q, k, v)
+        locations = torch.cat([self.places(i)[cached:] for i, (cached, _) in enumerate(self.rows)])
+        store_kv(k, v, self.pool.tokens(layer), locations)
+        return backend.forward(layer, self.q)
+
+    def batch(self) -> AttentionBatch:
+        """The rows as the engine tells them."""
+        starts, lengths = np.array(self.rows, dtype=np.int32).T
+        offsets = np.cumsum(lengths, dtype=np.int32) - lengths
+        rows = torch.from_numpy(np.stack((self.slots.int().numpy(), starts, lengths, offsets)))
+        return AttentionBatch(
+            starts=starts,
+            lengths=lengths,
+            decode_rows=0,
+            rows=rows,
+            contexts=rows[1] + rows[2],
+            page_table=self.table,
+        )
 
     def expected(self) -> torch.Tensor:
         """softmax(q k / sqrt(d)) v, query by query and head by head."""
@@ -117,4 +126,4 @@ def test_groups_and_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unknown_backend_is_named() -> None:
     pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
     with pytest.raises(ConfigError, match="--attention nonsense is unknown"):
-        make_backend("nonsense", pool)
+        make_backend("nonsense", pool, query_heads=1, longest=8)

@@ -103,13 +103,37 @@ def test_overhead_refuses_a_process_that_is_no_service(server: LocalServer) -> N
 
 def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "offline.json"
-    load = ["--requests", "8", "--input-len", "4:20", "--output-len", "3:9", "--rounds", "2"]
+    load = ["--num-requests", "8", "--input-len", "4:20", "--output-len", "3:9", "--rounds", "2"]
     done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, "--output", str(output))
     assert done.returncode == 0, done.stderr
     first, second = figures(output)["rounds"]
     assert first["prompt_tokens"] != second["prompt_tokens"]  # new prompts each round
     assert all(8 * 3 <= each["output_tokens"] <= 8 * 9 for each in (first, second))
     assert figures(output)["output_tokens_per_second"] == pytest.approx(second["output_tokens_per_second"])
+    kinds = second["steps"]["kinds"]
+    assert (
+        sum(kind["tokens"] for kind in kinds.values())
+        == second["prompt_tokens"] + second["output_tokens"] - 8
+    )
+    assert 0 < sum(kind["seconds"] for kind in kinds.values()) <= second["seconds"] * 1.01
+    assert 0 < figures(output)["roofline_ratio"] < 1.5
+    assert "of the roofline" in done.stdout
+
+
+def test_offline_counts_shared_prefixes_and_profiles_steps(tmp_path: Path) -> None:
+    output, trace = tmp_path / "offline.json", tmp_path / "trace.json.gz"
+    shared = ["--workload", "shared-prefix", "--prefix-groups", "2", "--prompts-per-group", "3"]
+    load = [*shared, "--prefix-len", "64", "--input-len", "8", "--output-len", "12", "--rounds", "1"]
+    result = ["--output", str(output), "--profile", str(trace), "--profile-steps", "4", "--no-roofline"]
+    done = skiff("bench", "offline", "--model", "demo://", *SMALL, *load, *result)
+    assert done.returncode == 0, done.stderr
+    [only] = figures(output)["rounds"]
+    assert only["prompt_tokens"] == 6 * 72 and only["prefix_hit_tokens"] == 4 * 64
+    assert only["prefill_tokens"] == 6 * 72 - 4 * 64
+    assert figures(output)["roofline_ratio"] is None and only["roofline"] is None
+    parts = figures(output)["profile"]["parts"]
+    assert parts["attention"] > 0 and parts["matrix work"] > 0 and parts["idle"] >= 0
+    assert trace.stat().st_size > 1000 and "matrix work" in done.stdout
 
 
 def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_driver import GREEDY, Driver, make_config, make_engine
+from engine_driver import DEVICE, GREEDY, Driver, make_config, make_engine
 from tiny_models import load_reference, make_model, oracle_choices
 
 from skiff_runtime.distributed.group import TensorParallel
@@ -70,6 +70,7 @@ def test_tokens_are_int32_and_one_for_each_sampled_row(engine: Engine) -> None:
     assert (len(none), len(one)) == (0, 1)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU ends the process for a wrong address")
 def test_an_error_of_a_step_is_raised_by_its_result_alone(engine: Engine, model: Path) -> None:
     good, bad = plan_of(2, [3, 4]), plan_of(3, [5, 1 << 20])
     before, broken, after = engine.launch(good), engine.launch(bad), engine.launch(replace(good, number=1))

@@ -43,6 +43,22 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
     assert len(waited) == 3 and min(waited) >= 0
 
 
+def test_prompts_take_smaller_chunks_beside_decode_rows() -> None:
+    bench = SchedulerBench(max_batch_tokens=8, mixed_prefill_tokens=3, cache="naive")
+    bench.put(generate(0, range(7), max_tokens=3))
+    bench.turn()
+    bench.put(generate(1, range(10, 20), max_tokens=1))
+    for _ in range(3):
+        bench.turn()
+    assert [rows(plan) for plan in bench.engine.plans] == [
+        [(0, 0, 7, True)],
+        [(0, 7, 1, True), (1, 0, 3, False)],
+        [(0, 8, 1, True), (1, 3, 3, False)],
+        [(1, 6, 4, True)],
+    ]
+    bench.finish()
+
+
 def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
     bench = SchedulerBench()
     stem = list(range(16))

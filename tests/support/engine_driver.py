@@ -30,7 +30,7 @@ def make_config(path: Path, **changes: Any) -> Config:
         "max_model_len": 256,
         "max_running_requests": 8,
         "kv_cache_tokens": 2048,
-        "attention": "torch",
+        "attention": "auto",
         "cpu_threads": 1,
     }
     return Config(**{**settings, **changes})
@@ -40,7 +40,7 @@ def make_engine(path: Path, group: TensorParallel | None = None, **changes: Any)
     """An engine over the model in ``path``; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    group = group or TensorParallel(device=torch.device(DEVICE, 0) if DEVICE == "cuda" else None)
+    group = group or TensorParallel(device=torch.device("cuda", 0) if config.device == "cuda" else None)
     return Engine(config, model, group, on_phase=lambda phase, progress: None)
 
 

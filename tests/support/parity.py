@@ -15,6 +15,7 @@ from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.messages import AbortRequest, TokenBatch
 from skiff_runtime.models.config import read_model_config
+from skiff_runtime.profiling import StepProfiler
 from skiff_runtime.rank import FollowerChannel, LeaderChannel
 from skiff_runtime.scheduler.loop import Scheduler
 from skiff_runtime.transport import Endpoints, Sender
@@ -101,7 +102,7 @@ class Front(LeaderChannel):
     """Rank 0's channel with the clients at its other end: they come in waves, and leave when all are served."""
 
     def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]]) -> None:
-        super().__init__(endpoints, ranks, lambda: self._done)
+        super().__init__(endpoints, ranks, lambda: self._done, StepProfiler())
         self._requests = Sender(endpoints.rank(0))
         self._waiting = list(enumerate(crowd))
         self._done = False

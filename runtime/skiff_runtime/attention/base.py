@@ -5,33 +5,44 @@ from dataclasses import dataclass
 
 import torch
 
+from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.step import Int32
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """R rows that compute T tokens in all, row after row.
+    """R rows that compute T tokens in all, row after row; the first ``decode_rows`` compute one each.
 
     On the host: row i computes ``lengths[i]`` tokens after ``starts[i]`` tokens whose K and V
-    are in the cache already. On the device: ``slots`` int64[R] are the rows' lines in
-    ``page_table`` int32[slots, pages], ``locations`` int64[T] the places of the new
-    tokens' K and V in the flat pool.
+    are in the cache already. On the device: ``rows`` int32[4, R] are the rows' lines in ``page_table``
+    int32[slots, pages], starts, lengths and first tokens; ``contexts`` int32[R] are starts plus lengths.
+    ``block_table`` int32[R, pages] repeats the rows' lines, where the backend wants them in order.
     """
 
     starts: Int32
     lengths: Int32
-    slots: torch.Tensor
+    decode_rows: int
+    rows: torch.Tensor
+    contexts: torch.Tensor
     page_table: torch.Tensor
-    locations: torch.Tensor
+    block_table: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
     """Causal grouped-query attention over the paged KV cache."""
+
+    wants_block_table = False
+    """Whether ``AttentionBatch.block_table`` must be there."""
+    holds_in_graphs = False
+    """Whether a step of decode rows alone needs nothing of the host, so that a CUDA graph can repeat it."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
         """Get ready for one step; called once, before the layers' ``forward``."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v [T, kv_heads, d], then attend with q [T, heads, d]; returns [T, heads, d]."""
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attend with q [T, heads, d], when the pool holds the step's K and V of this layer; returns [T, heads, d]."""

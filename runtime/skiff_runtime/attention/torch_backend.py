@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.kvcache.pool import KVPool
 
 HostInts = NDArray[np.signedinteger]
@@ -49,15 +48,13 @@ class TorchAttention(AttentionBackend):
     """Gathers pages and uses PyTorch's own attention."""
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._offsets = torch.arange(pool.layout.page_size, device=pool.device)
         self._groups: list[_Group] = []
         self._chunks: list[_Chunk] = []
-        self._locations = self._offsets
 
     def prepare(self, batch: AttentionBatch) -> None:
         """Split the rows into groups and chunks, and look up where their K and V are."""
-        self._locations = batch.locations
         firsts = np.cumsum(batch.lengths) - batch.lengths
         single = np.flatnonzero(batch.lengths == 1)
         contexts = batch.starts[single] + 1
@@ -69,41 +66,34 @@ class TorchAttention(AttentionBackend):
             self._chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(batch.lengths > 1)
         ]
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v, then attend group by group and chunk by chunk."""
-        pool = self._pool.tokens(layer)
-        store_kv(k, v, pool, self._locations)
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attend group by group and chunk by chunk."""
+        pool = self.pool.tokens(layer)
         output = torch.empty_like(q)
         for group in self._groups:
             output.index_copy_(0, group.queries, _attend_group(group, q, pool))
         for chunk in self._chunks:
             place = slice(chunk.first, chunk.first + chunk.length)
-            keys, values = (
-                (k[place], v[place])
-                if chunk.start == 0
-                else (pool[0].index_select(0, chunk.locations), pool[1].index_select(0, chunk.locations))
-            )
+            keys, values = (side.index_select(0, chunk.locations).to(q.dtype) for side in pool)
             _attend_chunk(chunk, q[place], keys, values, output[place])
         return output
 
     def _group(self, batch: AttentionBatch, rows: HostInts, firsts: HostInts, contexts: HostInts) -> _Group:
-        device = self._pool.device
+        device = self.pool.device
         host = torch.from_numpy(np.stack((rows, firsts, contexts)).astype(np.int64)).to(device)
-        places = self._places(batch, batch.slots[host[0]], int(contexts.max()))
+        places = self._places(batch, batch.rows[0, host[0]], int(contexts.max()))
         valid = torch.arange(places.shape[1], device=device) < host[2][:, None]
-        locations = places.masked_fill(~valid, self._pool.padding_location)
+        locations = places.masked_fill(~valid, self.pool.padding_location)
         return _Group(host[1], locations.flatten(), valid[:, None, None, :])
 
     def _chunk(self, batch: AttentionBatch, row: int, first: int) -> _Chunk:
         start, length = int(batch.starts[row]), int(batch.lengths[row])
-        if start == 0:
-            return _Chunk(first, length, 0, self._offsets[:0])
-        places = self._places(batch, batch.slots[row : row + 1], start + length)
+        places = self._places(batch, batch.rows[0, row : row + 1], start + length)
         return _Chunk(first, length, start, places[0])
 
     def _places(self, batch: AttentionBatch, slots: torch.Tensor, context: int) -> torch.Tensor:
         """Token places [N, context] of the first ``context`` tokens of ``slots`` [N]."""
-        page_size = self._pool.layout.page_size
+        page_size = self.pool.layout.page_size
         pages = batch.page_table[slots, : -(-context // page_size)].long()
         return (pages[:, :, None] * page_size + self._offsets).flatten(1)[:, :context]
 
@@ -125,7 +115,7 @@ def _attend_group(group: _Group, q: torch.Tensor, pool: tuple[torch.Tensor, torc
     kv_heads, head_dim = pool[0].shape[1:]
     queries = q.index_select(0, group.queries).view(rows, kv_heads, -1, head_dim)
     keys, values = (
-        side.index_select(0, group.locations).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
+        side.index_select(0, group.locations).to(q.dtype).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
         for side in pool
     )
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)

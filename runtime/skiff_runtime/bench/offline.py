@@ -8,136 +8,155 @@ from pathlib import Path
 from typing import Final, cast
 
 import numpy as np
-from rich.console import Console
 
 from skiff_runtime import log
-from skiff_runtime.bench import report
-from skiff_runtime.bench.results import Figures
-from skiff_runtime.bench.values import Span, natural_float, natural_int, positive_int
-from skiff_runtime.bench.workload import Sample, random_tokens
+from skiff_runtime.bench import offline_options, offline_report, report
+from skiff_runtime.bench.breakdown import Breakdown, break_down, read_trace
+from skiff_runtime.bench.offline_options import lengths, prefixes
+from skiff_runtime.bench.rates import measure
+from skiff_runtime.bench.roofline import Floor, Load, Rates, floor, work_of
+from skiff_runtime.bench.step_times import StepTimes
+from skiff_runtime.bench.workload import Sample, random_tokens, shared_prefixes
 from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
 from skiff_runtime.llm import LLM
-from skiff_runtime.options import add_config_arguments, config_from
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.options import config_from
 from skiff_runtime.progress import Counter
 from skiff_runtime.resolve import resolve
 from skiff_runtime.sampling import Sampling
 
-DESCRIPTION: Final = """\
-Throughput of the engine without HTTP: all requests are given at once, as random token ids
-of random lengths, and every answer runs to its full length."""
-EPILOG: Final = """\
-Each round draws new prompts, so that no prefix is found again. The first round warms up
-and is shown, but not counted when there are more.
-
-examples:
-  skiff bench offline --model hf://Qwen/Qwen3-0.6B --max-model-len 4096 --max-batch-tokens 16384
-  skiff bench offline --model /models/qwen3-14b --load-format dummy --rounds 3
-  skiff bench offline --requests 16 --input-len 10:100 --output-len 10:100     on a CPU
-"""
-_SERVER_ONLY: Final = ("host", "port", "tokenizers", "max_request_bytes", "drain_timeout_seconds")
+TRACE_SECONDS: Final = 120.0
+add_arguments = offline_options.add_arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round did."""
+    """What one round did; ``floor`` is the least time that its work could take here."""
 
     seconds: float
     prompt_tokens: int
     output_tokens: int
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds
-
-    @property
-    def total_tokens_per_second(self) -> float:
-        return (self.prompt_tokens + self.output_tokens) / self.seconds
+    steps: StepTimes
+    floor: Floor | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``skiff bench offline``, those of ``skiff serve`` included."""
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    group = parser.add_argument_group("Workload")
-    group.add_argument(
-        "--requests", type=positive_int, default=256, metavar="N", help="a round (default: %(default)s)"
-    )
-    group.add_argument(
-        "--input-len",
-        type=Span.parse,
-        default=Span(100, 1024),
-        metavar="LEN",
-        help="tokens, or LOW:HIGH (default: %(default)s)",
-    )
-    group.add_argument(
-        "--output-len",
-        type=Span.parse,
-        default=Span(100, 1024),
-        metavar="LEN",
-        help="tokens, or LOW:HIGH (default: %(default)s)",
-    )
-    group.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default: %(default)s")
-    group.add_argument(
-        "--temperature",
-        type=natural_float,
-        default=0.6,
-        metavar="T",
-        help="0 is greedy (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")
-    group.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
-    add_config_arguments(parser, skip=_SERVER_ONLY)
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One measurement: what is asked for, and on what."""
+
+    config: Config
+    model: ModelConfig
+    arguments: argparse.Namespace
+    generator: np.random.Generator
+    rates: Rates | None
+
+    def draw(self) -> tuple[list[Sample], list[Load]]:
+        """New prompts for a round, and how much work each is."""
+        inputs, outputs = lengths(self.arguments)
+        vocabulary, plan = self.model.vocab_size, prefixes(self.arguments)
+        if plan is None:
+            count = self.arguments.num_requests
+            samples = random_tokens(count, inputs, outputs, vocabulary, self.generator)
+            return samples, [
+                Load(len(each.prompt), each.output_tokens, group=number)
+                for number, each in enumerate(samples)
+            ]
+        samples = shared_prefixes(plan, inputs, outputs, vocabulary, self.generator)
+        numbers: dict[tuple[int, ...], int] = {}
+        loads = []
+        for each in samples:
+            prefix = tuple(cast(list[int], each.prompt)[: plan.tokens])
+            group = numbers.setdefault(prefix, len(numbers))
+            loads.append(Load(len(each.prompt), each.output_tokens, plan.tokens, group))
+        return samples, loads
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and write the figures; the exit code."""
     config = config_from(arguments)
     log.configure("bench", config.log_level)
-    vocabulary = _check_lengths(config, arguments.input_len, arguments.output_len)
-    generator = np.random.default_rng(arguments.seed)
-    rounds: list[Round] = []
+    resolved, model = _check(config, arguments)
+    bench = Bench(
+        resolved, model, arguments, np.random.default_rng(arguments.seed), _rates(resolved, arguments)
+    )
     with LLM(**asdict(config), on_phase=_phases()) as llm:
-        for number in range(1, arguments.rounds + 1):
-            samples = random_tokens(
-                arguments.requests, arguments.input_len, arguments.output_len, vocabulary, generator
-            )
-            rounds.append(_run_round(llm, samples, arguments, f"round {number}"))
-    figures = _figures(config, arguments, rounds)
-    _show(rounds, figures["output_tokens_per_second"])
+        rounds = [_run_round(llm, bench, f"round {number + 1}") for number in range(arguments.rounds)]
+        breakdown = _profile(llm, bench) if arguments.profile is not None else None
+    figures = offline_report.figures(bench, rounds, breakdown)
+    offline_report.show(rounds, figures, breakdown)
     if arguments.output is not None:
         report.write(arguments.output, figures)
     return EXIT_OK
 
 
+def _check(config: Config, arguments: argparse.Namespace) -> tuple[Config, ModelConfig]:
+    """What is served; ConfigError where a request could not fit."""
+    resolved, model = resolve(config)
+    inputs, outputs = lengths(arguments)
+    plan, longest = prefixes(arguments), resolved.max_model_len
+    shared = 0 if plan is None else plan.tokens
+    if longest is not None and shared + inputs.high + outputs.high > longest:
+        told = f"--prefix-len {shared}, " if shared else ""
+        raise ConfigError(
+            f"{told}--input-len {inputs} and --output-len {outputs} together exceed {longest} tokens, "
+            "the most that a request may have here; lower them"
+        )
+    return resolved, model
+
+
+def _rates(config: Config, arguments: argparse.Namespace) -> Rates | None:
+    if not arguments.roofline:
+        return None
+    kind = "fp8" if config.quantization == "fp8" else config.dtype
+    return measure(config.device, kind, config.cpu_threads)
+
+
 def _phases() -> Callable[[str, str], None]:
-    """Logs each start phase of each process once, however often its progress is told."""
+    """Logs each start phase of each process once, with the time since the start."""
     last: dict[str, str] = {}
+    started = time.perf_counter()
 
     def note(process: str, phase: str) -> None:
         if last.get(process) != phase:
             last[process] = phase
-            log.event("bench_start", process=process, phase=phase)
+            seconds = f"{time.perf_counter() - started:.2f}"
+            log.event("bench_start", process=process, phase=phase, seconds=seconds)
 
     return note
 
 
-def _check_lengths(config: Config, inputs: Span, outputs: Span) -> int:
-    """The size of the model's vocabulary; ConfigError where a request could not fit."""
-    resolved, model = resolve(config)
-    longest = resolved.max_model_len
-    if longest is not None and inputs.high + outputs.high > longest:
-        raise ConfigError(
-            f"--input-len {inputs} and --output-len {outputs} together exceed {longest} tokens, "
-            "the most that a request may have here; lower them"
-        )
-    return model.vocab_size
+def _run_round(llm: LLM, bench: Bench, title: str, on_half: Callable[[], None] | None = None) -> Round:
+    """One round; ``on_half`` is called once half of the tokens have come."""
+    samples, loads = bench.draw()
+    wanted, done = sum(each.output_tokens for each in samples), 0
+    steps = StepTimes()
+    llm.watch_steps(steps.note)
+    with Counter(title, wanted) as counter:
+
+        def note(count: int) -> None:
+            nonlocal done, on_half
+            done += count
+            counter.advance(done=count, tokens=count)
+            if on_half is not None and 2 * done >= wanted:
+                on_half()
+                on_half = None
+
+        started = time.perf_counter()
+        prompts = [cast(list[int], each.prompt) for each in samples]
+        completions = llm.generate(prompts, _samplings(samples, bench.arguments), on_progress=note)
+        seconds = time.perf_counter() - started
+    output = sum(len(each.token_ids) for each in completions)
+    if output != wanted:
+        raise SkiffError(f"{title}: {output} tokens came instead of {wanted}")
+    work, running = work_of(bench.config, bench.model), bench.config.running_limit
+    least = None if bench.rates is None else floor(work, loads, running=running, rates=bench.rates)
+    return Round(seconds, sum(each.prompt_tokens for each in completions), output, steps, least)
 
 
-def _run_round(llm: LLM, samples: list[Sample], arguments: argparse.Namespace, title: str) -> Round:
-    samplings = [
+def _samplings(samples: list[Sample], arguments: argparse.Namespace) -> list[Sampling]:
+    return [
         Sampling(
             max_tokens=each.output_tokens,
             temperature=arguments.temperature,
@@ -146,52 +165,16 @@ def _run_round(llm: LLM, samples: list[Sample], arguments: argparse.Namespace, t
         )
         for index, each in enumerate(samples)
     ]
-    wanted = sum(each.output_tokens for each in samples)
-    with Counter(title, wanted) as counter:
-        started = time.perf_counter()
-        completions = llm.generate(
-            [cast(list[int], each.prompt) for each in samples],
-            samplings,
-            on_progress=lambda count: counter.advance(done=count, tokens=count),
-        )
-        seconds = time.perf_counter() - started
-    output = sum(len(each.token_ids) for each in completions)
-    if output != wanted:
-        raise SkiffError(f"{title}: {output} tokens came instead of {wanted}")
-    return Round(seconds, sum(each.prompt_tokens for each in completions), output)
 
 
-def _figures(config: Config, arguments: argparse.Namespace, rounds: list[Round]) -> Figures:
-    counted = rounds[1:] or rounds
-    return {
-        "benchmark": "offline",
-        "model": config.model,
-        "requests": arguments.requests,
-        "input_len": str(arguments.input_len),
-        "output_len": str(arguments.output_len),
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
-        "config": asdict(config),
-        "rounds": [
-            {**asdict(each), "output_tokens_per_second": each.output_tokens_per_second} for each in rounds
-        ],
-        "output_tokens_per_second": sum(each.output_tokens for each in counted)
-        / sum(each.seconds for each in counted),
-    }
-
-
-def _show(rounds: list[Round], overall: float) -> None:
-    rows = [
-        (
-            f"{number}" + (" (warm-up)" if number == 1 and len(rounds) > 1 else ""),
-            f"{each.seconds:.2f}",
-            f"{each.prompt_tokens:,}",
-            f"{each.output_tokens:,}",
-            f"{each.output_tokens_per_second:,.1f}",
-            f"{each.total_tokens_per_second:,.1f}",
-        )
-        for number, each in enumerate(rounds, 1)
-    ]
-    console = Console(highlight=False)
-    console.print(report.table(("round", "seconds", "prompt", "output", "output tok/s", "all tok/s"), rows))
-    console.print(f"{overall:,.1f} output tokens a second")
+def _profile(llm: LLM, bench: Bench) -> Breakdown:
+    """Profile steps in the middle of one more round, and sum them up."""
+    path: Path = bench.arguments.profile
+    path.unlink(missing_ok=True)
+    _run_round(llm, bench, "profiled round", lambda: llm.profile(path, steps=bench.arguments.profile_steps))
+    deadline = time.monotonic() + TRACE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise SkiffError(f"no profile was written to {path}; the log above may say why")
+        time.sleep(0.1)
+    return break_down(read_trace(path))

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
-from skiff_runtime.kernels.inputs import read_cells, rows_of_tokens, write_cells
+from skiff_runtime.engine.staging import Staging, upload
+from skiff_runtime.kernels.inputs import StepInputs, step_inputs, write_cells
 from skiff_runtime.step import Int32, StepPlan
 
 
@@ -14,7 +16,7 @@ from skiff_runtime.step import Int32, StepPlan
 class SampledRows:
     """The S rows of a step that get a token: their slots, and the positions that the new tokens will have.
 
-    ``slots`` and ``positions`` int64[S] are on the device, the others the same on the host.
+    ``slots`` and ``positions`` int[S] are on the device, the others the same on the host.
     """
 
     slots: torch.Tensor
@@ -22,77 +24,90 @@ class SampledRows:
     host_slots: Int32
     host_positions: Int32
 
+    def take(self, rows: NDArray[np.int64], where: torch.Tensor) -> "SampledRows":
+        """Some of the rows: ``rows`` and ``where`` [N] name the same ones."""
+        return SampledRows(
+            self.slots[where], self.positions[where], self.host_slots[rows], self.host_positions[rows]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """One step's inputs: T tokens of R rows, S of which are sampled.
 
-    ``last_tokens`` int64[S] index the sampled rows' last tokens among the T.
+    ``last_tokens`` int[S] index the sampled rows' last tokens among the T.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    tokens: StepInputs
     attention: AttentionBatch
     last_tokens: torch.Tensor
     sampled: SampledRows
 
 
 class Tables:
-    """By slot: every known token, int32[slots, max_model_len + 1], and the pages that hold their K and V."""
+    """By slot: every known token, int32[slots + 1, max_model_len + 1], and the pages that hold their K and V.
+
+    The last slot is nobody's: rows of it fill a batch. Its pages are all ``KVPool``'s padding page.
+    """
 
     def __init__(self, slots: int, max_model_len: int, page_size: int, device: torch.device) -> None:
         self._device = device
-        self._page_size = page_size
-        self.tokens = torch.zeros((slots, max_model_len + 1), dtype=torch.int32, device=device)
+        self.page_size = page_size
+        self.nobody = slots
+        self.tokens = torch.zeros((slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         pages = -(-max_model_len // page_size)
-        self._pages = torch.zeros((slots, pages), dtype=torch.int32, device=device)
+        self.pages = torch.zeros((slots + 1, pages), dtype=torch.int32, device=device)
+        self.block_table: torch.Tensor | None = None
+        self.staging = Staging(device)
+
+    def pad_with(self, page: int, *, block_table: bool) -> None:
+        """Take note of the pool's padding page, and of whether attention wants the rows' pages in order."""
+        self.pages.fill_(page)
+        if block_table and self.block_table is None:
+            self.block_table = torch.full_like(self.pages[:-1], page)
 
     def apply(self, plan: StepPlan) -> None:
         """Take over tokens of newly opened slots and changed cells of the page table."""
-        for opened in plan.opened:
-            known = torch.from_numpy(opened.tokens.astype(np.int32))
-            self.tokens[opened.slot, : len(opened.tokens)].copy_(known)
+        if plan.opened:
+            known = upload(
+                np.concatenate([each.tokens for each in plan.opened]).astype(np.int32), self._device
+            )
+            parts = torch.split(known, [len(each.tokens) for each in plan.opened])
+            for opened, part in zip(plan.opened, parts, strict=True):
+                self.tokens[opened.slot, : len(part)].copy_(part)
         if len(plan.page_ids):
-            rows, columns, ids = self._upload(plan.page_slots, plan.page_columns, plan.page_ids)
-            write_cells(self._pages, rows, columns, ids)
+            cells = np.stack((plan.page_slots, plan.page_columns, plan.page_ids))
+            write_cells(self.pages, self.staging.send(cells))
 
     def inputs(self, plan: StepPlan) -> InputBatch:
         """The step's tensors; token ids are read from the table, where the last step may just have put them."""
-        slots, starts, lengths, ends = self._upload(
-            plan.slots, plan.starts, plan.lengths, np.cumsum(plan.lengths)
-        )
-        rows = rows_of_tokens(lengths, plan.tokens)
-        positions = torch.arange(plan.tokens, device=self._device) + (starts + lengths - ends)[rows]
-        token_slots = slots[rows]
-        pages = read_cells(self._pages, token_slots, positions // self._page_size)
+        ends = np.cumsum(plan.lengths, dtype=np.int32)
+        rows = self.staging.send(np.stack((plan.slots, plan.starts, plan.lengths, ends - plan.lengths)))
         sampled = np.flatnonzero(plan.samples)
-        (chosen,) = self._upload(sampled)
-        return InputBatch(
-            token_ids=read_cells(self.tokens, token_slots, positions),
-            positions=positions,
-            attention=AttentionBatch(
-                starts=plan.starts,
-                lengths=plan.lengths,
-                slots=slots,
-                page_table=self._pages,
-                locations=pages * self._page_size + positions % self._page_size,
-            ),
-            last_tokens=ends[chosen] - 1,
-            sampled=SampledRows(
-                slots=slots[chosen],
-                positions=(starts + lengths)[chosen],
-                host_slots=plan.slots[sampled],
-                host_positions=(plan.starts + plan.lengths)[sampled],
-            ),
+        host_slots, host_positions = plan.slots[sampled], (plan.starts + plan.lengths)[sampled]
+        last, slots, positions = self.staging.send(np.stack((ends[sampled] - 1, host_slots, host_positions)))
+        block_table = None if self.block_table is None else self.block_table[: len(plan.slots)]
+        made = step_inputs(
+            rows,
+            self.tokens,
+            self.pages,
+            self.page_size,
+            total=plan.tokens,
+            longest=int(plan.lengths.max()),
+            block_table=block_table,
         )
+        attention = AttentionBatch(
+            starts=plan.starts,
+            lengths=plan.lengths,
+            decode_rows=plan.decode_rows,
+            rows=rows,
+            contexts=made.contexts,
+            page_table=self.pages,
+            block_table=block_table,
+        )
+        sampled_rows = SampledRows(slots, positions, host_slots, host_positions)
+        return InputBatch(made, attention, last, sampled_rows)
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
         """Write sampled tokens [S] where the next step reads them."""
-        write_cells(self.tokens, rows.slots, rows.positions, tokens)
-
-    def _upload(
-        self, *columns: np.ndarray[tuple[int], np.dtype[np.signedinteger]]
-    ) -> tuple[torch.Tensor, ...]:
-        """Equally long columns to the device, in one copy, as int64."""
-        packed = np.stack(columns).astype(np.int64)
-        return torch.from_numpy(packed).to(self._device, non_blocking=True).unbind()
+        write_cells(self.tokens, torch.stack((rows.slots.int(), rows.positions.int(), tokens.int())))

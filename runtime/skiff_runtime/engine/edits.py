@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from skiff_runtime.engine.batch import SampledRows
+from skiff_runtime.engine.staging import upload
 from skiff_runtime.kernels.penalties import penalize
 from skiff_runtime.messages import SamplingParams
-from skiff_runtime.step import Float32, SlotOpened
+from skiff_runtime.step import Float32, Int32, SlotOpened
 
 BANNED: Final = -1e30
 """A banned token's logit: below all others, yet finite, so that a grammar that admits nothing else prevails."""
@@ -75,8 +76,12 @@ class LogitEdits:
             self._penalized[slot] = penalties != (1.0, 0.0, 0.0)
             if self._penalized[slot]:
                 self._prompts[slot] = each.prompt_tokens
-                self._penalties[slot] = torch.tensor(penalties)
+                self._penalties[slot] = upload(np.array(penalties, np.float32), self._penalties.device)
             self._edited[slot] = self._penalized[slot] or slot in self._biases or slot in self._bans
+
+    def plain(self, slots: Int32) -> bool:
+        """Whether none of these slots asks for an edit."""
+        return not self._edited[slots].any()
 
     def apply(self, logits: torch.Tensor, rows: SampledRows) -> None:
         """Edit logits float32 [S, vocab] in place: bias, then penalties, then bans; other rows are not touched."""
@@ -94,7 +99,7 @@ class LogitEdits:
         if found:
             values = np.concatenate([bias.values for _, bias in found])
             cells = _cells([(row, bias.tokens) for row, bias in found], logits.device)
-            logits[cells] += torch.from_numpy(values).to(logits.device)
+            logits[cells] += upload(values, logits.device)
 
     def _set_bans(self, logits: torch.Tensor, rows: SampledRows, edited: Rows) -> None:
         found = []
@@ -109,7 +114,7 @@ class LogitEdits:
         longest = int(rows.host_positions[penalized].max())
         step = max(1, SLICE_ELEMENTS // max(longest, self._vocab_size))
         for at in range(0, len(penalized), step):
-            where = torch.from_numpy(penalized[at : at + step]).to(logits.device)
+            where = upload(penalized[at : at + step], logits.device)
             slots = rows.slots[where]
             penalize(
                 logits,
@@ -135,5 +140,5 @@ def _cells(found: Sequence[tuple[int, Rows]], device: torch.device) -> tuple[tor
     """Rows and tokens int64[N] of all that was found."""
     rows = np.repeat([row for row, _ in found], [len(tokens) for _, tokens in found])
     packed = np.stack([rows, np.concatenate([tokens for _, tokens in found])])
-    places, tokens = torch.from_numpy(packed).to(device).unbind()
+    places, tokens = upload(packed, device).unbind()
     return places, tokens

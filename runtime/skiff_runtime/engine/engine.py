@@ -8,19 +8,23 @@ from typing import Final
 import numpy as np
 import torch
 
+from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.arrival import NO_ROWS, Arrival
 from skiff_runtime.engine.batch import SampledRows, Tables
 from skiff_runtime.engine.cpu import avoid_trapping_amx
+from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
 from skiff_runtime.engine.guide import GrammarGuide
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
+from skiff_runtime.engine.profile import reserve
 from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.engine.staging import upload
 from skiff_runtime.messages import NO_TOKEN, SamplingParams
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
+from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
 WARMUP_SAMPLING: Final = SamplingParams(
@@ -70,8 +74,6 @@ class Engine:
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         self._guide = GrammarGuide(config.max_running_requests, model)
-        if group.device.type == "cuda":
-            self._guide.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
         self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
@@ -80,10 +82,28 @@ class Engine:
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._sampler = Sampler(config.max_running_requests, group.device)
+        self._decode = self._allocate(config, model)
+        self._captures = self._decode is not None and not config.disable_cuda_graphs
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
         )
+
+    def _allocate(self, config: Config, model: ModelConfig) -> DecodeStep | None:
+        """Make the KV cache, of what memory remains; and on a GPU what decodes there."""
+        runner, tables = self._runner, self._tables
+        on_gpu = runner.device.type == "cuda"
+        tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
+        if on_gpu:
+            self._guide.prepare()
+        runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
+        tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
+        if not on_gpu:
+            return None
+        torch.cuda.synchronize()
+        if not runner.backend.holds_in_graphs:
+            return None
+        return DecodeStep(runner, tables, self._sampler, rows=config.running_limit)
 
     @property
     def num_pages(self) -> int:
@@ -106,6 +126,13 @@ class Engine:
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_row(prompt, 1, decode=True)).result()
+        if self._decode is not None and self._captures:
+            self._captures = False
+            started = monotonic()
+            self._thread.submit(self._decode.capture, self._decode.sizes).result()
+            log.event(
+                "graphs_captured", count=len(self._decode.sizes), seconds=round(monotonic() - started, 2)
+            )
 
     def close(self) -> None:
         """Wait for launched steps and end the threads."""
@@ -117,15 +144,24 @@ class Engine:
         self._tables.apply(plan)
         for reader in (self._logprobs, self._edits, self._sampler):
             reader.open(plan.opened)
+        if self._decode is not None and self._decode.fits(plan):
+            rows, logits, tokens = self._decode.run(plan)
+            return Arrival(tokens) if self._plain(plan.slots) else self._choose(rows, logits, ())
         batch = self._tables.inputs(plan)
-        hidden = self._runner.forward(batch)
+        hidden = self._runner.forward(batch.tokens, batch.attention)
         prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
         if len(batch.last_tokens) == 0:
             return Arrival(batch.last_tokens, prompts=prompts)
         return self._choose(batch.sampled, self._runner.logits(hidden, batch.last_tokens), prompts)
 
+    def _plain(self, slots: Int32) -> bool:
+        """Whether temperature, seed and min_p are all that these slots ask for."""
+        return all(each.plain(slots) for each in (self._sampler, self._edits, self._guide, self._logprobs))
+
     def _choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
-        """Each row's next token, from logits float32 [S, vocab]; ``NO_TOKEN`` where no token would be right."""
+        """Each row's next token, from logits [S, vocab]; ``NO_TOKEN`` where no token would be right."""
+        if logits.dtype != torch.float32 and not self._plain(rows.host_slots):
+            logits = logits.float()
         logprobs = self._logprobs.rows(logits, rows)
         self._edits.apply(logits, rows)
         stuck = self._guide.restrict(logits, rows)
@@ -133,7 +169,7 @@ class Engine:
         self._tables.append(rows, tokens)
         told = None if logprobs is None else logprobs.of(tokens)
         if len(stuck):
-            tokens[torch.from_numpy(stuck).to(tokens.device)] = NO_TOKEN
+            tokens[upload(stuck, tokens.device)] = NO_TOKEN
         arrival = Arrival(tokens, NO_ROWS if logprobs is None else logprobs.rows, told, prompts)
         self._guide.follow(rows, arrival)
         return arrival
@@ -163,3 +199,4 @@ def _prepare_thread(threads: int, device: torch.device) -> None:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from skiff_runtime import log
 from skiff_runtime.engine.arrival import Arrival
 from skiff_runtime.engine.batch import SampledRows
+from skiff_runtime.engine.staging import upload
 from skiff_runtime.errors import ModelError
 from skiff_runtime.kernels.bitmask import keep_admitted
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.step import SlotOpened
+from skiff_runtime.step import Int32, SlotOpened
 
 if TYPE_CHECKING:
     from skiff_runtime.grammar.matcher import Follower, GrammarShelf
@@ -60,6 +61,10 @@ class GrammarGuide:
                 before = self._pending[each.slot]
                 self._pending[each.slot] = self._loader.submit(self._load, each, before)
 
+    def plain(self, slots: Int32) -> bool:
+        """Whether no answer of these slots must match a grammar."""
+        return not self._guided[slots].any()
+
     def restrict(self, logits: torch.Tensor, rows: SampledRows) -> Rows:
         """Mask logits float32 [S, vocab] in place, where answers must match a grammar.
 
@@ -71,9 +76,8 @@ class GrammarGuide:
         followers = [self._follower(int(slot)) for slot in rows.host_slots[guided]]
         bound = guided[[each is not None and each.bound for each in followers]]
         if len(bound):
-            masks = torch.from_numpy(self._masks[rows.host_slots[bound]])
-            where = torch.from_numpy(bound).to(logits.device)
-            keep_admitted(logits, where, masks.to(logits.device, non_blocking=True))
+            masks = upload(self._masks[rows.host_slots[bound]], logits.device)
+            keep_admitted(logits, upload(bound, logits.device), masks)
         return guided[[each is None or each.stuck for each in followers]]
 
     def follow(self, rows: SampledRows, arrival: Arrival) -> None:

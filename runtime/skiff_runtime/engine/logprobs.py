@@ -9,6 +9,7 @@ import torch
 
 from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.model_runner import Hidden, ModelRunner
+from skiff_runtime.engine.staging import upload
 from skiff_runtime.models.footprint import PROMPT_SLICE
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
 
@@ -46,7 +47,7 @@ class RowLogprobs:
 
     def of(self, tokens: torch.Tensor) -> Told:
         """Of the tokens int64[S] that were sampled."""
-        return tell(self._logprobs, tokens[torch.from_numpy(self.rows).to(tokens.device)], self._top)
+        return tell(self._logprobs, tokens[upload(self.rows, tokens.device)].long(), self._top)
 
 
 class LogprobReader:
@@ -65,13 +66,17 @@ class LogprobReader:
             self._prompt_tops[each.slot] = _capped(sampling.prompt_logprobs) if fresh else _NOTHING
             self._prompts[each.slot] = each.prompt_tokens
 
+    def plain(self, slots: Int32) -> bool:
+        """Whether none of these slots asks for log-probabilities of its output."""
+        return bool((self._tops[slots] == _NOTHING).all())
+
     def rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
         """The log-probabilities of rows that ask, from the model's logits float32 [S, vocab]."""
         tops = self._tops[rows.host_slots]
         asking = np.flatnonzero(tops != _NOTHING)
         if len(asking) == 0:
             return None
-        where = torch.from_numpy(asking).to(logits.device)
+        where = upload(asking, logits.device)
         return RowLogprobs(asking.astype(np.int32), logits[where].log_softmax(-1), int(tops.max()))
 
     def prompts(
@@ -98,7 +103,7 @@ def _slices(runner: ModelRunner, hidden: Hidden, offset: int, following: torch.T
     parts = []
     for at in range(0, len(following), PROMPT_SLICE):
         chosen = following[at : at + PROMPT_SLICE]
-        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen)))
+        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen))).float()
         parts.append(tell(logits.log_softmax(-1), chosen, top))
     return Told(
         torch.cat([part.chosen for part in parts]),

@@ -1,17 +1,19 @@
 """One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
+from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.registry import make_backend
-from skiff_runtime.config import Config
+from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.batch import InputBatch
 from skiff_runtime.engine.memory import free_bytes
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.inputs import StepInputs
 from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
@@ -39,29 +41,51 @@ class ModelRunner:
     def __init__(
         self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
     ) -> None:
+        """Load the weights; the KV cache comes with ``allocate``."""
         self._config = config
         self._model_config = model
         self._group = group
-        placement = Placement(getattr(torch, config.dtype), group.device, group)
+        quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
+        placement = Placement(getattr(torch, config.dtype), group.device, group, quantization)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
         self._model = self._load(model, placement, on_phase)
         on_phase("kv_cache", 0.0)
         group.minimum(0)  # every rank holds its weights from here on
-        free = group.minimum(self._share(free_bytes(group.device)))
-        layout = self._layout(self._model, placement)
-        self.pool = KVPool(layout, self._capacity(layout, free), group.device)
-        self._backend = make_backend(config.attention, self.pool)
+        self._kv_layout = self._layout(self._model, placement)
+        self.attach(KVPool(self._kv_layout, 1, group.device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    def allocate(self, reserved_bytes: int | None = None) -> None:
+        """Give the KV cache what remains when ``reserved_bytes`` are kept for all else; None: an estimate of these."""
+        free = self._group.minimum(self._share(free_bytes(self.device)))
+        pages = self._group.minimum(self._capacity(self._kv_layout, free, reserved_bytes))
+        self.attach(KVPool(self._kv_layout, pages, self.device))
+
+    def attach(self, pool: KVPool) -> None:
+        """Compute over this pool from now on."""
+        self.pool = pool
+        self.backend = make_backend(
+            self._config.attention,
+            pool,
+            query_heads=self._model.heads.local_query(self._group.size),
+            longest=longest(self._config, self._model_config),
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: InputBatch) -> Hidden:
+    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> Hidden:
         """Compute a step of T tokens: fill its K and V, and return what the last layer made of it."""
-        self._backend.prepare(batch.attention)
-        return Hidden(*self._model.forward(batch.token_ids, batch.positions, self._backend))
+        self.backend.prepare(attention)
+        return Hidden(
+            *self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, self.backend)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Hidden, places: torch.Tensor | slice) -> torch.Tensor:
-        """Logits float32 [N, vocab] at N of a step's T tokens."""
+        """Logits [N, vocab] at N of a step's T tokens, in the model's type (on a CPU, float32)."""
         return self._model.logits(hidden.output[places], hidden.residual[places])
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
@@ -71,9 +95,7 @@ class ModelRunner:
 
     def _check_room(self, model: ModelConfig, placement: Placement) -> None:
         """Refuse what cannot fit, weights or KV cache, before anything of its size is read or allocated."""
-        ghost = make_model(
-            model, Placement(placement.dtype, torch.device("meta"), placement.group), max_positions=1
-        )
+        ghost = make_model(model, replace(placement, device=torch.device("meta")), max_positions=1)
         needed = weight_bytes(ghost)
         free = self._share(free_bytes(placement.device))
         if needed > free:
@@ -89,21 +111,20 @@ class ModelRunner:
             kv_heads=model.heads.local_kv(self._group.size),
             head_dim=model.config.head_dim,
             page_size=self._config.page_size,
-            dtype=placement.dtype,
+            dtype=E4M3 if self._config.kv_cache_dtype == "fp8_e4m3" else placement.dtype,
         )
 
-    def _capacity(self, layout: KVLayout, free: int) -> int:
+    def _capacity(self, layout: KVLayout, free: int, reserved: int | None = None) -> int:
         """Pages on each rank, when its weights leave ``free`` bytes."""
+        if reserved is None:
+            reserved = working_bytes(
+                self._config, self._model_config, ranks=self._group.size, element_bytes=layout.dtype.itemsize
+            )
         return plan_capacity(
             self._config,
             layout,
             free_bytes=free,
-            reserved_bytes=working_bytes(
-                self._config,
-                self._model_config,
-                ranks=self._group.size,
-                element_bytes=layout.dtype.itemsize,
-            ),
+            reserved_bytes=reserved,
             max_model_len=longest(self._config, self._model_config),
         )
 

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.engine.staging import upload
+from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import Int32, SlotOpened
 
@@ -47,53 +47,55 @@ class Sampler:
         for each in opened:
             self._kinds[each.slot] = _kind(each.sampling)
             self._narrow_k[each.slot] = min(each.sampling.top_k, MAX_TOP_K)
-        where = torch.from_numpy(slots).to(self._device)
+        where = upload(slots, self._device)
         seeds = np.array([_signed(each.sampling.seed) for each in opened], dtype=np.int64)
         filters = np.array([_row(each.sampling) for each in opened], dtype=np.float32)
-        self._seeds.index_copy_(0, where, torch.from_numpy(seeds).to(self._device))
-        self._filters.index_copy_(0, where, torch.from_numpy(filters).to(self._device))
+        self._seeds.index_copy_(0, where, upload(seeds, self._device))
+        self._filters.index_copy_(0, where, upload(filters, self._device))
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seeds and filters of all slots, as ``kernels.sampling`` takes them."""
+        return self._seeds, self._filters
+
+    def plain(self, slots: Int32) -> bool:
+        """Whether none of these slots asks for top_k or top_p."""
+        return bool((self._kinds[slots] <= _DRAW).all())
 
     def sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
-        """Tokens int64[S] from logits float32 [S, vocab], which may be changed."""
+        """Tokens int[S] from logits [S, vocab]."""
         kinds = self._kinds[rows.host_slots]
-        if not kinds.any():
-            return logits.argmax(-1)
-        if kinds.all():
-            return self._draw(logits, rows.slots, rows.positions, rows.host_slots)
+        if logits.device.type == "cuda" or kinds.all():
+            return self._choose(logits, rows)
         tokens = logits.argmax(-1)
         drawn = np.flatnonzero(kinds)
-        where = self._upload(drawn)
-        tokens[where] = self._draw(
-            logits[where], rows.slots[where], rows.positions[where], rows.host_slots[drawn]
-        )
+        if len(drawn):
+            where = torch.from_numpy(drawn)
+            tokens[where] = self._choose(logits[where], rows.take(drawn, where))
         return tokens
 
-    def _draw(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: Int32
-    ) -> torch.Tensor:
-        """Draw for rows none of which is greedy."""
-        temperature, top_k, top_p, min_p = self._filters[slots].unbind(1)
-        scaled = logits / temperature[:, None]
-        kinds = self._kinds[host_slots]
-        floors = scaled.amax(-1) + min_p.log()
-        for kind in (_NARROW, _SORTED):
-            rows = np.flatnonzero(kinds == kind)
-            if len(rows) == 0:
-                continue
-            where = self._upload(rows)
-            chosen = scaled if len(rows) == len(kinds) else scaled[where]
-            if kind == _NARROW:
-                most = min(int(self._narrow_k[host_slots[rows]].max()), scaled.shape[1])
-                ranked = chosen.topk(most, dim=-1).values
-            else:
-                ranked = chosen.sort(dim=-1, descending=True).values
-            cut = _lowest_kept(ranked, top_k[where].long(), top_p[where])
-            floors[where] = torch.maximum(floors[where], cut)
-        scaled.masked_fill_(scaled < floors[:, None], -torch.inf)
-        return add_gumbel(scaled, self._seeds[slots], positions).argmax(-1)
+    def _choose(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        floors = None if self.plain(rows.host_slots) else self._floors(logits, rows)
+        return choose(logits, rows.slots, rows.positions, *self.parameters, floors)
 
-    def _upload(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device)
+    def _floors(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        """The least scaled logits that top_k and top_p keep: float32[S]."""
+        floors = torch.full(logits.shape[:1], -torch.inf, device=logits.device)
+        kinds = self._kinds[rows.host_slots]
+        for kind in (_NARROW, _SORTED):
+            found = np.flatnonzero(kinds == kind)
+            if len(found) == 0:
+                continue
+            where = upload(found, logits.device)
+            temperature, top_k, top_p, _ = self._filters[rows.slots[where]].unbind(1)
+            scaled = logits[where].float() / temperature[:, None]
+            if kind == _NARROW:
+                most = min(int(self._narrow_k[rows.host_slots[found]].max()), scaled.shape[1])
+                ranked = scaled.topk(most, dim=-1).values
+            else:
+                ranked = scaled.sort(dim=-1, descending=True).values
+            floors[where] = _lowest_kept(ranked, top_k.long(), top_p)
+        return floors
 
 
 def _lowest_kept(ranked: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -119,8 +121,14 @@ def _kind(sampling: SamplingParams) -> int:
 
 
 def _row(sampling: SamplingParams) -> tuple[float, int, float, float]:
-    """Temperature, top_k, top_p, min_p as ``_draw`` unpacks them."""
-    return sampling.temperature, min(sampling.top_k, MAX_TOP_K), sampling.top_p, sampling.min_p
+    """Temperature, top_k, top_p, min_p; a temperature of 0 stands for greedy."""
+    greedy = _kind(sampling) == _GREEDY
+    return (
+        0.0 if greedy else sampling.temperature,
+        min(sampling.top_k, MAX_TOP_K),
+        sampling.top_p,
+        sampling.min_p,
+    )
 
 
 def _signed(seed: int) -> int:

@@ -40,11 +40,13 @@ _USED: Final = (
     "revision",
     "cache_dir",
     "dtype",
+    "quantization",
     "max_model_len",
     "tp",
     "max_running_requests",
     "max_batch_tokens",
     "page_size",
+    "kv_cache_dtype",
     "memory_fraction",
 )
 GIB: Final = 1 << 30

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.config import Config
+from skiff_runtime.config import AUTO, Config
 from skiff_runtime.info.gpus import Gpu
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
@@ -11,6 +11,7 @@ from skiff_runtime.models.footprint import (
     Parameters,
     count_parameters,
     kv_bytes_per_token,
+    weight_bytes,
     working_bytes,
 )
 
@@ -56,11 +57,12 @@ class Fit:
 def need(config: Config, model: ModelConfig, dtype: str) -> Need:
     """What each of ``config.tp`` ranks needs in ``dtype``; the first rank's, which is as much as any's."""
     element_bytes = DTYPE_BYTES[dtype]
-    share = count_parameters(model, config.tp)
+    cached_bytes = element_bytes if config.kv_cache_dtype == AUTO else 1
+    quantization = model.quantization if config.quantization == AUTO else config.quantization
     return Need(
         parameters=count_parameters(model),
-        weights=share.total * element_bytes,
-        kv_per_token=kv_bytes_per_token(model, config.tp, element_bytes),
+        weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
+        kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
         working=working_bytes(config, model, ranks=config.tp, element_bytes=element_bytes),
         context=config.max_model_len or model.max_position_embeddings,
     )

@@ -1,12 +1,93 @@
 """Assembles a step's inputs from the device's own tables, without asking the host for a token."""
 
+from dataclasses import dataclass, fields
+
 import torch
 
 
-def rows_of_tokens(lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """[R] -> int64[total]: the row to which each of the step's tokens belongs."""
-    rows = torch.arange(lengths.shape[0], device=lengths.device)
-    return rows.repeat_interleave(lengths, output_size=total)
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Of T tokens in R rows: ids, positions and places in the KV cache int[T], and the rows' contexts int[R]."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    locations: torch.Tensor
+    contexts: torch.Tensor
+
+    def first(self, rows: int) -> "StepInputs":
+        """Those of the first rows, where every row has one token."""
+        return StepInputs(
+            self.token_ids[:rows], self.positions[:rows], self.locations[:rows], self.contexts[:rows]
+        )
+
+
+def empty_inputs(tokens: int, rows: int, device: torch.device) -> StepInputs:
+    """Room for a step's inputs."""
+    return StepInputs(
+        torch.zeros(tokens, dtype=torch.int32, device=device),
+        torch.zeros(tokens, dtype=torch.int32, device=device),
+        torch.zeros(tokens, dtype=torch.int64, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+
+
+def step_inputs(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    *,
+    total: int,
+    longest: int,
+    block_table: torch.Tensor | None = None,
+) -> StepInputs:
+    """The inputs of ``total`` tokens in rows of at most ``longest``.
+
+    ``rows`` int32[4, R] are slots, starts, lengths and first tokens; ``tokens`` int32[slots, n] and ``pages``
+    int32[slots, P] are the tables. The last slot is nobody's: its K and V go nowhere (a location of -1).
+    Where ``block_table`` int32[R, P] is given, the rows' pages are copied into it.
+    """
+    if rows.device.type == "cuda":
+        from skiff_runtime.kernels.fused import inputs
+
+        made = empty_inputs(total, rows.shape[1], rows.device)
+        inputs.mixed_inputs(rows, longest, tokens, pages, page_size, made, block_table)
+        return made
+    slots, starts, lengths, offsets = rows.long().unbind()
+    owners = torch.arange(rows.shape[1]).repeat_interleave(lengths, output_size=total)
+    positions = torch.arange(total) + (starts - offsets)[owners]
+    owned = slots[owners]
+    places = read_cells(pages, owned, positions // page_size) * page_size + positions % page_size
+    if block_table is not None:
+        block_table.copy_(pages[slots])
+    return StepInputs(
+        token_ids=read_cells(tokens, owned, positions),
+        positions=positions,
+        locations=places.masked_fill_(owned == tokens.shape[0] - 1, -1),
+        contexts=(starts + lengths).int(),
+    )
+
+
+def decode_inputs(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    made: StepInputs,
+    block_table: torch.Tensor | None,
+) -> None:
+    """As ``step_inputs``, into ``made``, for rows of one token each: ``rows`` int32[2, R] are slots and starts."""
+    if rows.device.type == "cuda":
+        from skiff_runtime.kernels.fused import inputs
+
+        inputs.decode_inputs(rows, tokens, pages, page_size, made, block_table)
+        return
+    count = rows.shape[1]
+    ones = torch.ones(count, dtype=torch.int32)
+    whole = torch.stack((*rows, ones, torch.arange(count, dtype=torch.int32)))
+    found = step_inputs(whole, tokens, pages, page_size, total=count, longest=1, block_table=block_table)
+    for field in fields(made):
+        getattr(made, field.name).copy_(getattr(found, field.name))
 
 
 def read_cells(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -14,6 +95,12 @@ def read_cells(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
     return table.view(-1).index_select(0, rows * table.shape[1] + columns).long()
 
 
-def write_cells(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Set cells (``rows[i]``, ``columns[i]``) of an int32 table; no cell may be named twice."""
-    table.view(-1).index_copy_(0, rows * table.shape[1] + columns, values.to(table.dtype))
+def write_cells(table: torch.Tensor, cells: torch.Tensor) -> None:
+    """Set cells of an int32 table: ``cells`` int32[3, N] are rows, columns and values; no cell may be named twice."""
+    if table.device.type == "cuda":
+        from skiff_runtime.kernels.fused import inputs
+
+        inputs.write_cells(table, cells)
+        return
+    rows, columns, values = cells.unbind()
+    table.view(-1).index_copy_(0, rows.long() * table.shape[1] + columns, values)

@@ -2,10 +2,18 @@
 
 import torch
 
+from skiff_runtime.kernels.fp8 import E4M3, to_e4m3
+
 
 def store_kv(
     keys: torch.Tensor, values: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], locations: torch.Tensor
 ) -> None:
-    """Put keys and values [T, kv_heads, d] at ``locations`` int64[T] of the pool's flat [tokens, kv_heads, d]."""
-    pool[0].index_copy_(0, locations, keys)
-    pool[1].index_copy_(0, locations, values)
+    """Put keys and values [T, kv_heads, d] at ``locations`` int64[T] of the pool's flat [tokens, kv_heads, d].
+
+    A pool in e4m3 takes them as they are, with no scale: what is beyond its largest number becomes that.
+    """
+    for side, given in zip(pool, (keys, values), strict=True):
+        if side.dtype == E4M3:  # of which torch can copy bytes only
+            side.view(torch.uint8).index_copy_(0, locations, to_e4m3(given).view(torch.uint8))
+        else:
+            side.index_copy_(0, locations, given.to(side.dtype))

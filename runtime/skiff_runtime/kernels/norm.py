@@ -9,6 +9,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Short types are rounded before they are weighted, as the models were trained.
     """
+    if x.device.type == "cuda" and x.dim() == 2 and weight.dim() == 1:
+        from skiff_runtime.kernels.fused import norm
+
+        return norm.rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
     wide = x.float()
@@ -20,5 +24,9 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
+    if x.device.type == "cuda":
+        from skiff_runtime.kernels.fused import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total

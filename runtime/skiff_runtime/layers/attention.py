@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend
-from skiff_runtime.kernels.rotary import rotate
+from skiff_runtime.kernels.fp8 import Activations
+from skiff_runtime.kernels.heads import place_heads
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut, replicated_cut
 from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.placement import Piece, Placement
+from skiff_runtime.layers.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,20 @@ class Attention:
         )
         self._norm = None
         if qk_norm_eps is not None:
-            self._norm = QKNorm(self._query, self._kv, heads.size, qk_norm_eps, placement)
+            self._norm = QKNorm(heads.size, qk_norm_eps, placement)
 
-    def __call__(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], backend: AttentionBackend
-    ) -> torch.Tensor:
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        qk, v = torch.split(heads, [self._query + self._kv, self._kv], dim=1)
-        if self._norm is not None:
-            qk = self._norm(qk)
-        q, k = torch.split(rotate(qk, *rotary), [self._query, self._kv], dim=1)
-        return self._output(backend.forward(self._layer, q, k, v).flatten(1))
+    def __call__(self, x: Activations, rotation: Rotation, backend: AttentionBackend) -> torch.Tensor:
+        norm = self._norm
+        q = place_heads(
+            self._qkv(x),
+            rotation.table,
+            rotation.positions,
+            None if norm is None else norm.weights,
+            0.0 if norm is None else norm.eps,
+            backend.pool.tokens(self._layer),
+            rotation.locations,
+        )
+        return self._output(backend.forward(self._layer, q).flatten(1))
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this block."""

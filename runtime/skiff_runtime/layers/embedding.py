@@ -36,7 +36,7 @@ class VocabParallelEmbedding:
 
 
 class OutputHead:
-    """Vectors [S, hidden] -> logits float32 [S, vocab_size], gathered, so the same bits on every rank."""
+    """Vectors [S, hidden] -> logits [S, vocab_size], gathered, so the same bits on every rank; float32 on a CPU."""
 
     def __init__(self, embedding: VocabParallelEmbedding, vocab_size: int, placement: Placement) -> None:
         self._embedding = embedding
@@ -44,5 +44,7 @@ class OutputHead:
         self._group = placement.group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self._embedding.weight).float()
+        logits = F.linear(hidden, self._embedding.weight)
+        if logits.device.type == "cpu":
+            logits = logits.float()
         return self._group.all_gather(logits)[:, : self._vocab_size]

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.placement import Piece, Placement, whole
+from skiff_runtime.layers.weight import make_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,18 @@ class ColumnParallelLinear:
         self._inputs = inputs
         self._cuts = tuple(cuts)
         self.sizes = [cut.stop - cut.start for cut in cuts]
-        self.weight = placement.empty(sum(self.sizes), inputs)
+        self.weight = make_weight(sum(self.sizes), inputs, placement)
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self.weight.product(x, self.bias)
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this layer."""
-        weights = torch.split(self.weight, self.sizes)
-        for cut, target in zip(self._cuts, weights, strict=True):
+        for cut, rows in zip(self._cuts, self.weight.split(self.sizes), strict=True):
             shape = (cut.total, self._inputs)
-            yield Piece(f"{prefix}{cut.name}.weight", shape, 0, cut.start, cut.stop, target)
+            name = f"{prefix}{cut.name}.weight"
+            yield Piece(name, shape, 0, cut.start, cut.stop, rows.values, rows.scales)
         if self.bias is not None:
             for cut, target in zip(self._cuts, torch.split(self.bias, self.sizes), strict=True):
                 yield Piece(f"{prefix}{cut.name}.bias", (cut.total,), 0, cut.start, cut.stop, target)
@@ -70,18 +71,20 @@ class RowParallelLinear:
         self._group = placement.group
         self._inputs = even_cut(name, inputs, placement)
         self._shape = (outputs, inputs)
-        self.weight = placement.empty(outputs, self._inputs.stop - self._inputs.start)
+        self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, placement)
         self.bias = placement.empty(outputs) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         if self._group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self._group.all_reduce(F.linear(x, self.weight))
+            return self.weight.product(x, self.bias)
+        total = self._group.all_reduce(self.weight.product(x))
         return total if self.bias is None else total + self.bias
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this layer."""
         cut = self._inputs
-        yield Piece(f"{prefix}{self._name}.weight", self._shape, 1, cut.start, cut.stop, self.weight)
+        [rows] = self.weight.split([self._shape[0]])
+        name = f"{prefix}{self._name}.weight"
+        yield Piece(name, self._shape, 1, cut.start, cut.stop, rows.values, rows.scales)
         if self.bias is not None:
             yield whole(f"{prefix}{self._name}.bias", self.bias)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from skiff_runtime.kernels.activation import silu_and_mul
+from skiff_runtime.kernels.fp8 import Activations, silu_mul_and_round
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut
 from skiff_runtime.layers.placement import Piece, Placement
 
@@ -14,13 +15,15 @@ class GatedMLP:
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement) -> None:
         cuts = [even_cut(name, intermediate_size, placement) for name in ("gate_proj", "up_proj")]
+        self._rounds = placement.quantization == "fp8"
         self._gate_up = ColumnParallelLinear(hidden_size, cuts, bias=bias, placement=placement)
         self._down = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, placement=placement
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(silu_and_mul(self._gate_up(x)))
+    def __call__(self, x: Activations) -> torch.Tensor:
+        gate_up = self._gate_up(x)
+        return self._down(silu_mul_and_round(gate_up) if self._rounds else silu_and_mul(gate_up))
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this block."""

@@ -4,19 +4,17 @@ from collections.abc import Iterator
 
 import torch
 
+from skiff_runtime.kernels.fp8 import Activations, add_norm_and_round, round_activations
 from skiff_runtime.kernels.norm import add_rms_norm, rms_norm
 from skiff_runtime.layers.placement import Piece, Placement, whole
 
 
 class RMSNorm:
-    """[..., size] -> the same shape; every rank holds the whole weight."""
+    """[T, size] -> the same shape; every rank holds the whole weight."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self.weight = placement.empty(size)
         self._eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self._eps)
 
     def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalized x + residual, x + residual)."""
@@ -27,18 +25,37 @@ class RMSNorm:
         yield whole(f"{name}.weight", self.weight)
 
 
-class QKNorm:
-    """[T, query + kv heads, size] -> the same shape: every head normalized, with one weight for q and one for k."""
+class InputNorm:
+    """Norm before linear layers: rounds what it gives them where their matrices are in eight bits."""
 
-    def __init__(self, query: int, kv: int, size: int, eps: float, placement: Placement) -> None:
-        self._weights = placement.empty(2, size)
-        self._kinds = torch.tensor([0] * query + [1] * kv, device=placement.device)
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self.weight = placement.empty(size)
         self._eps = eps
+        self._rounds = placement.quantization == "fp8"
 
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return rms_norm(heads, self._weights[self._kinds], self._eps)
+    def __call__(self, x: torch.Tensor) -> Activations:
+        normed = rms_norm(x, self.weight, self._eps)
+        return round_activations(normed) if self._rounds else normed
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
+        """(normalized x + residual, x + residual)."""
+        if self._rounds:
+            return add_norm_and_round(x, residual, self.weight, self._eps)
+        return add_rms_norm(x, residual, self.weight, self._eps)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """The checkpoint tensor that fills this layer."""
+        yield whole(f"{name}.weight", self.weight)
+
+
+class QKNorm:
+    """What normalizes each head of queries and keys: ``weights`` [2, size], one for q and one for k."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self.weights = placement.empty(2, size)
+        self.eps = eps
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """The checkpoint tensors that fill this layer."""
-        yield whole(f"{prefix}q_norm.weight", self._weights[0])
-        yield whole(f"{prefix}k_norm.weight", self._weights[1])
+        yield whole(f"{prefix}q_norm.weight", self.weights[0])
+        yield whole(f"{prefix}k_norm.weight", self.weights[1])

@@ -4,16 +4,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from skiff_runtime.config import Quantization
 from skiff_runtime.distributed.group import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Type, device and rank of everything that one model allocates."""
+    """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices."""
 
     dtype: torch.dtype
     device: torch.device
     group: TensorParallel = field(default_factory=TensorParallel)
+    quantization: Quantization = "none"
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialized weight."""
@@ -25,7 +27,7 @@ class Piece:
     """The part ``start`` to ``stop`` along ``dim`` of the checkpoint tensor ``name``, and where it goes.
 
     ``shape`` is that of the whole tensor in the checkpoint; ``target`` is a view of the
-    rank's weight with the part's shape.
+    rank's weight with the part's shape. Where it is in e4m3, ``scales`` float32 [rows of the target, 1] belong to it.
     """
 
     name: str
@@ -34,6 +36,12 @@ class Piece:
     start: int
     stop: int
     target: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the part takes on the rank."""
+        return self.target.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 def whole(name: str, target: torch.Tensor) -> Piece:

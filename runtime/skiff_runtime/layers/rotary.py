@@ -1,11 +1,24 @@
 """Rotary position embedding (Su et al., 2021): tables of cosines and sines."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A step's tokens, as every layer turns and stores their heads (see ``kernels.heads``).
+
+    ``table`` [positions, 2, head_dim] are cosines and sines, ``positions`` and ``locations`` int[T].
+    """
+
+    table: torch.Tensor
+    positions: torch.Tensor
+    locations: torch.Tensor
 
 
 class RotaryTable:
@@ -20,10 +33,9 @@ class RotaryTable:
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
         self._table = table.to(device=placement.device, dtype=placement.dtype)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, head_dim] of ``positions`` [T], as ``kernels.rotary`` takes them, for all layers."""
-        cos, sin = torch.split(self._table.index_select(0, positions), 1, dim=1)
-        return cos, sin
+    def at(self, positions: torch.Tensor, locations: torch.Tensor) -> Rotation:
+        """For all layers of a step."""
+        return Rotation(self._table, positions, locations)
 
 
 def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:

@@ -18,11 +18,19 @@ from skiff_runtime.messages.requests import (
     FlushCache,
     GenerateRequest,
     Inbox,
+    ProfileSteps,
     Shutdown,
     TextOptions,
     TokenizeRequest,
 )
-from skiff_runtime.messages.routes import ToApi, ToDetokenizer, ToScheduler, ToSupervisor, ToTokenizer
+from skiff_runtime.messages.routes import (
+    ToApi,
+    ToDetokenizer,
+    ToLeader,
+    ToScheduler,
+    ToSupervisor,
+    ToTokenizer,
+)
 from skiff_runtime.messages.sampling import CompiledGrammar, Grammar, GrammarKind, SamplingParams
 from skiff_runtime.messages.service import (
     Beats,
@@ -76,6 +84,7 @@ __all__ = [
     "Inbox",
     "PhaseReport",
     "ProcessFailed",
+    "ProfileSteps",
     "PromptLogprobs",
     "PromptTextLogprobs",
     "Ready",
@@ -91,6 +100,7 @@ __all__ = [
     "TextOptions",
     "ToApi",
     "ToDetokenizer",
+    "ToLeader",
     "ToScheduler",
     "ToSupervisor",
     "ToTokenizer",

@@ -88,6 +88,13 @@ class FlushCache(Struct, frozen=True, tag="flush", array_like=True):
     uid: int
 
 
+class ProfileSteps(Struct, frozen=True, tag="profile", array_like=True):
+    """offline benchmark -> rank 0: write a profile of the next ``steps`` steps (fewer if none follow) to ``path``."""
+
+    steps: int
+    path: str
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
     """rank 0 -> other ranks: leave the loop."""
 

@@ -6,6 +6,7 @@ from skiff_runtime.messages.requests import (
     EncodeRequest,
     FlushCache,
     GenerateRequest,
+    ProfileSteps,
     TokenizeRequest,
 )
 from skiff_runtime.messages.service import (
@@ -23,6 +24,8 @@ from skiff_runtime.messages.tokens import RequestFailed, TokenBatch
 
 ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 ToScheduler = GenerateRequest | AbortRequest | FlushCache
+ToLeader = ToScheduler | ProfileSteps
+"""What rank 0 takes; a profile is no matter of the scheduler."""
 ToDetokenizer = TokenBatch
 ToApi = (
     TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed

@@ -1,21 +1,32 @@
-"""Sharded safetensors of a model directory, read lazily: a tensor's part is read when it is asked for."""
+"""Sharded safetensors of a model directory: which file holds each tensor, and whether it is what the model needs."""
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.layers.placement import Piece
 from skiff_runtime.models.json_file import read_json
+from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
-_DTYPES: Final = ("F64", "F32", "F16", "BF16")
+QUANTIZED_KIND: Final = "F8_E4M3"
+SCALE_KINDS: Final = ("F32", "BF16", "F16")
+_KINDS: Final = ("F64", "F32", "F16", "BF16")
+_SCALE: Final = "_scale"
+"""``weight_scale`` holds the scales of ``weight``: compressed-tensors and FBGEMM name them so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a piece's numbers come from; ``scales`` where the checkpoint has them quantized already."""
+
+    file: TensorFile
+    tensor: StoredTensor
+    scales: "Source | None" = None
 
 
 class Checkpoint:
@@ -23,8 +34,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stack = ExitStack()
-        self._shards: dict[str, _Shard] = {}
+        self._open_files: dict[str, TensorFile] = {}
         self._files = self._index()
 
     def __enter__(self) -> Self:
@@ -33,16 +43,38 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        for file in self._open_files.values():
+            file.close()
 
-    def check(self, pieces: Iterable[Piece]) -> None:
-        """Refuse missing files and tensors and wrong shapes, reading nothing but headers."""
-        for piece in pieces:
-            self._shard(piece.name).check(piece)
+    def sources(self, pieces: Iterable[Piece]) -> list[tuple[Piece, Source]]:
+        """Find all of them; missing files and tensors and wrong shapes are refused, from headers alone."""
+        return [(piece, self._source(piece)) for piece in pieces]
 
-    def read(self, piece: Piece) -> None:
-        """Copy the piece's part of its tensor into its target."""
-        self._shard(piece.name).read(piece)
+    def _source(self, piece: Piece) -> Source:
+        file, tensor = self._find(piece.name, piece.shape)
+        if piece.scales is not None and tensor.kind == QUANTIZED_KIND:
+            return Source(file, tensor, self._scales(piece))
+        _require_kind(file, piece.name, tensor, _KINDS)
+        return Source(file, tensor)
+
+    def _scales(self, piece: Piece) -> Source:
+        name = piece.name + _SCALE
+        file, tensor = self._find(name, (piece.shape[0], 1), (piece.shape[0],))
+        _require_kind(file, name, tensor, SCALE_KINDS)
+        return Source(file, tensor)
+
+    def _find(self, name: str, *shapes: tuple[int, ...]) -> tuple[TensorFile, StoredTensor]:
+        """The tensor ``name``, whose shape must be one of ``shapes``."""
+        file = self._file_of(name)
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"weights file {file.path} lacks the tensor {name!r} that the index promises")
+        if tensor.shape not in shapes:
+            raise ModelError(
+                f"weights file {file.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
+                f"makes it {list(shapes[0])}"
+            )
+        return file, tensor
 
     def _index(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -55,65 +87,28 @@ class Checkpoint:
                     raise ModelError(f"{self._path / INDEX_FILE}: {file!r} is not a plain file name")
             return files
         if (self._path / SINGLE_FILE).exists():
-            return dict.fromkeys(self._open(SINGLE_FILE).names, SINGLE_FILE)
+            return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise ModelError(
             f"{self._path} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there "
             "(other formats are not read); --load-format dummy runs without weights"
         )
 
-    def _shard(self, name: str) -> "_Shard":
+    def _file_of(self, name: str) -> TensorFile:
         file = self._files.get(name)
         if file is None:
             raise ModelError(
                 f"{self._path}: no weights file holds the tensor {name!r}, which the model needs"
             )
-        return self._shards.get(file) or self._open(file)
+        return self._open_files.get(file) or self._open(file)
 
-    def _open(self, file: str) -> "_Shard":
-        path = self._path / file
-        if not path.is_file():
-            raise ModelError(f"weights file {path} is missing; download the model again")
-        try:
-            handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"weights file {path} is truncated or corrupt ({error}); download the model again"
-            ) from None
-        self._shards[file] = _Shard(path, handle)
-        return self._shards[file]
+    def _open(self, file: str) -> TensorFile:
+        self._open_files[file] = TensorFile(self._path / file)
+        return self._open_files[file]
 
 
-class _Shard:
-    """One open file."""
-
-    def __init__(self, path: Path, handle: Any) -> None:
-        self._path = path
-        self._handle = handle
-        self.names = frozenset(handle.keys())
-
-    def check(self, piece: Piece) -> None:
-        if piece.name not in self.names:
-            raise ModelError(
-                f"weights file {self._path} lacks the tensor {piece.name!r} that the index promises"
-            )
-        part = self._handle.get_slice(piece.name)
-        shape = tuple(part.get_shape())
-        if shape != piece.shape:
-            raise ModelError(
-                f"weights file {self._path}: tensor {piece.name!r} has shape {list(shape)}, but config.json "
-                f"makes it {list(piece.shape)}"
-            )
-        if part.get_dtype() not in _DTYPES:
-            raise ModelError(
-                f"weights file {self._path}: tensor {piece.name!r} is of type {part.get_dtype()}; "
-                f"supported are {', '.join(_DTYPES)}"
-            )
-
-    def read(self, piece: Piece) -> None:
-        part = self._handle.get_slice(piece.name)
-        rows = slice(piece.start, piece.stop)
-        try:
-            values: torch.Tensor = part[rows] if piece.dim == 0 else part[:, rows]
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"weights file {self._path}: cannot read {piece.name!r}: {error}") from None
-        piece.target.copy_(values)
+def _require_kind(file: TensorFile, name: str, tensor: StoredTensor, kinds: tuple[str, ...]) -> None:
+    if tensor.kind not in kinds:
+        raise ModelError(
+            f"weights file {file.path}: tensor {name!r} is of type {tensor.kind}; "
+            f"supported are {', '.join(kinds)}"
+        )

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.models.json_file import Fields, read_json
+from skiff_runtime.models.quantization import read_quantization
 from skiff_runtime.models.rope import RopeScaling, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -64,6 +66,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     dtype: str
+    quantization: Quantization
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
@@ -108,6 +111,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
+        quantization=read_quantization(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
         ),
@@ -141,13 +145,6 @@ def _architecture(config: Fields) -> str:
 
 
 def _refuse_unserved(config: Fields) -> None:
-    quantization = config.object("quantization_config")
-    if quantization is not None:
-        method = quantization.text("quant_method", "unknown")
-        raise ModelError(
-            f"{config.source}: the weights are quantized ({method}), which is not supported; use the model's "
-            "unquantized weights"
-        )
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{config.source}: activation {activation!r} is not supported; supported is 'silu'")

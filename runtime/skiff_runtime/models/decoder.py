@@ -9,12 +9,10 @@ from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.layers.attention import Attention, Heads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
 from skiff_runtime.layers.mlp import GatedMLP
-from skiff_runtime.layers.norm import RMSNorm
+from skiff_runtime.layers.norm import InputNorm, RMSNorm
 from skiff_runtime.layers.placement import Piece, Placement
-from skiff_runtime.layers.rotary import RotaryTable
+from skiff_runtime.layers.rotary import RotaryTable, Rotation
 from skiff_runtime.models.config import ModelConfig
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderLayer:
@@ -25,20 +23,20 @@ class DecoderLayer:
         self._mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, bias=config.mlp_bias, placement=placement
         )
-        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._middle_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._input_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._middle_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, backend: AttentionBackend
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, backend: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, residual) [T, hidden]; their sum is the layer's result, formed by the next norm."""
         if residual is None:
-            x, residual = self._input_norm(x), x
+            normed, residual = self._input_norm(x), x
         else:
-            x, residual = self._input_norm.after_sum(x, residual)
-        x = self._attention(x, rotary, backend)
-        x, residual = self._middle_norm.after_sum(x, residual)
-        return self._mlp(x), residual
+            normed, residual = self._input_norm.after_sum(x, residual)
+        x = self._attention(normed, rotation, backend)
+        normed, residual = self._middle_norm.after_sum(x, residual)
+        return self._mlp(normed), residual
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this layer."""
@@ -73,18 +71,22 @@ class DecoderModel(ABC):
         """The family's attention block."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        locations: torch.Tensor,
+        backend: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions int64[T] -> (output, residual) [T, hidden] of the last layer."""
-        rotary = self._rotary.at(positions)
+        """Token ids, positions and places of K and V in the cache, int[T] -> (output, residual) [T, hidden]."""
+        rotation = self._rotary.at(positions, locations)
         x, residual = self._embedding(token_ids), None
         for layer in self._layers:
-            x, residual = layer(x, residual, rotary, backend)
+            x, residual = layer(x, residual, rotation, backend)
         assert residual is not None
         return x, residual
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """What ``forward`` returned, for S chosen tokens -> logits float32 [S, vocab_size]."""
+        """What ``forward`` returned, for S chosen tokens -> logits [S, vocab_size] in the model's type."""
         return self._head(self._norm.after_sum(x, residual)[0])
 
     def pieces(self) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ before anything is loaded.
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.config import Config
+from skiff_runtime.config import Config, Quantization
 from skiff_runtime.models.config import ModelConfig
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,6 +58,19 @@ def count_parameters(model: ModelConfig, ranks: int = 1) -> Parameters:
     )
 
 
+def weight_bytes(model: ModelConfig, ranks: int, *, element_bytes: int, quantization: Quantization) -> int:
+    """Bytes of a rank's weights; in fp8, matrices of attention and MLP take one byte, and each output a float32."""
+    share = count_parameters(model, ranks)
+    if quantization == "none":
+        return share.total * element_bytes
+    inner, hidden = model.intermediate_size // ranks, model.hidden_size
+    query = model.num_heads * model.head_dim // ranks
+    outputs = query + 2 * local_kv_heads(model, ranks) * model.head_dim
+    matrices = model.num_layers * hidden * (outputs + query + 3 * inner)
+    scales = model.num_layers * (outputs + hidden + 2 * inner + hidden)
+    return matrices + 4 * scales + (share.total - matrices) * element_bytes
+
+
 def local_kv_heads(model: ModelConfig, ranks: int) -> int:
     """KV heads of one rank; with fewer heads than ranks, each rank holds a copy of one."""
     return max(1, model.num_kv_heads // ranks)
@@ -78,13 +91,17 @@ def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_byt
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
     )
     activations = config.max_batch_tokens * width * 4
-    logits = model.vocab_size * max(
-        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
-    )
     context = config.max_model_len or model.max_position_embeddings
     gathered = 2 * context * local_kv_heads(model, ranks) * model.head_dim * element_bytes
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
-    return activations + logits + gathered + tables
+    return activations + sampling_bytes(config, model) + gathered + tables
+
+
+def sampling_bytes(config: Config, model: ModelConfig) -> int:
+    """An upper estimate of what the choice of tokens takes, whatever requests ask for."""
+    return model.vocab_size * max(
+        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
+    )
 
 
 def _attention_biases(model: ModelConfig) -> tuple[bool, bool]:

@@ -45,6 +45,7 @@ class Batcher:
         tenancy: Tenancy,
     ) -> None:
         self._budget = config.max_batch_tokens
+        self._mixed_budget = config.mixed_prefill_tokens or config.max_batch_tokens
         self._page_size = config.page_size
         self._memory = memory
         self._slots = slots
@@ -75,7 +76,8 @@ class Batcher:
             retracted += 1
         due, self._opened = len(self._rewrites.cells), []
         draft = self._decode()
-        budget = self._resume(draft, self._budget - draft.rows)
+        budget = self._budget - draft.rows
+        budget = self._resume(draft, min(budget, self._mixed_budget) if draft.rows else budget)
         self._admit(draft, budget)
         if not draft.rows:
             return None

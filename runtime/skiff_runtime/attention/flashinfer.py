@@ -1,0 +1,162 @@
+"""FlashInfer's kernels: planned prefill over pages, and decode without a plan (XQA), which a CUDA graph can hold."""
+
+from functools import cache
+from typing import Final
+
+import flashinfer
+import numpy as np
+import torch
+from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from flashinfer.jit import env as environment
+from flashinfer.jit.attention.modules import get_batch_prefill_uri
+from flashinfer.utils import determine_attention_backend
+
+from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.hybrid import Part
+from skiff_runtime.kernels.cache import load_compiled_modules
+from skiff_runtime.kernels.fused.inputs import gather_pages
+from skiff_runtime.kvcache.pool import KVPool
+from skiff_runtime.step import Int32
+
+load_compiled_modules()
+WORKSPACE_BYTES: Final = 256 << 20
+DECODE_WORKSPACE_BYTES: Final = 128 << 20
+PLANS: Final = 3
+"""Plans that may be in flight: each stages what it uploads in pinned memory of its own."""
+HEAD_DIMS: Final = (64, 128, 256)
+DECODE_PAGE_SIZES: Final = (16, 32, 64, 128)
+DECODE_ARCHITECTURES: Final = (9, 10, 12)
+TYPES: Final = (torch.bfloat16, torch.float16)
+
+
+def obstacle(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
+    """Why FlashInfer cannot attend over ``pool`` in prefill or decode; None where it can."""
+    layout = pool.layout
+    if layout.dtype not in TYPES:
+        return f"FlashInfer computes in bfloat16 or float16, not {layout.dtype}"
+    if layout.head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes heads of {HEAD_DIMS} dimensions, not {layout.head_dim}"
+    if not decode:
+        return None
+    if layout.page_size not in DECODE_PAGE_SIZES:
+        return f"FlashInfer's decode takes pages of {DECODE_PAGE_SIZES} tokens, not {layout.page_size}"
+    if query_heads // layout.kv_heads > 16:
+        return "FlashInfer's decode takes at most 16 query heads for each KV head"
+    if torch.cuda.get_device_capability(pool.device)[0] not in DECODE_ARCHITECTURES:
+        return "FlashInfer's decode needs compute capability 9, 10 or 12"
+    return None
+
+
+def prefill_is_built(pool: KVPool) -> bool:
+    """Whether the kernels that prefill takes were compiled before; else the first start waits a minute for them."""
+    dtype, dim = pool.layout.dtype, pool.layout.head_dim
+    backend = determine_attention_backend(pool.device, 0, False, False, dtype, dtype)
+    kinds = (dtype, dtype, dtype, torch.int32, dim, dim)
+    name = get_batch_prefill_uri(backend, *kinds, 0, False, False, False)
+    folders = (environment.FLASHINFER_AOT_DIR, environment.FLASHINFER_JIT_DIR)
+    return any((folder / name / f"{name}.so").exists() for folder in folders)
+
+
+class FlashInferPrefill(Part):
+    """Plans on the engine's thread, while the GPU still computes the step before."""
+
+    def __init__(self, pool: KVPool, query_heads: int) -> None:
+        self._pool = pool
+        self._query_heads = query_heads
+        workspace = _workspace(pool.device, WORKSPACE_BYTES)
+        self._wrappers = [
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
+            for _ in range(PLANS)
+        ]
+        self._planned: list[torch.cuda.Event | None] = [None] * PLANS
+        self._turn = 0
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        layout, first = self._pool.layout, batch.decode_rows
+        lengths = batch.lengths[first:]
+        contexts = batch.starts[first:] + lengths
+        pages = -(-contexts // layout.page_size)
+        indptr = _pinned(_indptr(pages))
+        self._turn = (self._turn + 1) % PLANS
+        event = self._planned[self._turn]
+        if event is not None:
+            event.synchronize()
+        indices = gather_pages(
+            batch.page_table,
+            batch.rows[0, first:],
+            indptr.to(self._pool.device, non_blocking=True),
+            total=int(pages.sum()),
+        )
+        self._wrappers[self._turn].plan(
+            _pinned(_indptr(lengths)),
+            indptr,
+            indices,
+            _pinned(contexts - (pages - 1) * layout.page_size),
+            self._query_heads,
+            layout.kv_heads,
+            layout.head_dim,
+            layout.page_size,
+            causal=True,
+            q_data_type=layout.dtype,
+            kv_data_type=layout.dtype,
+        )
+        planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        planned.record()
+        self._planned[self._turn] = planned
+
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = self._wrappers[self._turn].run(q, _paged(self._pool, layer))
+        return attended
+
+
+class FlashInferDecode(Part):
+    """XQA: reads tables and lengths on the device."""
+
+    wants_block_table = True
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._workspace = _workspace(pool.device, DECODE_WORKSPACE_BYTES)
+        self._scale = pool.layout.head_dim**-0.5
+        self._batch: AttentionBatch | None = None
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        batch, rows = self._batch, q.shape[0]
+        assert batch is not None and batch.block_table is not None
+        table = batch.block_table[:rows]
+        attended: torch.Tensor = xqa_batch_decode_with_kv_cache(
+            q,
+            _paged(self._pool, layer),
+            self._workspace,
+            table,
+            batch.contexts[:rows].view(torch.uint32),
+            table.shape[1] * self._pool.layout.page_size,
+            bmm1_scale=self._scale,
+            kv_layout="NHD",
+        )
+        return attended
+
+
+@cache
+def _workspace(device: torch.device, size: int) -> torch.Tensor:
+    """One for all pools of the process; zeros, as XQA wants its semaphores."""
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _paged(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer as [pages, page_size, kv_heads, d]."""
+    k, v = pool.tokens(layer)
+    shape = (-1, pool.layout.page_size, *k.shape[1:])
+    return k.view(shape), v.view(shape)
+
+
+def _indptr(counts: Int32) -> Int32:
+    """Where each of these many things begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def _pinned(values: Int32) -> torch.Tensor:
+    return torch.from_numpy(values).pin_memory()

@@ -1,0 +1,115 @@
+"""Steps of decode rows alone, on a GPU: the model, the sampler and the tables' upkeep as one CUDA graph.
+
+A step's rows fill up to one of a few sizes with rows of nobody. Two columns go up, a graph is replayed, and the
+tokens come down: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the
+very same work is launched kernel by kernel, for the same sizes, so the tokens are the same.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.engine.batch import SampledRows, Tables
+from skiff_runtime.engine.model_runner import ModelRunner
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.inputs import decode_inputs, empty_inputs
+from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.step import Int32, StepPlan
+
+MAX_ROWS: Final = 512
+"""Larger steps are computed like mixed ones: launching their kernels takes less time than they do."""
+
+
+def batch_sizes(rows: int) -> list[int]:
+    """Sizes that steps of up to ``rows`` rows are filled up to: powers of two, then steps of 8, 16 and 32."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_ROWS, 32), MAX_ROWS]
+    limit = min(rows, MAX_ROWS)
+    return [*(size for size in steps if size < limit), limit]
+
+
+class DecodeStep:
+    """The tensors that stay where graphs find them, and the graphs."""
+
+    def __init__(self, runner: ModelRunner, tables: Tables, sampler: Sampler, *, rows: int) -> None:
+        """For steps of up to ``rows`` rows."""
+        self._runner = runner
+        self._tables = tables
+        self._sampler = sampler
+        self.sizes = batch_sizes(rows)
+        self._size_of = np.searchsorted(self.sizes, np.arange(self.sizes[-1] + 1))
+        largest = self.sizes[-1]
+        self._rows = torch.empty(2 * largest, dtype=torch.int32, device=runner.device)
+        self._inputs = empty_inputs(largest, largest, runner.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory: Any = None
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether the step can be run here: it has decode rows alone, and not too many."""
+        return plan.decode_rows == len(plan.slots) <= self.sizes[-1]
+
+    def run(self, plan: StepPlan) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
+        """The rows, their logits [S, vocab], and tokens int32[S] as chosen by temperature, seed and min_p alone.
+
+        These tokens stand in the table already. All is overwritten by the next step.
+        """
+        count = len(plan.slots)
+        size = self.sizes[int(self._size_of[count])]
+        self._send(plan.slots, plan.starts, size)
+        graph = self._graphs.get(size)
+        if graph is None:
+            logits, tokens = self._compute(size)
+        else:
+            graph.replay()
+            logits, tokens = self._results[size]
+        rows = SampledRows(
+            slots=self._rows[:count],
+            positions=self._inputs.contexts[:count],
+            host_slots=plan.slots,
+            host_positions=plan.starts + 1,
+        )
+        return rows, logits[:count], tokens[:count]
+
+    def capture(self, sizes: list[int]) -> None:
+        """Make the graphs of ``sizes``, on the current stream, which must not be the default one."""
+        nothing = np.empty(0, np.int32)
+        for size in sorted(sizes, reverse=True):
+            self._send(nothing, nothing, size)
+            self._compute(size)  # compiles, and lets libraries set up what they may not under capture
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            self._results[size] = self._compute(size)
+            graph.capture_end()
+            self._memory = graph.pool()
+            self._graphs[size] = graph
+
+    def _send(self, slots: Int32, starts: Int32, size: int) -> None:
+        columns = np.empty((2, size), np.int32)
+        columns[0, : len(slots)], columns[0, len(slots) :] = slots, self._tables.nobody
+        columns[1, : len(slots)], columns[1, len(slots) :] = starts, 0
+        self._tables.staging.send(columns, self._rows[: 2 * size])
+
+    @torch.inference_mode()
+    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and tokens of the rows that were sent."""
+        tables = self._tables
+        rows, made = self._rows[: 2 * size].view(2, size), self._inputs.first(size)
+        block_table = None if tables.block_table is None else tables.block_table[:size]
+        decode_inputs(rows, tables.tokens, tables.pages, tables.page_size, made, block_table)
+        ones = np.ones(size, np.int32)
+        attention = AttentionBatch(
+            starts=ones,
+            lengths=ones,
+            decode_rows=size,
+            rows=rows,
+            contexts=made.contexts,
+            page_table=tables.pages,
+            block_table=block_table,
+        )
+        hidden = self._runner.forward(made, attention)
+        logits = self._runner.logits(hidden, slice(None))
+        tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
+        return logits, tokens

@@ -1,0 +1,95 @@
+"""How much GPU memory the steps take besides weights and KV cache: found by running the largest ones."""
+
+import gc
+
+import numpy as np
+import torch
+
+from skiff_runtime import log
+from skiff_runtime.config import Config
+from skiff_runtime.engine.batch import Tables
+from skiff_runtime.engine.decode import DecodeStep
+from skiff_runtime.engine.memory import free_bytes
+from skiff_runtime.engine.model_runner import ModelRunner
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.footprint import sampling_bytes
+from skiff_runtime.step import StepPlan
+
+MIB = 1 << 20
+SLACK = 0.1
+"""Share of the activations that fragments of the allocator may cost."""
+
+
+@torch.inference_mode()
+def reserve(config: Config, model: ModelConfig, runner: ModelRunner, tables: Tables, sampler: Sampler) -> int:
+    """Bytes that steps and graphs of this configuration will take. The rows are nobody's, and leave no trace."""
+    stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        activations = _activations(config, runner, tables)
+        graphs = 0 if config.disable_cuda_graphs else _graphs(config, runner, tables, sampler)
+    choice = sampling_bytes(config, model)
+    _settle()
+    log.event(
+        "memory_profiled",
+        activations_mib=activations // MIB,
+        graphs_mib=graphs // MIB,
+        sampling_mib=choice // MIB,
+    )
+    return int(activations * (1 + SLACK)) + graphs + choice
+
+
+def _activations(config: Config, runner: ModelRunner, tables: Tables) -> int:
+    """Peak of a step of ``max_batch_tokens`` tokens, and of the logits of as many rows as may run."""
+    _settle()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plan = _largest(config, tables)
+    batch = tables.inputs(plan)
+    hidden = runner.forward(batch.tokens, batch.attention)
+    last = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
+    logits = runner.logits(hidden, last)
+    torch.cuda.synchronize()
+    del logits, hidden, batch
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _largest(config: Config, tables: Tables) -> StepPlan:
+    """Chunks of prompts that fill a step."""
+    longest = tables.tokens.shape[1] - 1
+    full, rest = divmod(config.max_batch_tokens, longest)
+    lengths = np.array([longest] * full + [rest] * (rest > 0), dtype=np.int32)[: config.running_limit]
+    rows, nothing = len(lengths), np.empty(0, np.int32)
+    return StepPlan(
+        number=0,
+        slots=np.full(rows, tables.nobody, np.int32),
+        starts=np.zeros(rows, np.int32),
+        lengths=lengths,
+        samples=np.ones(rows, np.bool_),
+        decode_rows=0,
+        opened=(),
+        page_slots=nothing,
+        page_columns=nothing,
+        page_ids=nothing,
+    )
+
+
+def _graphs(config: Config, runner: ModelRunner, tables: Tables, sampler: Sampler) -> int:
+    """From what the two largest ones take: the others lie in the memory of the largest, but for their nodes."""
+    step = DecodeStep(runner, tables, sampler, rows=config.running_limit)
+    taken = []
+    for size in step.sizes[-2:][::-1]:
+        _settle()
+        before = free_bytes(runner.device)
+        step.capture([size])
+        _settle()
+        taken.append(max(0, before - free_bytes(runner.device)))
+    return taken[0] + sum(taken[1:]) * (len(step.sizes) - 1)
+
+
+def _settle() -> None:
+    """Give all cached memory back, so that what is free can be read."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()

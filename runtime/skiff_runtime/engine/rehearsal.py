@@ -1,0 +1,163 @@
+"""Steps of a model on tensors that are not there, which compile every Triton kernel that the real ones launch.
+
+It needs no GPU: tensors are fake ones of torch, so that nothing but shapes, types and alignment is computed, and
+Triton's driver is one that compiles for the architecture it is told of, and launches nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
+from skiff_runtime.config import Config, Quantization
+from skiff_runtime.engine.batch import Tables
+from skiff_runtime.engine.decode import DecodeStep
+from skiff_runtime.engine.model_runner import Hidden, ModelRunner, longest
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.inputs import StepInputs, step_inputs
+from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kvcache.pool import KVLayout, KVPool
+from skiff_runtime.layers.placement import Placement
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.registry import make_model
+
+WARP_SIZE: Final = 32
+ADDRESS: Final = 1 << 20
+"""Where every fake storage begins: as well aligned as a GPU's are."""
+SHARED_BYTES: Final = 227 << 10
+MIXED: Final = ((0, 16), (0, 17), (1, 16), (2, 33), (16, 64))
+"""Steps of so many decode rows and a chunk of so many tokens."""
+
+
+def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
+    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0)."""
+    with _compiling(architecture), FakeTensorMode(), torch.inference_mode():
+        stage = _Stage(config, model)
+        for size in stage.decode.sizes:
+            stage.decode._compute(size)
+        for decode_rows, chunk in MIXED:
+            stage.mix(min(decode_rows, config.running_limit), chunk)
+
+
+class _Stage:
+    """A model, its cache and its tables, all fake."""
+
+    def __init__(self, config: Config, model: ModelConfig) -> None:
+        self._device = torch.device("cuda", 0)
+        quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        context = longest(config, model)
+        self._model = make_model(
+            model, Placement(dtype, self._device, quantization=quantization), max_positions=context
+        )
+        layout = KVLayout(
+            layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=config.page_size,
+            dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
+        )
+        pool = KVPool(layout, 1, self._device)
+        self._backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, context))
+        self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
+        self._sampler = Sampler(config.max_running_requests, torch.device("cpu"))
+        runner = SimpleNamespace(device=self._device, forward=self.forward, logits=self.logits)
+        self.decode = DecodeStep(
+            cast(ModelRunner, runner), self._tables, self._sampler, rows=config.running_limit
+        )
+
+    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> Hidden:
+        """As a model runner's."""
+        self._backend.prepare(attention)
+        return Hidden(
+            *self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, self._backend)
+        )
+
+    def logits(self, hidden: Hidden, places: Any) -> torch.Tensor:
+        """As a model runner's."""
+        return self._model.logits(hidden.output[places], hidden.residual[places])
+
+    def mix(self, decode_rows: int, chunk: int) -> None:
+        """A step of decode rows and one chunk of a prompt."""
+        lengths = np.array([1] * decode_rows + [chunk], dtype=np.int32)
+        tables, count = self._tables, decode_rows + 1
+        rows = torch.empty((4, count), dtype=torch.int32, device=self._device)
+        made = step_inputs(
+            rows, tables.tokens, tables.pages, tables.page_size, total=int(lengths.sum()), longest=chunk
+        )
+        attention = AttentionBatch(
+            starts=lengths,
+            lengths=lengths,
+            decode_rows=decode_rows,
+            rows=rows,
+            contexts=made.contexts,
+            page_table=tables.pages,
+            block_table=None,
+        )
+        sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
+        logits = self.logits(self.forward(made, attention), sampled[0])
+        choose(logits, sampled[1], sampled[2], *self._sampler.parameters)
+
+
+@contextmanager
+def _compiling(architecture: int) -> Iterator[None]:
+    """Triton without a GPU, and fake tensors with addresses."""
+    fake: Any = FakeTensor
+    address = fake.data_ptr
+    fake.data_ptr = lambda self: ADDRESS + int(self.storage_offset()) * self.itemsize
+    triton.runtime.driver.set_active(_Compiler(architecture))
+    try:
+        yield
+    finally:
+        fake.data_ptr = address
+
+
+class _Compiler(DriverBase):  # type: ignore[misc]
+    """A driver of Triton for a GPU that is elsewhere."""
+
+    def __init__(self, architecture: int) -> None:
+        self._target = GPUTarget("cuda", architecture, WARP_SIZE)
+        self.utils = _Utilities()
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing runs here")
+
+    def launcher_cls(self, _source: Any, _metadata: Any) -> Any:
+        return lambda *_: None
+
+
+class _Utilities:
+    """What Triton asks of a device and of a module loaded there."""
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES}
+
+    def load_binary(
+        self, _name: str, _kernel: bytes, _shared: int, _device: int
+    ) -> tuple[Any, Any, int, int, int]:
+        return object(), 0, 0, 0, 1024

@@ -1,0 +1,31 @@
+"""Gated activations."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def _silu_and_mul(
+    gate_up: tl.tensor, output: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    gate = tl.load(gate_up + row * stride + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + WIDTH + columns, inside, 0.0).to(tl.float32)
+    kind = output.dtype.element_ty
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(output + row * WIDTH + columns, (active * up).to(kind), inside)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As ``kernels.activation.silu_and_mul``."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        _silu_and_mul[grid](gate_up, output, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4)
+    return output

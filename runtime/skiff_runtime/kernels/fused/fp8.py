@@ -1,0 +1,149 @@
+"""Rounding to e4m3 with one scale for each row: of what is there, or of what is made in the same launch."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.fp8 import E4M3, LARGEST, SMALLEST_SCALE, Rounded
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+MAX_WARPS = 32
+WARP_ELEMENTS = 512
+
+
+@triton.jit
+def _store_row(
+    value: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), _LARGEST), _SMALLEST_SCALE)
+    scaled = value * tl.div_rn(1.0, scale)
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
+    short = scaled.to(tl.float8e4nv).to(rounded.dtype.element_ty)
+    tl.store(rounded + row * WIDTH + columns, short, columns < WIDTH)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _round(
+    values: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    value = tl.load(values + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
+    _store_row(value, rounded, scales, row, columns, WIDTH)
+
+
+@triton.jit
+def _silu_mul_and_round(
+    gate_up: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    kind = gate_up.dtype.element_ty
+    gate = tl.load(gate_up + row * stride + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + WIDTH + columns, inside, 0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    _store_row((active * up).to(kind).to(tl.float32), rounded, scales, row, columns, WIDTH)
+
+
+@triton.jit
+def _add_norm_and_round(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    kind = total.dtype.element_ty
+    value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
+    value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
+    value = value.to(kind)
+    tl.store(total + row * WIDTH + columns, value, inside)
+    value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    normed = ((value * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
+    _store_row(normed, rounded, scales, row, columns, WIDTH)
+
+
+def round_activations(x: torch.Tensor) -> Rounded:
+    """As ``kernels.fp8.round_activations``."""
+    rounded = _empty(x, x.shape[1])
+    if x.shape[0]:
+        _round[(x.shape[0],)](x, rounded.values, rounded.scales, x.stride(0), **_shape(x.shape[1]))
+    return rounded
+
+
+def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
+    """As ``kernels.fp8.silu_mul_and_round``."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rounded = _empty(gate_up, width)
+    if rows:
+        _silu_mul_and_round[(rows,)](
+            gate_up, rounded.values, rounded.scales, gate_up.stride(0), **_shape(width)
+        )
+    return rounded
+
+
+def add_norm_and_round(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[Rounded, torch.Tensor]:
+    """As ``kernels.fp8.add_norm_and_round``."""
+    rows, width = x.shape
+    rounded = _empty(x, width)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        _add_norm_and_round[(rows,)](
+            x,
+            residual,
+            weight,
+            total,
+            rounded.values,
+            rounded.scales,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            **_shape(width),
+        )
+    return rounded, total
+
+
+def _empty(like: torch.Tensor, width: int) -> Rounded:
+    rows = like.shape[0]
+    values = torch.empty((rows, width), dtype=like.dtype if rows == 1 else E4M3, device=like.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=like.device)
+    return Rounded(values, scales, like.dtype)
+
+
+def _shape(width: int) -> dict[str, Any]:
+    """How a program works on a row of this width."""
+    block = triton.next_power_of_2(width)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(MAX_WARPS, max(1, block // WARP_ELEMENTS))}

@@ -1,0 +1,76 @@
+"""The matrix of a linear layer, as a rank keeps it: in the model's own type, or in eight bits."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.fp8 import ALIGNMENT, E4M3, Activations, scaled_linear
+from skiff_runtime.kernels.linear import linear
+from skiff_runtime.layers.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some outputs of a matrix: ``values`` [n, inputs], and ``scales`` float32 [n, 1] where these are in e4m3."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+class Weight(ABC):
+    """A matrix [outputs, inputs]."""
+
+    @abstractmethod
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, inputs] -> [T, outputs], in the model's type."""
+
+    @abstractmethod
+    def split(self, sizes: Sequence[int]) -> list[Rows]:
+        """The matrix in runs of so many outputs, as views to be filled."""
+
+
+class PlainWeight(Weight):
+    """In the model's type."""
+
+    def __init__(self, outputs: int, inputs: int, placement: Placement) -> None:
+        self.values = placement.empty(outputs, inputs)
+
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The plain product; x must not be rounded."""
+        assert isinstance(x, torch.Tensor)
+        return linear(x, self.values, bias)
+
+    def split(self, sizes: Sequence[int]) -> list[Rows]:
+        """Views of the values alone."""
+        return [Rows(values) for values in torch.split(self.values, list(sizes))]
+
+
+class Fp8Weight(Weight):
+    """In e4m3 with one scale for each output; activations are rounded likewise, with one scale for each token."""
+
+    def __init__(self, outputs: int, inputs: int, placement: Placement) -> None:
+        if placement.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
+            raise ConfigError(
+                f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
+                f"{outputs} x {inputs}; use another --tp, or --quantization none"
+            )
+        self.values = torch.empty((outputs, inputs), dtype=E4M3, device=placement.device)
+        self.scales = torch.empty((outputs, 1), dtype=torch.float32, device=placement.device)
+
+    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The scaled product; x is rounded if it is not."""
+        return scaled_linear(x, self.values, self.scales, bias)
+
+    def split(self, sizes: Sequence[int]) -> list[Rows]:
+        """Views of values and scales."""
+        parts = zip(torch.split(self.values, list(sizes)), torch.split(self.scales, list(sizes)), strict=True)
+        return [Rows(values, scales) for values, scales in parts]
+
+
+def make_weight(outputs: int, inputs: int, placement: Placement) -> Weight:
+    """A matrix that is yet to be filled."""
+    kind = Fp8Weight if placement.quantization == "fp8" else PlainWeight
+    return kind(outputs, inputs, placement)

@@ -1,0 +1,77 @@
+"""What a ``config.json`` says of quantized weights; no torch.
+
+Served is e4m3 with one scale for each output, whose activations are rounded token by token as they come. Checkpoints
+of it are written by compressed-tensors (its float-quantized format) and by FBGEMM.
+"""
+
+from typing import Any, Final
+
+from skiff_runtime.config import Quantization
+from skiff_runtime.errors import ModelError
+from skiff_runtime.models.json_file import Fields
+
+_UNTOUCHED: Final = ("lm_head", "embed_tokens", "model.embed_tokens")
+"""What this runtime never quantizes either."""
+_WEIGHTS: Final = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+_ACTIVATIONS: Final = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "token",
+    "symmetric": True,
+    "dynamic": True,
+}
+
+
+def read_quantization(config: Fields) -> Quantization:
+    """How the checkpoint's matrices are kept. Raises ``ModelError`` for what is not served, naming it."""
+    told = config.object("quantization_config")
+    if told is None:
+        return "none"
+    method = told.text("quant_method", "unknown")
+    if method == "compressed-tensors":
+        _check_groups(told)
+        _check_left_out(told, "ignore")
+    elif method == "fbgemm_fp8":
+        if told.get("activation_scale_ub") is not None:
+            _refuse(told, "bounds the scales of activations ('activation_scale_ub')")
+        _check_left_out(told, "modules_to_not_convert")
+    else:
+        _refuse(told, f"is by the method {method!r}")
+    return "fp8"
+
+
+def _check_groups(told: Fields) -> None:
+    if told.get("kv_cache_scheme") is not None:
+        _refuse(told, "has scales for the KV cache ('kv_cache_scheme')")
+    groups = told.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        _refuse(told, "has not exactly one of 'config_groups'")
+        return
+    [group] = groups.values()
+    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
+        _refuse(told, "does not target all linear layers")
+    for name, wanted in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
+        _check_scheme(told, name, group.get(name), wanted)
+
+
+def _check_scheme(told: Fields, name: str, scheme: Any, wanted: dict[str, Any]) -> None:
+    given = scheme if isinstance(scheme, dict) else {}
+    for key, value in wanted.items():
+        if given.get(key) != value:
+            _refuse(told, f"has {key!r} of {name} {given.get(key)!r}")
+
+
+def _check_left_out(told: Fields, key: str) -> None:
+    names = told.get(key) or []
+    if not isinstance(names, list):
+        raise ModelError(f"{told.source}: {key!r} must be a list of modules, not {names!r}")
+    for name in names:
+        if name not in _UNTOUCHED:
+            _refuse(told, f"leaves out {name!r}")
+
+
+def _refuse(told: Fields, what: str) -> None:
+    raise ModelError(
+        f"{told.source}: the weights' quantization {what}, which is not supported; served are unquantized weights "
+        "(with --quantization fp8 if wanted) and e4m3 with one scale for each output and each token"
+    )

@@ -1,0 +1,152 @@
+"""The engine on a GPU: as transformers there, and the same tokens whatever does not change what is computed."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import GREEDY, Driver, generate, make_engine
+from tiny_models import load_reference, make_model, oracle_logits
+
+from skiff_runtime.messages import SamplingParams
+from skiff_runtime.step import StepHandle
+
+pytestmark = pytest.mark.gpu
+
+TIE = 0.05
+"""A token may differ from the oracle's where the oracle's logits of the two differ by less than this share of their
+standard deviation: bfloat16 has 8 bits, and the two engines sum in different orders."""
+COUNT = 24
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(max_tokens=COUNT, seed=1, temperature=0.8),
+    SamplingParams(max_tokens=COUNT, seed=2, temperature=1.0, min_p=0.05),
+    SamplingParams(max_tokens=COUNT, seed=3, temperature=1.2, top_k=20, top_p=0.9),
+    SamplingParams(
+        max_tokens=COUNT, seed=4, temperature=0.7, repetition_penalty=1.3, logit_bias=((40, 2.0),)
+    ),
+    GREEDY,
+    SamplingParams(max_tokens=COUNT, seed=5, temperature=0.5, logprobs=3),
+]
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(count)
+    return [random.integers(2, 300, int(random.integers(1, 90))).tolist() for _ in range(count)]
+
+
+def made(path: Path, samplings: Sequence[SamplingParams], **changes: Any) -> list[list[int]]:
+    """Tokens of a crowd in mixed steps, from an engine that has warmed up."""
+    settings = {"dtype": "bfloat16", "device": "cuda", "page_size": 16, "max_running_requests": 8, **changes}
+    engine = make_engine(path, **settings)
+    engine.warmup()
+    outputs = generate(
+        engine,
+        prompts(len(samplings)),
+        COUNT,
+        page_size=settings["page_size"],
+        budget=64,
+        slots=8,
+        samplings=samplings,
+    )
+    engine.close()
+    return outputs
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64, which every backend takes."""
+    path = tmp_path_factory.mktemp("model")
+    return make_model(
+        path,
+        request.param,
+        seed=41,
+        dtype=torch.bfloat16,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=64,
+    )
+
+
+def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path) -> None:
+    crowd = prompts(12)
+    outputs = made(model, [GREEDY] * 12)
+    oracle = load_reference(model, torch.bfloat16).cuda()
+    with torch.device("cuda"):
+        logits = oracle_logits(oracle, crowd, outputs)
+    different = 0
+    for rows, output in zip(logits, outputs, strict=True):
+        chosen = torch.tensor(output, device=rows.device)
+        gaps = (rows.amax(-1) - rows.gather(1, chosen[:, None]).squeeze(1)) / rows.std(-1)
+        assert float(gaps.max()) < TIE
+        different += int((rows.argmax(-1) != chosen).sum())
+    assert different <= len(crowd) * COUNT // 20
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[list[int]]:
+    return made(model, SAMPLINGS)
+
+
+@pytest.mark.parametrize("changes", [{"disable_cuda_graphs": True}, {"max_running_requests": 64}], ids=str)
+def test_tokens_do_not_depend_on_graphs(model: Path, plain: list[list[int]], changes: dict[str, Any]) -> None:
+    assert made(model, SAMPLINGS, **changes) == plain
+
+
+def test_tokens_do_not_depend_on_the_page_size(model: Path) -> None:
+    outputs = [made(model, SAMPLINGS, page_size=size, attention="triton") for size in (1, 16, 64)]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str) -> None:
+    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16)
+    engine.warmup()
+    outputs = [run(engine, ahead) for ahead in (0, 1, 3)]
+    engine.close()
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def run(engine: Any, ahead: int) -> list[list[int]]:
+    """Tokens of the crowd when so many steps are in flight at a time."""
+    driver = Driver(engine, 16)
+    rows = [driver.open(slot, prompt, SAMPLINGS[slot]) for slot, prompt in enumerate(prompts(7))]
+    flights: list[StepHandle] = [driver.launch([(row, row.known - row.done) for row in rows])]
+    steps: list[list[int]] = []
+    for _ in range(COUNT):
+        flights.append(driver.launch([(row, 1) for row in rows], decode_rows=len(rows)))
+        while len(flights) > ahead:
+            steps.append(flights.pop(0).result().tokens.tolist())
+    steps += [flight.result().tokens.tolist() for flight in flights]
+    return steps
+
+
+@pytest.fixture
+def memory() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+def test_the_largest_steps_fit_beside_a_full_cache(memory: None, model: Path) -> None:
+    """The pool takes what the profile leaves; then the largest step, and the most demanding choice, still run."""
+    engine = make_engine(
+        model,
+        dtype="bfloat16",
+        device="cuda",
+        kv_cache_tokens=None,
+        max_running_requests=128,
+        max_batch_tokens=8192,
+        memory_fraction=0.9,
+    )
+    engine.warmup()
+    assert engine.num_pages * 16 > 1 << 20
+    sampling = SamplingParams(max_tokens=9, seed=1, top_k=2000, top_p=0.9, frequency_penalty=0.5, logprobs=5)
+    driver = Driver(engine, 16)
+    rows = [driver.open(slot, list(range(2, 66)), sampling) for slot in range(128)]
+    driver.step([(row, 64) for row in rows])
+    tokens = driver.step([(row, 1) for row in rows], decode_rows=128).tokens
+    engine.close()
+    assert len(tokens) == 128

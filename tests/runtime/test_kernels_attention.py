@@ -1,0 +1,104 @@
+"""The attention kernels against attention written out in float64, over shuffled pages of any size."""
+
+import numpy as np
+import pytest
+import torch
+from kernel_device import DEVICE, TOLERANCE, error, poison
+
+from skiff_runtime.kernels.fused import attention
+
+
+class Paged:
+    """Contexts of ``lengths`` tokens in a pool whose other places are NaN."""
+
+    def __init__(
+        self, lengths: list[int], *, page_size: int, kv: int, dim: int, dtype: torch.dtype, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.page_size, self.kv, self.dim = page_size, kv, dim
+        held = [-(-length // page_size) for length in lengths]
+        ids = iter(rng.permutation(sum(held) + 3).tolist())
+        self.slots = torch.from_numpy(rng.permutation(len(lengths) + 2)[: len(lengths)].astype(np.int32))
+        self.pages = torch.zeros(len(lengths) + 2, max(held) + 1, dtype=torch.int32)
+        shape = ((sum(held) + 3) * page_size, kv, dim)
+        sides = tuple(poison(torch.empty(shape, dtype=dtype)) for _ in range(2))
+        generator = torch.Generator().manual_seed(seed)
+        self.contexts = []
+        for slot, length, count in zip(self.slots.tolist(), lengths, held, strict=True):
+            self.pages[slot, :count] = torch.tensor([next(ids) for _ in range(count)])
+            positions = torch.arange(length)
+            places = self.pages[slot][positions // page_size].long() * page_size + positions % page_size
+            context = torch.randn(2, length, kv, dim, generator=generator).to(dtype)
+            sides[0][places], sides[1][places] = context
+            self.contexts.append(context.double())
+        self.pool = sides[0].to(DEVICE), sides[1].to(DEVICE)
+
+    def expected(self, q: torch.Tensor, starts: list[int]) -> torch.Tensor:
+        """softmax(q k / sqrt(d)) v of each row's last tokens, row by row; q [T, heads, d]."""
+        answers, at = [], 0
+        for (keys, values), start in zip(self.contexts, starts, strict=True):
+            count = keys.shape[0] - start
+            rows = q[at : at + count].double().view(count, self.kv, -1, self.dim)
+            scores = torch.einsum("tkgd,skd->tkgs", rows, keys) / self.dim**0.5
+            future = torch.arange(keys.shape[0]) > torch.arange(start, keys.shape[0])[:, None]
+            weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(-1)
+            answers.append(torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2))
+            at += count
+        return torch.cat(answers)
+
+
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+"""The interpreter multiplies no matrices of bfloat16."""
+CASES = [(1, 2, 1, 16, torch.float32), (16, 1, 5, 24, HALF), (3, 2, 2, 64, HALF)]
+
+
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("longest", [1, 1 << 12], ids=["whole", "split"])
+def test_decode(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, longest: int) -> None:
+    lengths = [1, 130, 64, 17]
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
+    q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    answer = attention.decode(
+        q.to(DEVICE),
+        made.pool,
+        made.slots.to(DEVICE),
+        made.pages.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        page_size,
+        longest=longest,
+    )
+    assert error(answer, made.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+def test_prefill(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    """Chunks with and without something before them, after two tokens that are not theirs."""
+    lengths, starts = [40, 139, 30], [0, 9, 29]
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim + 1)
+    counts = np.subtract(lengths, starts)
+    q = torch.randn(counts.sum(), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = np.stack((made.slots.numpy(), starts, counts, np.cumsum(counts) - counts + 2)).astype(np.int32)
+    answer = attention.prefill(
+        q.to(DEVICE),
+        made.pool,
+        torch.from_numpy(rows).to(DEVICE),
+        made.pages.to(DEVICE),
+        page_size,
+        longest=int(counts.max()),
+        skipped=2,
+    )
+    assert error(answer, made.expected(q, starts)) < 2 * TOLERANCE[dtype]
+
+
+def test_results_do_not_depend_on_the_page_size() -> None:
+    """To the last bit."""
+    answers = []
+    for page_size in (1, 16, 64):
+        made = Paged([150, 70], page_size=page_size, kv=1, dim=16, dtype=torch.float32, seed=3)
+        q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1))
+        tables = made.slots.to(DEVICE), made.pages.to(DEVICE)
+        contexts = torch.tensor([150, 70], dtype=torch.int32, device=DEVICE)
+        answers.append(
+            attention.decode(q.to(DEVICE), made.pool, *tables, contexts, page_size, longest=600).cpu()
+        )
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

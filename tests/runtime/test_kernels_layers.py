@@ -1,0 +1,74 @@
+"""The fused kernels of layers against float64: odd shapes, strided inputs, every element written."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_device import DEVICE, TOLERANCE, error, poison
+
+from skiff_runtime.kernels import heads as reference
+from skiff_runtime.kernels.fused import activation, heads, norm
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 64), (3, 100), (5, 1537)])
+def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = noise(rows, 2 * width, dtype=dtype)[:, :width]
+    residual, weight = noise(rows, width, dtype=dtype, seed=1), noise(width, dtype=dtype, seed=2)
+    total = x.double() + residual.double()
+    normed, summed = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert error(summed, total) < TOLERANCE[dtype]
+    assert error(normed, normalized(total, weight)) < TOLERANCE[dtype]
+    assert error(norm.rms_norm(x, weight, 1e-5), normalized(x.double(), weight)) < TOLERANCE[dtype]
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    for width in (8, 1100):
+        x = noise(3, 2 * width, dtype=dtype)
+        gate, up = x.double().chunk(2, -1)
+        assert error(activation.silu_and_mul(x), F.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("query, kv, dim, normed", [(4, 2, 16, True), (5, 1, 24, False), (3, 3, 64, True)])
+def test_place_heads(query: int, kv: int, dim: int, normed: bool, dtype: torch.dtype) -> None:
+    """Against the reference in float64; what belongs to nobody and what is not named stay as they were."""
+    tokens = 5
+    qkv = noise(tokens, (query + 2 * kv) * dim, dtype=dtype)
+    table, weights = noise(9, 2, dim, dtype=dtype, seed=3), noise(2, dim, dtype=dtype, seed=4)
+    table = torch.cat((table[..., : dim // 2], table[..., : dim // 2]), -1)
+    table[:, 1, : dim // 2] *= -1
+    positions = torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32, device=DEVICE)
+    locations = torch.tensor([6, 0, 2, -1, 10], device=DEVICE)
+    pool = poison(noise(12, kv, dim, dtype=dtype)), poison(noise(12, kv, dim, dtype=dtype))
+    norms = weights if normed else None
+    q = heads.place_heads(qkv, table, positions, norms, 1e-6, pool, locations)
+    kept = locations >= 0
+    wide = tuple(torch.zeros(12, kv, dim, dtype=torch.float64) for _ in range(2))
+    wanted = reference.place_heads(
+        qkv[kept].double().cpu(),
+        table.double().cpu(),
+        positions[kept].cpu(),
+        None if norms is None else norms.double().cpu(),
+        1e-6,
+        (wide[0], wide[1]),
+        locations[kept].cpu(),
+    )
+    assert error(q[kept], wanted) < 2 * TOLERANCE[dtype]
+    assert torch.isfinite(q).all()
+    written = torch.zeros(12, dtype=torch.bool)
+    written[locations[kept].cpu()] = True
+    for side, expected in zip(pool, wide, strict=True):
+        assert error(side.cpu()[written], expected[written]) < 2 * TOLERANCE[dtype]
+        assert torch.isnan(side.cpu()[~written]).all()

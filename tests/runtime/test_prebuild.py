@@ -1,0 +1,70 @@
+"""Kernels compiled ahead without a GPU, and where they are found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model
+
+from skiff_runtime.kernels import cache
+
+pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
+
+
+def prebuild(model: Path, directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
+    command += ["--kernel-cache-dir", str(directory), "--dtype", "bfloat16", "--max-running-requests", "1"]
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240, env=clean)
+
+
+def kernels(directory: Path) -> list[str]:
+    return sorted(path.stem for path in (directory / cache.TRITON_FOLDER).glob("*/*.cubin"))
+
+
+def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    directory = tmp_path / "kernels"
+    done = prebuild(model, directory, "--quantization", "fp8")
+    assert done.returncode == 0, done.stderr
+    found = kernels(directory)
+    for name in ("_decode", "_prefill", "_place", "_step_inputs", "_choose_parts", "_one_token", "_round"):
+        assert name in found
+    assert "_add_norm_and_round" in found and "_silu_mul_and_round" in found
+    written = {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")}
+    assert prebuild(model, directory, "--quantization", "fp8").returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")} == written
+
+
+def test_architectures_are_checked(tmp_path: Path) -> None:
+    done = prebuild(tmp_path, tmp_path, "--arch", "hopper")
+    assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(name, "unset")
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_writable_cache_is_used_in_place(tmp_path: Path) -> None:
+    cache.activate(tmp_path / "new", tmp_path / "scratch")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "new" / "triton")
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "new" / "flashinfer")
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_read_only_cache_is_read_and_new_kernels_go_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, scratch = tmp_path / "image", tmp_path / "scratch"
+    (image / "triton" / "KEY").mkdir(parents=True)
+    (image / "triton" / "KEY" / "k.cubin").write_bytes(b"code")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != image)  # root may write anywhere
+    cache.activate(image, scratch)
+    assert os.environ["TRITON_CACHE_DIR"] == str(scratch / "triton")
+    assert (scratch / "triton" / "KEY" / "k.cubin").read_bytes() == b"code"
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(scratch / "flashinfer")
