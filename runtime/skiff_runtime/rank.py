@@ -11,9 +11,11 @@ from typing import Final
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
+from skiff_runtime.grammar.gate import GrammarGate, Read
 from skiff_runtime.kernels import cache
 from skiff_runtime.messages import (
     AbortRequest,
+    CompiledGrammar,
     FlushCache,
     GenerateRequest,
     Inbox,
@@ -21,6 +23,7 @@ from skiff_runtime.messages import (
     Shutdown,
     TokenBatch,
     ToLeader,
+    ToScheduler,
 )
 from skiff_runtime.patience import PatientEngine
 from skiff_runtime.process import Child
@@ -31,8 +34,13 @@ from skiff_runtime.transport import Endpoints, Receiver, Sender
 
 IDLE_SECONDS: Final = 1.0
 """How long an idle rank 0 waits for work before it turns its loop (and beats) anyway."""
+HELD_SECONDS: Final = 0.002
+"""The same, while a request waits for its grammar to be read."""
 TURN_MESSAGES: Final = 256
 """Most messages taken in one turn, so that a flood never stalls the running batch."""
+
+
+LeaderInbox = Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps]
 
 
 class LockstepError(SkiffError):
@@ -43,12 +51,18 @@ class LeaderChannel(Channel):
     """Rank 0's: requests come from tokenizers, token batches go to the detokenizer."""
 
     def __init__(
-        self, endpoints: Endpoints, size: int, should_stop: Callable[[], bool], profiler: StepProfiler
+        self,
+        inbox: LeaderInbox,
+        endpoints: Endpoints,
+        size: int,
+        *,
+        should_stop: Callable[[], bool],
+        profiler: StepProfiler,
+        read: Read,
     ) -> None:
-        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps] = Receiver(
-            endpoints.rank(0), ToLeader
-        )
+        self._inbox = inbox
         self._profiler = profiler
+        self._gate = GrammarGate(read)
         self._detokenizer = Sender(endpoints.detokenizer)
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
         self._should_stop = should_stop
@@ -57,20 +71,33 @@ class LeaderChannel(Channel):
         """What arrived for this turn, told to every other rank."""
         if wait:
             self._profiler.finish()
-            self._inbox.socket.poll(int(IDLE_SECONDS * 1000))
-        items: list[Item] = []
+            self._inbox.socket.poll(int((HELD_SECONDS if self._gate else IDLE_SECONDS) * 1000))
+        arrived = self._arrived()
+        items: list[Item] = [*self._gate.admit(arrived)]
+        if self._should_stop():
+            items.append(Shutdown())
+        if self._followers:
+            inbox = Inbox(items=items, digest=digest, grammars=self._held_grammars(arrived))
+            for follower in self._followers:
+                follower.send(inbox)
+        return items
+
+    def _arrived(self) -> list[ToScheduler]:
+        arrived: list[ToScheduler] = []
         for message in self._inbox.drain(TURN_MESSAGES):
             if isinstance(message, ProfileSteps):
                 self._profiler.begin(message)
             else:
-                items.append(message)
-        if self._should_stop():
-            items.append(Shutdown())
-        if self._followers:
-            inbox = Inbox(items=items, digest=digest)
-            for follower in self._followers:
-                follower.send(inbox)
-        return items
+                arrived.append(message)
+        return arrived
+
+    def _held_grammars(self, arrived: list[ToScheduler]) -> list[CompiledGrammar]:
+        """Those that the other ranks may begin to read."""
+        return [
+            each.grammar
+            for each in arrived
+            if isinstance(each, GenerateRequest) and each.grammar is not None and each.uid in self._gate
+        ]
 
     def send(self, batch: TokenBatch) -> None:
         self._detokenizer.send(batch)
@@ -79,9 +106,10 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Any other rank's: it takes what rank 0 took, and says nothing."""
 
-    def __init__(self, endpoints: Endpoints, rank: int, beat: Callable[[], None]) -> None:
-        self._inbox: Receiver[Inbox] = Receiver(endpoints.rank(rank), Inbox)
+    def __init__(self, inbox: Receiver[Inbox], *, beat: Callable[[], None], read: Read) -> None:
+        self._inbox = inbox
         self._beat = beat
+        self._read = read
 
     def receive(self, *, wait: bool, digest: int) -> list[Item]:
         """Rank 0's items for this turn; LockstepError when it planned another step than we did."""
@@ -89,6 +117,8 @@ class FollowerChannel(Channel):
             self._beat()
         if inbox.digest != digest:
             raise LockstepError(f"rank 0 planned step {inbox.digest:08x}, this rank {digest:08x}")
+        for grammar in inbox.grammars:
+            self._read(grammar)
         return list(inbox.items)
 
     def send(self, batch: TokenBatch) -> None:
@@ -103,7 +133,7 @@ def run(child: Child) -> None:
     """
     config, model = child.launch.config, child.launch.model
     profiler = StepProfiler()
-    channel = _channel(child, profiler)
+    connect = _bind(child)
     child.phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
@@ -112,15 +142,26 @@ def run(child: Child) -> None:
     )
     engine = Engine(config, model, group, on_phase=child.phase)
     engine.warmup()
-    _serve(child, engine, channel, profiler)
+    _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
     group.close()
 
 
-def _channel(child: Child, profiler: StepProfiler) -> Channel:
+def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
+    """Be there for senders at once; the channel itself needs the engine."""
+    endpoints, ranks = child.endpoints, child.launch.config.tp
     if child.index == 0:
-        return LeaderChannel(child.endpoints, child.launch.config.tp, lambda: child.stopping, profiler)
-    return FollowerChannel(child.endpoints, child.index, child.beat)
+        leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
+        return lambda engine, profiler: LeaderChannel(
+            leader,
+            endpoints,
+            ranks,
+            should_stop=lambda: child.stopping,
+            profiler=profiler,
+            read=engine.read_grammar,
+        )
+    inbox: Receiver[Inbox] = Receiver(endpoints.rank(child.index), Inbox)
+    return lambda engine, _: FollowerChannel(inbox, beat=child.beat, read=engine.read_grammar)
 
 
 def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:

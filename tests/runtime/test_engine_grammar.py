@@ -163,6 +163,33 @@ def test_a_grammar_that_is_still_read_holds_up_nobody(made: Made, monkeypatch: p
     assert chr(made.written([int(due.result().tokens[1])])[0]) == "q"
 
 
+def test_a_grammar_that_is_read_ahead_holds_up_no_slot(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is read, a slot opens whose grammar is at hand; the same grammar is then at hand, too."""
+    hand, ahead = made.regex("r+"), made.regex("s+")
+    reading = made.engine.read_grammar(hand)
+    assert reading is not None
+    reading.result(60)
+    assert made.engine.read_grammar(hand) is None
+    read, get = Event(), GrammarShelf.get
+
+    def slow(shelf: GrammarShelf, grammar: CompiledGrammar) -> xgrammar.CompiledGrammar:
+        assert grammar.key == hand.key or read.wait(60)
+        return get(shelf, grammar)
+
+    monkeypatch.setattr(GrammarShelf, "get", slow)
+    reading = made.engine.read_grammar(ahead)
+    assert reading is not None
+    driver = Driver(made.engine, 4)
+    row = driver.open(0, PROMPT, params(), grammar=hand)
+    driver.step([(row, row.known)])
+    assert chr(made.written(row.output)[0]) == "r" and not reading.done()
+    read.set()
+    reading.result(60)
+    assert made.engine.read_grammar(ahead) is None
+    broken = made.engine.read_grammar(CompiledGrammar(b"broken ahead", b"{}"))
+    assert broken is not None and broken.result(60) is None, "whoever opens a slot with it is told"
+
+
 def test_what_cannot_go_on_ends_alone(made: Made) -> None:
     """Data of another vocabulary or none, and an answer that its grammar never admitted."""
     regex = made.regex("a{30}")

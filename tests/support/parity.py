@@ -13,12 +13,12 @@ from tiny_tokenizer import VOCAB_SIZE
 
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import AbortRequest, TokenBatch
+from skiff_runtime.messages import AbortRequest, Inbox, TokenBatch, ToLeader
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.profiling import StepProfiler
 from skiff_runtime.rank import FollowerChannel, LeaderChannel
 from skiff_runtime.scheduler.loop import Scheduler
-from skiff_runtime.transport import Endpoints, Sender
+from skiff_runtime.transport import Endpoints, Receiver, Sender
 
 PROMPTS: Final = 64
 TOKENS: Final = 32
@@ -101,8 +101,15 @@ def prompts(seed: int) -> list[list[int]]:
 class Front(LeaderChannel):
     """Rank 0's channel with the clients at its other end: they come in waves, and leave when all are served."""
 
-    def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]]) -> None:
-        super().__init__(endpoints, ranks, lambda: self._done, StepProfiler())
+    def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]], engine: Engine) -> None:
+        super().__init__(
+            Receiver(endpoints.rank(0), ToLeader),
+            endpoints,
+            ranks,
+            should_stop=lambda: self._done,
+            profiler=StepProfiler(),
+            read=engine.read_grammar,
+        )
         self._requests = Sender(endpoints.rank(0))
         self._waiting = list(enumerate(crowd))
         self._done = False
@@ -153,8 +160,10 @@ def serve(
     model = read_model_config(path, max_model_len=config.max_model_len)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     endpoints = Endpoints(run_dir)
-    front = Front(endpoints, group.size, crowd) if group.rank == 0 else None
-    channel = front or FollowerChannel(endpoints, group.rank, lambda: None)
+    front = Front(endpoints, group.size, crowd, engine) if group.rank == 0 else None
+    channel = front or FollowerChannel(
+        Receiver(endpoints.rank(group.rank), Inbox), beat=lambda: None, read=engine.read_grammar
+    )
     scheduler = Scheduler(
         config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=channel
     )

@@ -22,7 +22,7 @@ from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.profile import reserve
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.staging import upload
-from skiff_runtime.messages import NO_TOKEN, SamplingParams
+from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
 
@@ -109,6 +109,10 @@ class Engine:
     def num_pages(self) -> int:
         """Pages of the KV cache; their ids are 0 to this number less 1."""
         return self._runner.pool.num_pages
+
+    def read_grammar(self, grammar: CompiledGrammar) -> "Future[None] | None":
+        """Begin to read what a request to come must match; None where it is at hand."""
+        return self._guide.read(grammar)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step behind those launched before it, and return at once."""

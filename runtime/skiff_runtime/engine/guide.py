@@ -1,12 +1,14 @@
 """Holds answers to their grammars while the steps go on.
 
 The mask of a row's next token is made on a thread as soon as the token before it is known, beside the model's
-forward pass, and waited for right before the next one is sampled. A grammar is read on another thread as soon as its
-request takes a slot. xgrammar is imported there, too: it takes a second and some memory, which few small services need.
+forward pass, and waited for right before the next one is sampled. A grammar is read on another thread, before its
+request is let in. xgrammar is imported there, too: it takes a second and some memory, which few small services need.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +21,7 @@ from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.errors import ModelError
 from skiff_runtime.kernels.bitmask import keep_admitted
+from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 MASK_BITS = 32
 """Tokens in a word of a mask."""
+_UNREADABLE = (ModelError, RuntimeError, ValueError)
 
 
 class GrammarGuide:
@@ -46,6 +50,8 @@ class GrammarGuide:
         self._pending: list[Future[None] | None] = [None] * slots
         """What still works on the slot's mask."""
         self._shelf: GrammarShelf | None = None
+        self._opening = Lock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar-reader")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
 
@@ -53,8 +59,17 @@ class GrammarGuide:
         """Begin to get ready for grammars, so that the first one holds up nobody."""
         self._loader.submit(self._open_shelf)
 
+    def read(self, grammar: CompiledGrammar) -> "Future[None] | None":
+        """Begin to read a grammar, so that slots open without waiting for it; None where it is at hand.
+
+        One that cannot be read is told when its slot opens.
+        """
+        if self._shelf is not None and grammar.key in self._shelf:
+            return None
+        return self._reader.submit(self._read, grammar)
+
     def open(self, opened: Sequence[SlotOpened]) -> None:
-        """Begin to read the grammars of newly taken slots."""
+        """Begin to follow the grammars of newly taken slots; what was not read before is read now."""
         for each in opened:
             self._guided[each.slot] = each.grammar is not None
             if each.grammar is not None:
@@ -94,6 +109,7 @@ class GrammarGuide:
 
     def close(self) -> None:
         """Wait for what is in the making, and end the threads."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
         self._loader.shutdown(wait=True, cancel_futures=True)
         self._filler.shutdown(wait=True, cancel_futures=True)
 
@@ -103,6 +119,10 @@ class GrammarGuide:
         if pending is not None:
             pending.result()
         return self._followers[slot]
+
+    def _read(self, grammar: CompiledGrammar) -> None:
+        with suppress(*_UNREADABLE):
+            self._open_shelf().get(grammar)
 
     def _load(self, opened: SlotOpened, before: "Future[None] | None") -> None:
         """Make a slot's follower, and its first mask."""
@@ -114,7 +134,7 @@ class GrammarGuide:
         self._followers[opened.slot] = None
         try:
             grammar = self._open_shelf().get(opened.grammar)
-        except (ModelError, RuntimeError, ValueError) as error:
+        except _UNREADABLE as error:
             log.error("grammar_unreadable", error=str(error))
             return
         follower = Follower(grammar, self._masks[opened.slot])
@@ -125,9 +145,10 @@ class GrammarGuide:
         from skiff_runtime.grammar.matcher import GrammarShelf
         from skiff_runtime.grammar.vocabulary import read_vocabulary
 
-        if self._shelf is None:
-            self._shelf = GrammarShelf(read_vocabulary(self._model))
-        return self._shelf
+        with self._opening:
+            if self._shelf is None:
+                self._shelf = GrammarShelf(read_vocabulary(self._model))
+            return self._shelf
 
 
 def _follow(followed: Sequence[tuple[int, "Follower"]], arrival: Arrival) -> None:

@@ -5,6 +5,7 @@ Nothing here knows of steps or devices; ``engine.guide`` does, and calls this on
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from threading import Lock
 from typing import Final
 
 import xgrammar
@@ -18,7 +19,10 @@ MAX_GRAMMAR_BYTES: Final = 512 << 20
 
 
 class GrammarShelf:
-    """Grammars ready for use, the least recently used dropped first beyond a count and a size. For one thread."""
+    """Grammars ready for use, the least recently used dropped first beyond a count and a size; for any thread.
+
+    While one is read, others can be got.
+    """
 
     def __init__(
         self,
@@ -31,22 +35,34 @@ class GrammarShelf:
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
         self._bytes = 0
+        self._lock = Lock()
         self._grammars: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._grammars)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._grammars
 
     def get(self, grammar: CompiledGrammar) -> xgrammar.CompiledGrammar:
         """The grammar, read from its serialized form unless it is at hand.
 
         Raises ``RuntimeError`` where the data was not compiled for this vocabulary by this version of xgrammar.
         """
-        found = self._grammars.get(grammar.key)
-        if found is None:
-            found = xgrammar.CompiledGrammar.deserialize_json(grammar.data.decode(), self._vocabulary)
-            self._grammars[grammar.key] = found
-            self._bytes += found.memory_size_bytes
-        self._grammars.move_to_end(grammar.key)
+        with self._lock:
+            found = self._grammars.get(grammar.key)
+            if found is not None:
+                self._grammars.move_to_end(grammar.key)
+                return found
+        read = xgrammar.CompiledGrammar.deserialize_json(grammar.data.decode(), self._vocabulary)
+        with self._lock:
+            return self._put(grammar.key, read)
+
+    def _put(self, key: bytes, grammar: xgrammar.CompiledGrammar) -> xgrammar.CompiledGrammar:
+        """``grammar``, or the same one if another thread was first."""
+        found = self._grammars.setdefault(key, grammar)
+        if found is grammar:
+            self._bytes += grammar.memory_size_bytes
         while len(self) > 1 and (len(self) > self._max_grammars or self._bytes > self._max_bytes):
             _, dropped = self._grammars.popitem(last=False)
             self._bytes -= dropped.memory_size_bytes
