@@ -49,7 +49,7 @@ from skiff_runtime.transport import Endpoints, Receiver, Sender
 
 NAME: Final = "tiny"
 CONTEXT: Final = 512
-TIMEOUT_SECONDS: Final = 30.0
+TIMEOUT_SECONDS: Final = 60.0
 Row = tuple[int, int, Finish]
 
 
