@@ -30,7 +30,7 @@ class StepThreads:
 
     def __init__(self, most: int, parameters: int) -> None:
         """``most`` threads, for a model of so many ``parameters`` on this rank."""
-        small = 1 < most and parameters <= SMALL_MODEL
+        small = most > 1 and parameters <= SMALL_MODEL
         self._most = most
         self._alone = SMALL_STEP // max(1, parameters) if small else 0
         self._now = most
