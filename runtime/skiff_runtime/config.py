@@ -138,7 +138,9 @@ class Config:
         None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
     )
     cpu_threads: int | None = option(
-        None, "Engine", "computing threads of each rank on a CPU (default: the cores it may use, over --tp)"
+        None,
+        "Engine",
+        "most computing threads of each rank on a CPU (default: the cores it may use, over --tp)",
     )
 
     max_running_requests: int = option(64, "Scheduling", "most requests that are computed at a time")

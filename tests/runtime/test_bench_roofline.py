@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skiff_runtime.bench.breakdown import Event, break_down, own_times, part_of, read_trace
-from skiff_runtime.bench.rates import copied_bytes, matrix_operations
+from skiff_runtime.bench.rates import copied_bytes, matrix_operations, measure
 from skiff_runtime.bench.roofline import Load, Rates, floor, work_of
 from skiff_runtime.config import Config
 from skiff_runtime.resolve import resolve
@@ -61,6 +61,13 @@ def test_more_requests_than_places_take_turns() -> None:
     work = work_of(config, model)
     assert floor(work, [Load(5, 11)] * 6, running=2, rates=H200).decode_steps == 30
     assert floor(work, [Load(5, 11)] * 6, running=6, rates=H200).decode_steps == 10
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_rates_are_seen_by_a_process_of_their_own(kind: str) -> None:
+    """Whatever this machine announces and cannot do."""
+    rates = measure("cpu", kind, 1)
+    assert rates.copied_bytes > 1e8 and rates.matrix_operations > 1e8
 
 
 def test_rates_of_this_machine() -> None:

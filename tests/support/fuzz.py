@@ -17,7 +17,6 @@ import steady_client
 from hostile import PAUSE_SECONDS, Hostile, draw_request
 from wire import Address, Line, Reply
 
-CONCURRENCY: Final = 8
 PROGRESS_SECONDS: Final = 10.0
 MAX_EXAMPLES: Final = 10
 SHOWN_BYTES: Final = 300
@@ -47,8 +46,8 @@ class Verdict:
         }
 
 
-async def fuzz(address: Address, *, count: int, seed: int) -> Verdict:
-    """Send ``count`` requests, a few at a time, each over a connection of its own."""
+async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> Verdict:
+    """Send ``count`` requests, ``concurrency`` at a time, each over a connection of its own."""
     draw, verdict, began = random.Random(seed), Verdict(), time.monotonic()
     progress = [began]
 
@@ -69,7 +68,7 @@ async def fuzz(address: Address, *, count: int, seed: int) -> Verdict:
                 print(f"fuzz: {number} of {count}, {dict(verdict.statuses)}", file=sys.stderr, flush=True)
 
     numbers = iter(range(count))
-    await asyncio.gather(*(work(numbers) for _ in range(CONCURRENCY)))
+    await asyncio.gather(*(work(numbers) for _ in range(concurrency)))
     verdict.seconds = time.monotonic() - began
     return verdict
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from skiff_runtime.bench.roofline import Rates
+from skiff_runtime.engine.cpu import avoid_trapping_amx
 from skiff_runtime.errors import SkiffError
 
 LIMIT_SECONDS: Final = 180.0
@@ -79,6 +80,8 @@ def main(arguments: list[str]) -> None:
     device, kind, threads = arguments
     if int(threads):
         torch.set_num_threads(int(threads))
+    if device == "cpu" and kind != "float32":
+        avoid_trapping_amx()
     rates = Rates(copied_bytes(device), matrix_operations(device, kind))
     sys.stdout.buffer.write(msgspec.json.encode(rates) + b"\n")
 

@@ -14,8 +14,33 @@ import torch.nn.functional as F
 from skiff_runtime import log
 
 PROBE_SECONDS: Final = 20.0
+SMALL_MODEL: Final = 1 << 25
+"""Parameters that stay in a core's reach; to read more, several cores are faster than one at any step."""
+SMALL_STEP: Final = 1_500_000_000
+"""Multiplications."""
 _ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 _WITHOUT_AMX: Final = "AVX512_CORE_BF16"
+
+
+class StepThreads:
+    """How many threads compute a step: a small one of a small model is done sooner by one than shared out to several.
+
+    For the demo model on two cores, that is so up to some 300 tokens; docs/benchmarks.md has the times.
+    """
+
+    def __init__(self, most: int, parameters: int) -> None:
+        """``most`` threads, for a model of so many ``parameters`` on this rank."""
+        small = most > 1 and parameters <= SMALL_MODEL
+        self._most = most
+        self._alone = SMALL_STEP // max(1, parameters) if small else 0
+        self._now = most
+
+    def choose(self, tokens: int) -> None:
+        """Get this thread ready to compute a step of so many tokens."""
+        wanted = 1 if tokens <= self._alone else self._most
+        if wanted != self._now:
+            self._now = wanted
+            torch.set_num_threads(wanted)
 
 
 def avoid_trapping_amx() -> None:

@@ -13,7 +13,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.arrival import NO_ROWS, Arrival
 from skiff_runtime.engine.batch import SampledRows, Tables
-from skiff_runtime.engine.cpu import avoid_trapping_amx
+from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
 from skiff_runtime.engine.guide import GrammarGuide
@@ -24,6 +24,7 @@ from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
 from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
@@ -73,6 +74,7 @@ class Engine:
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
+        self._threads = StepThreads(threads, count_parameters(model, group.size).total)
         self._guide = GrammarGuide(config.max_running_requests, model)
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
@@ -146,6 +148,7 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Arrival:
+        self._threads.choose(plan.tokens)
         self._tables.apply(plan)
         for reader in (self._logprobs, self._edits, self._sampler):
             reader.open(plan.opened)

@@ -1,5 +1,6 @@
 """The tokenizer process: requests of the API in, requests of the scheduler out, in order."""
 
+import os
 from collections.abc import Iterator
 from typing import Final
 
@@ -30,6 +31,8 @@ from skiff_runtime.tokenizer.template import ChatTemplate
 from skiff_runtime.transport import Receiver, Sender
 
 WAIT_SECONDS: Final = 0.5
+NICENESS: Final = 5
+"""Where cores are few, streams that run come before prompts that wait: a huge one may take seconds to encode."""
 _HALF: Final = 1 << 63
 
 TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
@@ -115,6 +118,7 @@ def load_builder(launch: Launch) -> PromptBuilder:
 
 def run(child: Child) -> None:
     """Main function of a tokenizer process."""
+    os.nice(NICENESS)
     child.phase("config")
     inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
     poller = zmq.Poller()
