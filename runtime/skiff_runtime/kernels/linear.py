@@ -3,8 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from skiff_runtime.kernels import library
-
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, inputs], weight [outputs, inputs], bias [outputs] -> [T, outputs].
@@ -17,5 +15,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
         if gemv.pays(x, weight):
             return gemv.gemv(x, weight, bias)
-        library.prefer(x)
     return F.linear(x, weight, bias)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
-HEADS = 4
+HEADS = 8
 """Heads of a token that one program works on."""
 
 
