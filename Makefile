@@ -47,7 +47,7 @@ test: setup ## Unit and integration tests on CPU: real processes, sockets, API s
 	$(PYTEST) -m "not e2e and not gpu and not matrix and not soak" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
-	$(PYTEST) -m matrix $(PYTEST_ARGS)
+	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)

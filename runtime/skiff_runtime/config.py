@@ -131,6 +131,9 @@ class Config:
     disable_cuda_graphs: bool = option(
         False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
     )
+    disable_shared_decode: bool = option(
+        False, "Engine", "on a GPU, let each row of a decode step read the whole of its prefix"
+    )
     kernel_cache_dir: str | None = option(
         None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
     )

@@ -55,7 +55,8 @@ def debug(name: str, **fields: object) -> None:
 
 def event(name: str, **fields: object) -> None:
     """Log an ordinary event."""
-    _LOGGER.info("%s", _render(name, fields))
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", _render(name, fields))
 
 
 def warning(name: str, **fields: object) -> None:

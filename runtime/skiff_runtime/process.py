@@ -6,6 +6,7 @@ and tells the supervisor its start phases and heartbeats.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -64,7 +65,9 @@ class Child:
             self._phase_started = now
 
     def ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
-        """Tell the supervisor that this process serves."""
+        """Tell the supervisor that this process serves; what stands by now is looked at by no collection again."""
+        gc.collect()
+        gc.freeze()
         self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
         self.beat()
 

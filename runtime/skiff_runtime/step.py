@@ -84,7 +84,6 @@ class PromptChunk:
 class StepResult:
     """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
 
-    ``NO_TOKEN`` there: no token can follow, for the request's grammar admits none.
     A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed: that request
     can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
     """

@@ -7,15 +7,18 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import uvicorn
 from front import TIMEOUT_SECONDS, running_front, write_model
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from skiff_runtime.api import protocol
 from skiff_runtime.api.body import BodyReader, Receive, Scope
 from skiff_runtime.api.gate import Gate
-from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, LimitedConfig
+from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, JoinedHead, LimitedConfig
 from skiff_runtime.api.reply import reply
 from skiff_runtime.api.writer import Send
 from skiff_runtime.keys import KeyRing
@@ -188,3 +191,34 @@ def test_what_is_no_http_is_refused_in_the_api_s_shape(tmp_path: Path) -> None:
             answer = until_closed(connection)
         assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
         assert b"x-request-id" in answer
+
+
+def test_the_head_waits_for_the_body_but_not_without_end(address: Address) -> None:
+    """Neither a request for the head alone, nor one that waits for 100 Continue, hangs."""
+    with closing(connect(address)) as connection:
+        connection.sendall(b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n")
+        connection.sendall(
+            b"POST /echo HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+        )
+        assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"hello")
+        assert connection.recv(4096).endswith(b"\r\n\r\nhello")
+
+
+def test_head_and_body_are_one_write() -> None:
+    written: list[bytes] = []
+    transport = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"))
+    cycle = SimpleNamespace(transport=transport, response_started=False)
+    joined = cycle.transport = JoinedHead(cast(RequestResponseCycle, cycle))
+    joined.write(b"continue ")
+    cycle.response_started = True
+    joined.write(b"head ")
+    assert written == [b"continue "]
+    joined.write(b"body")
+    assert written == [b"continue ", b"head body"] and cycle.transport is transport
+    other = JoinedHead(cast(RequestResponseCycle, cycle))
+    other.write(b"head")
+    other.close()
+    assert written[2:] == [b"head", b"closed"]

@@ -5,7 +5,9 @@ import pytest
 import torch
 from kernel_device import DEVICE, TOLERANCE, error, poison
 
-from skiff_runtime.kernels.fused import attention
+from skiff_runtime.engine.sharing import cut
+from skiff_runtime.kernels.fused import decode_attention, prefill_attention
+from skiff_runtime.kernels.prefixes import unpack
 
 
 class Paged:
@@ -33,6 +35,15 @@ class Paged:
             self.contexts.append(context.double())
         self.pool = sides[0].to(DEVICE), sides[1].to(DEVICE)
 
+    def share(self, groups: np.ndarray, tokens: np.ndarray) -> None:
+        """Let the rows of a group hold the pages of its first row, for their first ``tokens``: whole pages."""
+        for row, (group, count) in enumerate(zip(groups, tokens, strict=True)):
+            leader = int(np.argmax(groups == group))
+            pages = int(count) // self.page_size
+            source, target = int(self.slots[leader]), int(self.slots[row])
+            self.pages[target, :pages] = self.pages[source, :pages]
+            self.contexts[row][:, :count] = self.contexts[leader][:, :count]
+
     def expected(self, q: torch.Tensor, starts: list[int]) -> torch.Tensor:
         """softmax(q k / sqrt(d)) v of each row's last tokens, row by row; q [T, heads, d]."""
         answers, at = [], 0
@@ -58,7 +69,7 @@ def test_decode(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtyp
     lengths = [1, 130, 64, 17]
     made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    answer = attention.decode(
+    answer = decode_attention.decode(
         q.to(DEVICE),
         made.pool,
         made.slots.to(DEVICE),
@@ -71,6 +82,32 @@ def test_decode(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("longest", [1, 1 << 12], ids=["whole", "split"])
+def test_decode_with_common_prefixes(
+    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, longest: int
+) -> None:
+    """Two groups, one of more rows than read together, among rows on their own."""
+    lengths = [99, 170, 40, 97, 145, 98, 200]
+    groups = np.array([1, 0, 2, 1, 0, 1, 0], np.int32)
+    tokens = np.array([96, 144, 0, 96, 144, 96, 144], np.int32)
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
+    made.share(groups, tokens)
+    q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = cut(groups, tokens, members=2, rows=len(lengths))
+    answer = decode_attention.decode(
+        q.to(DEVICE),
+        made.pool,
+        made.slots.to(DEVICE),
+        made.pages.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        page_size,
+        longest=longest,
+        shared=unpack(torch.from_numpy(packed).to(DEVICE), len(lengths)),
+    )
+    assert error(answer, made.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
 def test_prefill(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype) -> None:
     """Chunks with and without something before them, after two tokens that are not theirs."""
     lengths, starts = [40, 139, 30], [0, 9, 29]
@@ -78,7 +115,7 @@ def test_prefill(page_size: int, kv: int, group: int, dim: int, dtype: torch.dty
     counts = np.subtract(lengths, starts)
     q = torch.randn(counts.sum(), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     rows = np.stack((made.slots.numpy(), starts, counts, np.cumsum(counts) - counts + 2)).astype(np.int32)
-    answer = attention.prefill(
+    answer = prefill_attention.prefill(
         q.to(DEVICE),
         made.pool,
         torch.from_numpy(rows).to(DEVICE),
@@ -99,6 +136,6 @@ def test_results_do_not_depend_on_the_page_size() -> None:
         tables = made.slots.to(DEVICE), made.pages.to(DEVICE)
         contexts = torch.tensor([150, 70], dtype=torch.int32, device=DEVICE)
         answers.append(
-            attention.decode(q.to(DEVICE), made.pool, *tables, contexts, page_size, longest=600).cpu()
+            decode_attention.decode(q.to(DEVICE), made.pool, *tables, contexts, page_size, longest=600).cpu()
         )
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from skiff_runtime.kernels.prefixes import SharedPrefixes
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.step import Int32
 
@@ -16,7 +17,8 @@ class AttentionBatch:
     On the host: row i computes ``lengths[i]`` tokens after ``starts[i]`` tokens whose K and V
     are in the cache already. On the device: ``rows`` int32[4, R] are the rows' lines in ``page_table``
     int32[slots, pages], starts, lengths and first tokens; ``contexts`` int32[R] are starts plus lengths.
-    ``block_table`` int32[R, pages] repeats the rows' lines, where the backend wants them in order.
+    ``block_table`` int32[R, pages] repeats the rows' lines, where the backend wants them in order; ``shared`` tells what
+    decode rows have in common, where it can make use of that.
     """
 
     starts: Int32
@@ -26,6 +28,7 @@ class AttentionBatch:
     contexts: torch.Tensor
     page_table: torch.Tensor
     block_table: torch.Tensor | None = None
+    shared: SharedPrefixes | None = None
 
 
 class AttentionBackend(ABC):
@@ -33,6 +36,8 @@ class AttentionBackend(ABC):
 
     wants_block_table = False
     """Whether ``AttentionBatch.block_table`` must be there."""
+    shared_rows = 0
+    """How many decode rows can read a common prefix together; 0: it has no use for that."""
     holds_in_graphs = False
     """Whether a step of decode rows alone needs nothing of the host, so that a CUDA graph can repeat it."""
 

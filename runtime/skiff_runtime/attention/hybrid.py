@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.fused import attention
+from skiff_runtime.kernels.fused import decode_attention, prefill_attention
 from skiff_runtime.kvcache.pool import KVPool
 
 
@@ -13,6 +13,7 @@ class Part(ABC):
     """What attends for one of the two kinds of rows."""
 
     wants_block_table = False
+    shared_rows = 0
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
@@ -34,6 +35,7 @@ class HybridAttention(AttentionBackend):
         self._decode = decode
         self._decode_rows = 0
         self.wants_block_table = decode.wants_block_table
+        self.shared_rows = decode.shared_rows
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._decode_rows = batch.decode_rows
@@ -54,9 +56,10 @@ class HybridAttention(AttentionBackend):
 class TritonDecode(Part):
     """Our kernel: any page size, any type, no plan."""
 
-    def __init__(self, pool: KVPool, longest: int) -> None:
+    def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
         self._pool = pool
         self._longest = longest
+        self.shared_rows = decode_attention.members_of(query_heads, pool.layout.kv_heads)
         self._batch: AttentionBatch | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -64,7 +67,7 @@ class TritonDecode(Part):
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert self._batch is not None
-        return attention.decode(
+        return decode_attention.decode(
             q,
             self._pool.tokens(layer),
             self._batch.rows[0],
@@ -72,6 +75,7 @@ class TritonDecode(Part):
             self._batch.contexts,
             self._pool.layout.page_size,
             longest=self._longest,
+            shared=self._batch.shared,
         )
 
 
@@ -89,7 +93,7 @@ class TritonPrefill(Part):
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert self._batch is not None
-        return attention.prefill(
+        return prefill_attention.prefill(
             q,
             self._pool.tokens(layer),
             self._batch.rows[:, self._batch.decode_rows :],

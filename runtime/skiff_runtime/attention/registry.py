@@ -34,7 +34,7 @@ def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> 
 
     if _FLASHINFER in (prefill, decode):
         return _with_flashinfer(prefill, decode, pool, query_heads, longest)
-    return HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, longest))
+    return HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, query_heads, longest))
 
 
 def _with_flashinfer(
@@ -53,7 +53,7 @@ def _with_flashinfer(
     return HybridAttention(
         pool,
         FlashInferPrefill(pool, query_heads) if prefill == _FLASHINFER else TritonPrefill(pool),
-        FlashInferDecode(pool) if decode == _FLASHINFER else TritonDecode(pool, longest),
+        FlashInferDecode(pool) if decode == _FLASHINFER else TritonDecode(pool, query_heads, longest),
     )
 
 

@@ -7,8 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.engine.sharing import PageMap
 from skiff_runtime.engine.staging import Staging, upload
 from skiff_runtime.kernels.inputs import StepInputs, step_inputs, write_cells
+from skiff_runtime.kernels.prefixes import SharedPrefixes, unpack
 from skiff_runtime.step import Int32, StepPlan
 
 
@@ -58,6 +60,7 @@ class Tables:
         pages = -(-max_model_len // page_size)
         self.pages = torch.zeros((slots + 1, pages), dtype=torch.int32, device=device)
         self.block_table: torch.Tensor | None = None
+        self.prefixes: PageMap | None = None
         self.staging = Staging(device)
 
     def pad_with(self, page: int, *, block_table: bool) -> None:
@@ -66,8 +69,16 @@ class Tables:
         if block_table and self.block_table is None:
             self.block_table = torch.full_like(self.pages[:-1], page)
 
+    def share_prefixes(self, members: int) -> None:
+        """Look for prefixes that decode rows have in common, for attention that reads them for ``members`` at once."""
+        if members > 1:
+            slots, longest = self.tokens.shape[0] - 1, self.tokens.shape[1] - 1
+            self.prefixes = PageMap(slots, longest, self.page_size, members=members)
+
     def apply(self, plan: StepPlan) -> None:
         """Take over tokens of newly opened slots and changed cells of the page table."""
+        if self.prefixes is not None:
+            self.prefixes.apply(plan)
         if plan.opened:
             known = upload(
                 np.concatenate([each.tokens for each in plan.opened]).astype(np.int32), self._device
@@ -104,9 +115,15 @@ class Tables:
             contexts=made.contexts,
             page_table=self.pages,
             block_table=block_table,
+            shared=self._shared(plan.slots[: plan.decode_rows], plan.starts[: plan.decode_rows]),
         )
         sampled_rows = SampledRows(slots, positions, host_slots, host_positions)
         return InputBatch(made, attention, last, sampled_rows)
+
+    def _shared(self, slots: Int32, starts: Int32) -> SharedPrefixes | None:
+        """What decode rows have in common, if that is worth the while."""
+        packed = None if self.prefixes is None else self.prefixes.find(slots, starts, len(slots))
+        return None if packed is None else unpack(self.staging.send(packed), len(slots))
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
         """Write sampled tokens [S] where the next step reads them."""

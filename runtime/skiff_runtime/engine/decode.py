@@ -2,24 +2,31 @@
 
 A step's rows fill up to one of a few sizes with rows of nobody. Two columns go up, a graph is replayed, and the
 tokens come down: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the
-very same work is launched kernel by kernel, for the same sizes, so the tokens are the same.
+very same work is launched kernel by kernel, for the same sizes, so the tokens are the same. Where rows share enough of
+their prefixes, the step is one of a second kind, that reads these once, with fewer sizes and its own graphs.
 """
 
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.batch import SampledRows, Tables
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.inputs import decode_inputs, empty_inputs
+from skiff_runtime.kernels.prefixes import packed_size, unpack
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.step import Int32, StepPlan
 
 MAX_ROWS: Final = 512
 """Larger steps are computed like mixed ones: launching their kernels takes less time than they do."""
+MIN_SHARED_ROWS: Final = 16
+
+Kind = tuple[int, bool]
+"""A size, and whether prefixes are shared."""
 
 
 def batch_sizes(rows: int) -> list[int]:
@@ -27,6 +34,11 @@ def batch_sizes(rows: int) -> list[int]:
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_ROWS, 32), MAX_ROWS]
     limit = min(rows, MAX_ROWS)
     return [*(size for size in steps if size < limit), limit]
+
+
+def shared_sizes(sizes: list[int]) -> list[int]:
+    """Those of ``sizes`` that steps with shared prefixes fill up to."""
+    return [size for size in sizes if size % 32 == 0 or size in (MIN_SHARED_ROWS, sizes[-1])]
 
 
 class DecodeStep:
@@ -38,12 +50,20 @@ class DecodeStep:
         self._tables = tables
         self._sampler = sampler
         self.sizes = batch_sizes(rows)
-        self._size_of = np.searchsorted(self.sizes, np.arange(self.sizes[-1] + 1))
         largest = self.sizes[-1]
-        self._rows = torch.empty(2 * largest, dtype=torch.int32, device=runner.device)
+        self.kinds = [(size, False) for size in self.sizes]
+        if tables.prefixes is not None and largest >= MIN_SHARED_ROWS:
+            self.kinds += [(size, True) for size in shared_sizes(self.sizes)]
+        self._size_of = {
+            shared: _sizes_of([size for size, kind in self.kinds if kind is shared], largest)
+            for shared in (False, True)
+        }
+        self._columns = torch.empty(
+            2 * largest + packed_size(largest), dtype=torch.int32, device=runner.device
+        )
         self._inputs = empty_inputs(largest, largest, runner.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self._results: dict[Kind, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: Any = None
 
     def fits(self, plan: StepPlan) -> bool:
@@ -56,47 +76,58 @@ class DecodeStep:
         These tokens stand in the table already. All is overwritten by the next step.
         """
         count = len(plan.slots)
-        size = self.sizes[int(self._size_of[count])]
-        self._send(plan.slots, plan.starts, size)
-        graph = self._graphs.get(size)
+        prefixes = self._prefixes(plan)
+        size = int(self._size_of[prefixes is not None][count])
+        kind = size, prefixes is not None
+        self._send(plan.slots, plan.starts, size, prefixes)
+        graph = self._graphs.get(kind)
         if graph is None:
-            logits, tokens = self._compute(size)
+            logits, tokens = self._compute(*kind)
         else:
             graph.replay()
-            logits, tokens = self._results[size]
+            logits, tokens = self._results[kind]
         rows = SampledRows(
-            slots=self._rows[:count],
+            slots=self._columns[:count],
             positions=self._inputs.contexts[:count],
             host_slots=plan.slots,
             host_positions=plan.starts + 1,
         )
         return rows, logits[:count], tokens[:count]
 
-    def capture(self, sizes: list[int]) -> None:
-        """Make the graphs of ``sizes``, on the current stream, which must not be the default one."""
+    def capture(self, kinds: "list[Kind]") -> None:
+        """Make the graphs of ``kinds``, on the current stream, which must not be the default one."""
         nothing = np.empty(0, np.int32)
-        for size in sorted(sizes, reverse=True):
-            self._send(nothing, nothing, size)
-            self._compute(size)  # compiles, and lets libraries set up what they may not under capture
+        for kind in sorted(kinds, reverse=True):
+            size, shared = kind
+            self._send(nothing, nothing, size, np.zeros(packed_size(size), np.int32) if shared else None)
+            self._compute(*kind)  # compiles, and lets libraries set up what they may not under capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            self._results[size] = self._compute(size)
+            self._results[kind] = self._compute(*kind)
             graph.capture_end()
             self._memory = graph.pool()
-            self._graphs[size] = graph
+            self._graphs[kind] = graph
 
-    def _send(self, slots: Int32, starts: Int32, size: int) -> None:
+    def _prefixes(self, plan: StepPlan) -> Int32 | None:
+        """What the rows share, packed; None where nothing, or too little."""
+        count, prefixes = len(plan.slots), self._tables.prefixes
+        if prefixes is None or not MIN_SHARED_ROWS // 2 < count < len(self._size_of[True]):
+            return None
+        return prefixes.find(plan.slots, plan.starts, int(self._size_of[True][count]))
+
+    def _send(self, slots: Int32, starts: Int32, size: int, prefixes: Int32 | None) -> None:
         columns = np.empty((2, size), np.int32)
         columns[0, : len(slots)], columns[0, len(slots) :] = slots, self._tables.nobody
         columns[1, : len(slots)], columns[1, len(slots) :] = starts, 0
-        self._tables.staging.send(columns, self._rows[: 2 * size])
+        numbers = columns.ravel() if prefixes is None else np.concatenate((columns.ravel(), prefixes))
+        self._tables.staging.send(numbers, self._columns[: len(numbers)])
 
     @torch.inference_mode()
-    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, size: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and tokens of the rows that were sent."""
         tables = self._tables
-        rows, made = self._rows[: 2 * size].view(2, size), self._inputs.first(size)
+        rows, made = self._columns[: 2 * size].view(2, size), self._inputs.first(size)
         block_table = None if tables.block_table is None else tables.block_table[:size]
         decode_inputs(rows, tables.tokens, tables.pages, tables.page_size, made, block_table)
         ones = np.ones(size, np.int32)
@@ -108,8 +139,14 @@ class DecodeStep:
             contexts=made.contexts,
             page_table=tables.pages,
             block_table=block_table,
+            shared=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
         )
         hidden = self._runner.forward(made, attention)
         logits = self._runner.logits(hidden, slice(None))
         tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
         return logits, tokens
+
+
+def _sizes_of(sizes: list[int], largest: int) -> NDArray[np.int32]:
+    """The least of ``sizes`` for each number of rows up to the largest."""
+    return np.array(sizes, np.int32)[np.searchsorted(sizes, np.arange(largest + 1 if sizes else 0))]

@@ -95,6 +95,7 @@ class Engine:
         on_gpu = runner.device.type == "cuda"
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
         if on_gpu:
+            tables.share_prefixes(0 if config.disable_shared_decode else runner.backend.shared_rows)
             self._guide.prepare()
         runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
@@ -133,9 +134,9 @@ class Engine:
         if self._decode is not None and self._captures:
             self._captures = False
             started = monotonic()
-            self._thread.submit(self._decode.capture, self._decode.sizes).result()
+            self._thread.submit(self._decode.capture, self._decode.kinds).result()
             log.event(
-                "graphs_captured", count=len(self._decode.sizes), seconds=round(monotonic() - started, 2)
+                "graphs_captured", count=len(self._decode.kinds), seconds=round(monotonic() - started, 2)
             )
 
     def close(self) -> None:

@@ -79,13 +79,13 @@ def _graphs(config: Config, runner: ModelRunner, tables: Tables, sampler: Sample
     """From what the two largest ones take: the others lie in the memory of the largest, but for their nodes."""
     step = DecodeStep(runner, tables, sampler, rows=config.running_limit)
     taken = []
-    for size in step.sizes[-2:][::-1]:
+    for kind in sorted(step.kinds, reverse=True)[:2]:
         _settle()
         before = free_bytes(runner.device)
-        step.capture([size])
+        step.capture([kind])
         _settle()
         taken.append(max(0, before - free_bytes(runner.device)))
-    return taken[0] + sum(taken[1:]) * (len(step.sizes) - 1)
+    return taken[0] + sum(taken[1:]) * (len(step.kinds) - 1)
 
 
 def _settle() -> None:

@@ -44,8 +44,8 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
     """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0)."""
     with _compiling(architecture), FakeTensorMode(), torch.inference_mode():
         stage = _Stage(config, model)
-        for size in stage.decode.sizes:
-            stage.decode._compute(size)
+        for kind in stage.decode.kinds:
+            stage.decode._compute(*kind)
         for decode_rows, chunk in MIXED:
             stage.mix(min(decode_rows, config.running_limit), chunk)
 
@@ -69,8 +69,11 @@ class _Stage:
             dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
         )
         pool = KVPool(layout, 1, self._device)
-        self._backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, context))
+        self._backend = HybridAttention(
+            pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context)
+        )
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
+        self._tables.share_prefixes(0 if config.disable_shared_decode else self._backend.shared_rows)
         self._sampler = Sampler(config.max_running_requests, torch.device("cpu"))
         runner = SimpleNamespace(device=self._device, forward=self.forward, logits=self.logits)
         self.decode = DecodeStep(

@@ -1,0 +1,276 @@
+"""Attention of one token a row over the paged cache without a plan: what a launch needs stands in device tables, so
+graphs can hold it.
+
+Each row's context is cut into parts, whose softmax states are merged after (Dao et al., 2023, "Flash-Decoding").
+Nothing here depends on the page size but where K and V are found, so results are the same for any. What groups of rows
+have in common is read once for the group, as parts of each of its rows (as in Juravsky et al., 2024, "Hydragen").
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.fused.attend import attend
+from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
+from skiff_runtime.kernels.prefixes import SharedPrefixes
+
+LOG2_E: Final = 1.4426950408889634
+PROGRAMS: Final = 2200
+"""Decode makes about so many programs, so that long contexts among short ones keep no one waiting."""
+MAX_SPLITS: Final = 64
+MIN_SPLIT: Final = 256
+"""Tokens of the longest context for which another split pays."""
+GROUP_HEADS: Final = 64
+"""Query heads that read a prefix together, at most, as one tile of the tensor cores."""
+FEW_HEADS: Final = 16
+"""So few of them take a smaller tile."""
+
+
+@triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["slots", "skipped"])
+def _decode(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    pages: tl.tensor,
+    contexts: tl.tensor,
+    skipped: tl.tensor,
+    output: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    pages_stride: tl.tensor,
+    splits: tl.tensor,
+    places: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SKIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One part of a row, of what no group reads for it."""
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    context = tl.load(contexts + row)
+    skip = tl.load(skipped + row) if SKIPS else 0
+    share = tl.cdiv(tl.cdiv(context - skip, splits), BLOCK) * BLOCK
+    begin = skip + split * share
+    end = tl.minimum(begin + share, context)
+    table = pages + tl.load(slots + row).to(tl.int64) * pages_stride
+    group = tl.arange(0, GROUP_BLOCK)
+    column = tl.arange(0, DIM_BLOCK)
+    head = row * (KV * GROUP) + kv_head * GROUP + group
+    used = (group < GROUP)[:, None] & (column < DIM)[None, :]
+    query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
+    mixed, total, highest = attend(
+        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION
+    )
+    if WHOLE:
+        tl.store(output + head[:, None] * DIM + column[None, :], mixed / total[:, None], used)
+    else:
+        some = begin < end
+        mixed = mixed / total[:, None]
+        weight = tl.where(some, highest + tl.log2(total), -float("inf"))
+        at = head * places + split
+        tl.store(parts + at[:, None] * DIM + column[None, :], mixed, used & some)
+        tl.store(weights + at, weight, group < GROUP)
+
+
+@triton.jit(
+    do_not_specialize=["splits", "places", "room"],
+    do_not_specialize_on_alignment=["slots", "order", "items"],
+)
+def _decode_prefixes(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    pages: tl.tensor,
+    order: tl.tensor,
+    items: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    pages_stride: tl.tensor,
+    splits: tl.tensor,
+    places: tl.tensor,
+    room: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """A part of what some rows have in common, for all of them at once, in a tile that is not much too large."""
+    item = items + tl.program_id(1)
+    count = tl.load(item)
+    if count == 0:
+        return
+    rows = order + tl.load(item + room)
+    begin = tl.load(item + 2 * room)
+    end = tl.load(item + 3 * room)
+    place = splits + tl.load(item + 4 * room)
+    table = pages + tl.load(slots + tl.load(rows)).to(tl.int64) * pages_stride
+    if count * GROUP <= FEW:
+        _read_prefix(
+            *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
+            *(KV, GROUP, FEW, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION),
+        )
+    else:
+        _read_prefix(
+            *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
+            *(KV, GROUP, MANY, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION),
+        )
+
+
+@triton.jit
+def _read_prefix(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    count: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    places: tl.tensor,
+    place: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """The same, when ``HEADS`` query heads are enough for one KV head of ``count`` rows."""
+    kv_head = tl.program_id(0)
+    lane = tl.arange(0, HEADS)
+    column = tl.arange(0, DIM_BLOCK)
+    inside = lane < count * GROUP
+    row = tl.load(rows + lane // GROUP, inside, 0).to(tl.int64)
+    head = row * (KV * GROUP) + kv_head * GROUP + lane % GROUP
+    used = inside[:, None] & (column < DIM)[None, :]
+    query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
+    mixed, total, highest = attend(
+        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION
+    )
+    at = head * places + place
+    tl.store(parts + at[:, None] * DIM + column[None, :], mixed / total[:, None], used)
+    tl.store(weights + at, highest + tl.log2(total), inside)
+
+
+@triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["held"])
+def _merge(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    held: tl.tensor,
+    output: tl.tensor,
+    splits: tl.tensor,
+    places: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr,
+) -> None:
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS_BLOCK)
+    column = tl.arange(0, DIM_BLOCK)
+    count = splits
+    if SKIPS:
+        count += tl.load(held + head // HEADS)
+    weight = tl.load(weights + head * places + split, split < count, -float("inf"))
+    share = tl.exp2(weight - tl.max(weight, 0))
+    inside = (weight > -float("inf"))[:, None] & (column < DIM)[None, :]
+    part = tl.load(parts + (head * places + split[:, None]) * DIM + column[None, :], inside, 0.0)
+    mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
+    tl.store(output + head * DIM + column, mixed, column < DIM)
+
+
+def splits_of(rows: int, kv_heads: int, longest: int) -> int:
+    """Into how many parts ``decode`` cuts each row: by what is known before the contexts are."""
+    wanted = round(PROGRAMS / (rows * kv_heads))
+    return max(1, min(wanted, MAX_SPLITS, -(-longest // MIN_SPLIT)))
+
+
+def members_of(heads: int, kv_heads: int) -> int:
+    """How many rows read a prefix together."""
+    return max(1, GROUP_HEADS // (heads // kv_heads))
+
+
+def decode(
+    queries: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    contexts: torch.Tensor,
+    page_size: int,
+    *,
+    longest: int,
+    shared: SharedPrefixes | None = None,
+) -> torch.Tensor:
+    """One query a row: [R, heads, d] over the first ``contexts`` int32[R] tokens of ``slots`` [R]; same shape.
+
+    ``pages`` int32[slots, P] is the page table, ``longest`` the most that any context will ever be. What is ``shared``
+    is shorter than the contexts of its rows.
+    """
+    rows, heads, dim = queries.shape
+    kv = pool[0].shape[1]
+    splits = splits_of(rows, kv, longest)
+    places = splits if shared is None else splits + shared.most_parts
+    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    parts, weights = output, output
+    if places > 1:
+        parts = torch.empty((rows, heads, places, dim), dtype=torch.float32, device=queries.device)
+        weights = torch.empty((rows, heads, places), dtype=torch.float32, device=queries.device)
+    dim_block = max(16, triton.next_power_of_2(dim))
+    scale, stride, group = LOG2_E * dim**-0.5, pages.stride(0), heads // kv
+    sizes = {"KV": kv, "GROUP": group, "DIM": dim, "DIM_BLOCK": dim_block, "PAGE": page_size}
+    if shared is not None:
+        room = shared.items.shape[1]
+        _decode_prefixes[(kv, room)](
+            *(queries, *pool, slots, pages, shared.order, shared.items, parts, weights),
+            *(scale, stride, splits, places, room),
+            FEW=max(FEW_HEADS, triton.next_power_of_2(group)),
+            MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
+            **sizes,
+            **prefix_tiles(queries.dtype, dim_block),
+        )
+    skipped, held = (contexts, contexts) if shared is None else (shared.skipped, shared.parts)
+    _decode[(kv, splits, rows)](
+        *(queries, *pool, slots, pages, contexts, skipped, output, parts, weights),
+        *(scale, stride, splits, places),
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        WHOLE=places == 1,
+        SKIPS=shared is not None,
+        **sizes,
+        **decode_tiles(queries.dtype, dim_block, splits, rows),
+    )
+    if places > 1:
+        _merge[(rows * heads,)](
+            *(parts, weights, held, output, splits, places),
+            HEADS=heads,
+            DIM=dim,
+            DIM_BLOCK=dim_block,
+            SPLITS_BLOCK=triton.next_power_of_2(places),
+            SKIPS=shared is not None,
+            num_warps=1,
+        )
+    return output

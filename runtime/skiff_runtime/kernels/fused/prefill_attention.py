@@ -1,0 +1,118 @@
+"""Attention of chunks of prompts over the paged cache without a plan: what a launch needs stands in device tables."""
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.fused.decode_attention import LOG2_E
+
+
+@triton.jit(
+    do_not_specialize=["skipped"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths", "offsets"],
+)
+def _prefill(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    offsets: tl.tensor,
+    pages: tl.tensor,
+    output: tl.tensor,
+    skipped: tl.tensor,
+    scale: tl.tensor,
+    pages_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(2)
+    head = tl.program_id(1)
+    length = tl.load(lengths + chunk)
+    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if at >= length:
+        return
+    start = tl.load(starts + chunk)
+    table = pages + tl.load(slots + chunk).to(tl.int64) * pages_stride
+    kv_head = head // (HEADS // KV)
+    index = at + tl.arange(0, ROWS)
+    column = tl.arange(0, DIM_BLOCK)
+    place_of = ((tl.load(offsets + chunk) - skipped + index).to(tl.int64) * HEADS + head) * DIM
+    used = (index < length)[:, None] & (column < DIM)[None, :]
+    query = tl.load(queries + place_of[:, None] + column[None, :], used, 0.0)
+    mixed = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    end = start + tl.minimum(at + ROWS, length)
+    for first in range(0, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        seen = token < end
+        page = tl.load(table + token // PAGE, seen, 0).to(tl.int64)
+        place = (page * PAGE + token % PAGE) * (KV * DIM) + kv_head * DIM
+        key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
+        score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
+        score = tl.where(seen[None, :] & (token[None, :] <= start + index[:, None]), score, -float("inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        share = tl.exp2(score - higher[:, None])
+        kept = tl.exp2(highest - higher)
+        total = total * kept + tl.sum(share, 1)
+        value = tl.load(
+            values + place[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
+        )
+        mixed = tl.dot(
+            share.to(query.dtype), value.to(query.dtype), mixed * kept[:, None], input_precision=PRECISION
+        )
+        highest = higher
+    tl.store(output + place_of[:, None] + column[None, :], mixed / total[:, None], used)
+
+
+def prefill(
+    queries: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    *,
+    longest: int,
+    skipped: int,
+) -> torch.Tensor:
+    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d].
+
+    ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter
+    count ``skipped`` tokens that are not among ``queries`` [T, heads, d].
+    """
+    heads, dim = queries.shape[1:]
+    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    exact = queries.dtype == torch.float32
+    dim_block = max(16, triton.next_power_of_2(dim))
+    small = exact or dim_block > 128
+    block = 32 if small else 128
+    _prefill[(triton.cdiv(longest, block), heads, rows.shape[1])](
+        queries,
+        pool[0],
+        pool[1],
+        *rows.unbind(),
+        pages,
+        output,
+        skipped,
+        LOG2_E * dim**-0.5,
+        pages.stride(0),
+        HEADS=heads,
+        KV=pool[0].shape[1],
+        DIM=dim,
+        DIM_BLOCK=dim_block,
+        PAGE=page_size,
+        ROWS=block,
+        BLOCK=32 if small else 64,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=4,
+        num_stages=2 if small else 3,
+    )
+    return output
