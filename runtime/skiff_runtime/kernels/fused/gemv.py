@@ -102,7 +102,9 @@ def tile_of(weight: torch.Tensor) -> Tile:
     if weight.dtype == E4M3:
         return Tile(columns=512, pair=True, warps=1)
     inputs = weight.shape[1]
-    return Tile(columns=2048 if inputs % 2048 == 0 else 1024, pair=inputs <= 2048)
+    if inputs <= 2048 or inputs > 16384:
+        return Tile(columns=1024, pair=True)
+    return Tile(columns=2048 if inputs % 2048 == 0 else 1024)
 
 
 def gemv(
