@@ -2,8 +2,9 @@
 
 A program multiplies one or two rows of the matrix in runs of columns, and sums in float32: many programs read at
 a time, and every byte of the matrix is read once, the first ones before the activations are there. Rows are not made
-one block of two dimensions, for which Triton would pass the activations through shared memory. Weights in e4m3 are widened as they come, and scaled at the end.
-For two tokens and more, the GPU's library is within a few percent of the rate of copies.
+one block of two dimensions, for which Triton would pass the activations through shared memory. Weights in e4m3 are
+widened as they come, and scaled at the end. For two tokens and more, the GPU's library is within a few percent of the
+rate of copies.
 """
 
 from dataclasses import dataclass
