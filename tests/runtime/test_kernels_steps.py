@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_device import DEVICE
 
 from skiff_runtime.kernels.fused import inputs as fused_inputs
@@ -121,3 +123,37 @@ def test_half_logits_and_rows_with_nothing_left() -> None:
     made = fused_sampling.choose(*(each.to(DEVICE) for each in (logits, zeros, positions, seeds, filters)))
     assert made.tolist() == wanted.tolist()
     assert made[2] == 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_noise(
+    hashes: tl.tensor,
+    noise: tl.tensor,
+    BLOCK: tl.constexpr,  # noqa: N803
+    FAST: tl.constexpr,  # noqa: N803
+) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(noise + place, fused_sampling._gumbel(tl.load(hashes + place).to(tl.uint32, bitcast=True), FAST))
+
+
+def test_noise_of_every_hash() -> None:
+    """Within what separates neighbours of a score of 60, whatever the 23 bits."""
+    block, bits = 1 << (10 if DEVICE.type == "cuda" else 18), torch.arange(1 << 23)
+    hashes = ((bits << 9) - ((bits >> 22) << 32)).int().to(DEVICE)
+    noise = torch.full(bits.shape, torch.nan, device=DEVICE)
+    _store_noise[(len(bits) // block,)](hashes, noise, BLOCK=block, FAST=DEVICE.type == "cuda")
+    wanted = -torch.log2(-torch.log2((bits.double() + 0.5) / (1 << 23)))
+    assert (noise.cpu().double() - wanted).abs().max() < 1e-5
+
+
+def test_draws_have_the_distribution_of_the_logits() -> None:
+    """A chi-square over positions of one seed."""
+    count = 20_000 if DEVICE.type == "cuda" else 400
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0], device=DEVICE)
+    slots, positions = (each.int().to(DEVICE) for each in (torch.zeros(count), torch.arange(count)))
+    filters = torch.tensor([[0.8, 0, 1, 0]], device=DEVICE)
+    seeds = torch.tensor([5], device=DEVICE)
+    drawn = fused_sampling.choose(logits.expand(count, -1).contiguous(), slots, positions, seeds, filters)
+    counts = drawn.cpu().long().bincount(minlength=5).double()
+    expected = torch.softmax(logits.double().cpu() / 0.8, -1) * count
+    assert ((counts - expected) ** 2 / expected).sum() < 4 + 5 * 8**0.5

@@ -24,6 +24,7 @@ from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.model_runner import Hidden, ModelRunner, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import StepInputs, step_inputs
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
@@ -109,7 +110,16 @@ class _Stage:
         )
         sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
         logits = self.logits(self.forward(made, attention), sampled[0])
-        choose(logits, sampled[1], sampled[2], *self._sampler.parameters)
+        self.choose(logits, sampled)
+        gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
+
+    def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Tokens of rows int32[3, R], by what the decode graphs heed, and by all that a request can ask for."""
+        floors = torch.empty(len(logits), device=self._device)
+        for wide, least in ((logits, None), (logits.float(), None), (logits.float(), floors)):
+            choose(wide, sampled[1], sampled[2], *self._sampler.parameters, least)
+        for table in (self._tables.tokens, self._tables.pages):
+            write_cells(table, sampled)
 
 
 @contextmanager

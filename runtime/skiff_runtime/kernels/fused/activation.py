@@ -4,13 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
+
 BLOCK = 1024
 
 
 @triton.jit
 def _silu_and_mul(
-    gate_up: tl.tensor, output: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    output: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -27,5 +36,13 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     output = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
-        _silu_and_mul[grid](gate_up, output, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4)
+        _silu_and_mul[grid](
+            gate_up,
+            output,
+            gate_up.stride(0),
+            WIDTH=width,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **launch_options(gate_up.device),
+        )
     return output

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.attend import attend
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
 from skiff_runtime.kernels.prefixes import SharedPrefixes
 
@@ -54,8 +55,11 @@ def _decode(
     WHOLE: tl.constexpr,
     SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One part of a row, of what no group reads for it."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -112,8 +116,11 @@ def _decode_prefixes(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """A part of what some rows have in common, for all of them at once, in a tile that is not much too large."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     item = items + tl.program_id(1)
     count = tl.load(item)
     if count == 0:
@@ -189,7 +196,10 @@ def _merge(
     DIM_BLOCK: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     SKIPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
+    await_previous(EARLY)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
@@ -242,6 +252,7 @@ def decode(
         weights = torch.empty((rows, heads, places), dtype=torch.float32, device=queries.device)
     dim_block = max(16, triton.next_power_of_2(dim))
     scale, stride, group = LOG2_E * dim**-0.5, pages.stride(0), heads // kv
+    early = launch_options(queries.device)
     sizes = {"KV": kv, "GROUP": group, "DIM": dim, "DIM_BLOCK": dim_block, "PAGE": page_size}
     if shared is not None:
         room = shared.items.shape[1]
@@ -252,6 +263,7 @@ def decode(
             MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
             **sizes,
             **prefix_tiles(queries.dtype, dim_block),
+            **early,
         )
     skipped, held = (contexts, contexts) if shared is None else (shared.skipped, shared.parts)
     _decode[(kv, splits, rows)](
@@ -261,7 +273,8 @@ def decode(
         WHOLE=places == 1,
         SKIPS=shared is not None,
         **sizes,
-        **decode_tiles(queries.dtype, dim_block, splits, rows),
+        **decode_tiles(queries.dtype, pool[0].dtype, dim_block, splits, rows),
+        **early,
     )
     if places > 1:
         _merge[(rows * heads,)](
@@ -272,5 +285,6 @@ def decode(
             SPLITS_BLOCK=triton.next_power_of_2(places),
             SKIPS=shared is not None,
             num_warps=1,
+            **early,
         )
     return output

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fp8 import E4M3, LARGEST, SMALLEST_SCALE, Rounded
+from skiff_runtime.kernels.fused.activation import silu_and_mul
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -39,9 +41,12 @@ def _round(
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
+    await_previous(EARLY)
     value = tl.load(values + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
     _store_row(value, rounded, scales, row, columns, WIDTH)
 
@@ -54,11 +59,14 @@ def _silu_mul_and_round(
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     kind = gate_up.dtype.element_ty
+    await_previous(EARLY)
     gate = tl.load(gate_up + row * stride + columns, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + columns, inside, 0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -78,18 +86,21 @@ def _add_norm_and_round(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     kind = total.dtype.element_ty
+    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    await_previous(EARLY)
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
     value = value.to(kind)
     tl.store(total + row * WIDTH + columns, value, inside)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     normed = ((value * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
     _store_row(normed, rounded, scales, row, columns, WIDTH)
 
@@ -98,17 +109,19 @@ def round_activations(x: torch.Tensor) -> Rounded:
     """As ``kernels.fp8.round_activations``."""
     rounded = _empty(x, x.shape[1])
     if x.shape[0]:
-        _round[(x.shape[0],)](x, rounded.values, rounded.scales, x.stride(0), **_shape(x.shape[1]))
+        _round[(x.shape[0],)](x, rounded.values, rounded.scales, x.stride(0), **_shape(x, x.shape[1]))
     return rounded
 
 
 def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
     """As ``kernels.fp8.silu_mul_and_round``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if rows == 1:  # which one program would take longer for than many, and a second launch
+        return round_activations(silu_and_mul(gate_up))
     rounded = _empty(gate_up, width)
     if rows:
         _silu_mul_and_round[(rows,)](
-            gate_up, rounded.values, rounded.scales, gate_up.stride(0), **_shape(width)
+            gate_up, rounded.values, rounded.scales, gate_up.stride(0), **_shape(gate_up, width)
         )
     return rounded
 
@@ -131,7 +144,7 @@ def add_norm_and_round(
             x.stride(0),
             residual.stride(0),
             eps,
-            **_shape(width),
+            **_shape(x, width),
         )
     return rounded, total
 
@@ -143,7 +156,8 @@ def _empty(like: torch.Tensor, width: int) -> Rounded:
     return Rounded(values, scales, like.dtype)
 
 
-def _shape(width: int) -> dict[str, Any]:
-    """How a program works on a row of this width."""
+def _shape(source: torch.Tensor, width: int) -> dict[str, Any]:
+    """How a program works on a row of this width, made of ``source``."""
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(MAX_WARPS, max(1, block // WARP_ELEMENTS))}
+    warps = min(MAX_WARPS, max(1, block // WARP_ELEMENTS))
+    return {"WIDTH": width, "BLOCK": block, "num_warps": warps, **launch_options(source.device)}

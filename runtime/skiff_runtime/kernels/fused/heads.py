@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-HEADS = 4
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
+
+HEADS = 8
 """Heads of a token that one program works on."""
 
 
@@ -27,12 +29,19 @@ def _place(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     kind = queries.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < QUERY + 2 * KV) & (column < HALF)
+    if NORM:
+        weight = weights + tl.where(head < QUERY, 0, DIM) + column
+        weight_low = tl.load(weight, inside, 0.0).to(tl.float32)
+        weight_high = tl.load(weight + HALF, inside, 0.0).to(tl.float32)
+    await_previous(EARLY)
     # All that is read is asked for at once: one wait for memory, not four.
     angle = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
     location = tl.load(locations + token).to(tl.int64)
@@ -44,9 +53,6 @@ def _place(
     is_value = head >= QUERY + KV
     turned_low, turned_high = low, high
     if NORM:
-        weight = weights + tl.where(head < QUERY, 0, DIM) + column
-        weight_low = tl.load(weight, inside, 0.0).to(tl.float32)
-        weight_high = tl.load(weight + HALF, inside, 0.0).to(tl.float32)
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
         turned_low = (low * scale).to(kind).to(tl.float32) * weight_low
         turned_high = (high * scale).to(kind).to(tl.float32) * weight_high
@@ -105,5 +111,6 @@ def place_heads(
             HEADS=HEADS,
             NORM=weights is not None,
             num_warps=2,
+            **launch_options(qkv.device),
         )
     return queries

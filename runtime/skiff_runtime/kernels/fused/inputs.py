@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 from skiff_runtime.kernels.inputs import StepInputs
 
 BLOCK = 256
@@ -52,7 +53,10 @@ def _step_inputs(
     DECODE: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -149,6 +153,7 @@ def _launch(
         COPY=block_table is not None,
         BLOCK=BLOCK,
         num_warps=2,
+        **launch_options(slots.device),
     )
 
 

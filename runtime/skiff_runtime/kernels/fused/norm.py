@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
+
 
 @triton.jit
 def _rms_norm(
@@ -18,11 +20,14 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)  # asked for before the sum is waited for
+    weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    await_previous(EARLY)
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     if SUM:
         value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
@@ -77,4 +82,5 @@ def _launch(
         BLOCK=block,
         SUM=summed,
         num_warps=min(16, max(1, block // 512)),
+        **launch_options(x.device),
     )

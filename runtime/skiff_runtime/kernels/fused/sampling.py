@@ -1,14 +1,26 @@
-"""The choice of tokens: greedy, or a draw by Gumbel noise, each row by the parameters of its slot."""
+"""The choice of tokens: greedy, or a draw by Gumbel noise, each row by the parameters of its slot.
+
+Scores and noise are in units of ln 2 here, as what a GPU computes in one instruction is the logarithm to base 2.
+"""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 BLOCK = 2048
 """Logits of a row that one program chooses from."""
 MAXIMA_BLOCK = 8192
 """Logits of a row whose largest one program finds; most have nothing to find, so they should be few."""
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_ONE = tl.constexpr(0x3F800000)
+"""The bits of 1.0; those of a fraction below them make a number from 1 to 2."""
+_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
+_NEAR = tl.constexpr(0.0625)
+"""So far below 1, the series is more accurate than the instruction."""
 
 
 @triton.jit
@@ -20,17 +32,37 @@ def _mix64(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Gumbel noise of tokens, as ``kernels.gumbel``."""
+def _log2(value: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Within 2**-22 from 0.5 to 2, elsewhere within 2**-22 of its value."""
+    if FAST:
+        return libdevice.fast_log2f(value)
+    return tl.log2(value)
+
+
+@triton.jit
+def _gumbel(hashed: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """-log2(-log2(u)) with u of the upper 23 bits of uint32 hashes: ``kernels.gumbel`` over ln 2, and log2(ln 2) less.
+
+    Near 1, u decides draws most often and its logarithm is small: there it is a series of 1 - u, which is exact.
+    """
+    uniform = ((hashed >> 9) | _ONE).to(tl.float32, bitcast=True) - _BELOW_ONE
+    rest = 1.0 - uniform
+    series = rest * 0.28853900817779268 + 0.36067376022224085
+    series = series * rest + 0.48089834696298783
+    series = (series * rest + 0.72134752044448170) * rest + _LOG2_E
+    return -_log2(tl.where(rest < _NEAR, series * rest, -_log2(uniform, FAST)), FAST)
+
+
+@triton.jit
+def _noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Gumbel noise of tokens, as ``kernels.gumbel``, in the units of ``_gumbel``."""
     place = position.to(tl.int64).to(tl.uint64, bitcast=True)
     first = _mix64(seed.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15 + place)
     second = _mix64(first + place)
     mixed = (token.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ first.to(tl.uint32)
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B + second.to(tl.uint32)
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
-    mixed = mixed ^ (mixed >> 16)
-    uniform = ((mixed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))
+    return _gumbel(mixed ^ (mixed >> 16), FAST)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -43,8 +75,11 @@ def _find_maxima(
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The largest scaled logit of each part of the rows that have a min_p."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -74,8 +109,12 @@ def _choose_parts(
     MAXIMA_BLOCK: tl.constexpr,
     FLOORS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The best token of each part of each row."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -83,15 +122,17 @@ def _choose_parts(
     score = tl.load(logits + row * stride + token, token < VOCAB, -float("inf")).to(tl.float32)
     temperature = tl.load(filters + slot * 4)
     if temperature > 0:
-        score = tl.div_rn(score, temperature + tl.zeros_like(score))
         min_p = tl.load(filters + slot * 4 + 3)
-        parts = tl.arange(0, MAXIMA_BLOCK)
-        largest = tl.load(maxima + row * MAXIMA + parts, parts < MAXIMA, -float("inf"))
-        floor = tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf"))
-        if FLOORS:
-            floor = tl.maximum(floor, tl.load(floors + row))
-        noise = _noise(tl.load(seeds + slot), tl.load(positions + row), token)
-        score = tl.where(score < floor, -float("inf"), score + noise)
+        noise = _noise(tl.load(seeds + slot), tl.load(positions + row), token, FAST)
+        kept = score * tl.div_rn(_LOG2_E, temperature) + noise
+        if (min_p > 0) | FLOORS:  # which want a quotient as exact as their own
+            parts = tl.arange(0, MAXIMA_BLOCK)
+            largest = tl.load(maxima + row * MAXIMA + parts, parts < MAXIMA, -float("inf"))
+            floor = tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf"))
+            if FLOORS:
+                floor = tl.maximum(floor, tl.load(floors + row))
+            kept = tl.where(tl.div_rn(score, temperature + tl.zeros_like(score)) < floor, -float("inf"), kept)
+        score = kept
     top = tl.max(score, 0)
     tl.store(best + row * PARTS + part, top)
     tl.store(chosen + row * PARTS + part, tl.min(tl.where(score == top, token, _NOWHERE), 0))
@@ -110,8 +151,11 @@ def _choose(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     HISTORY: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The best of the parts; of equal ones, the lowest token."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS_BLOCK)
     score = tl.load(best + row * PARTS + part, part < PARTS, -float("inf"))
@@ -143,7 +187,7 @@ def choose(
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return tokens
-    stride = logits.stride(0)
+    stride, options = logits.stride(0), launch_options(device)
     _find_maxima[(rows, maxima_parts)](
         logits,
         slots,
@@ -154,6 +198,7 @@ def choose(
         PARTS=maxima_parts,
         BLOCK=MAXIMA_BLOCK,
         num_warps=8,
+        **options,
     )
     _choose_parts[(rows, parts)](
         logits,
@@ -172,7 +217,9 @@ def choose(
         MAXIMA_BLOCK=triton.next_power_of_2(maxima_parts),
         FLOORS=floors is not None,
         BLOCK=BLOCK,
+        FAST=device.type == "cuda",
         num_warps=4,
+        **options,
     )
     _choose[(rows,)](
         best,
@@ -187,5 +234,6 @@ def choose(
         PARTS_BLOCK=triton.next_power_of_2(parts),
         HISTORY=history is not None,
         num_warps=1,
+        **options,
     )
     return tokens
