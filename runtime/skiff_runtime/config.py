@@ -129,7 +129,7 @@ class Config:
         "prefill flashinfer where its kernels are built)",
     )
     disable_cuda_graphs: bool = option(
-        False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
+        False, "Engine", "on a GPU, launch steps kernel by kernel (slower; the tokens are the same)"
     )
     kernel_cache_dir: str | None = option(
         None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
