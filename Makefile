@@ -12,7 +12,9 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-GPU_SUITES := $(wildcard tests/runtime/test_kernels_*.py) tests/runtime/test_fp8.py tests/runtime/test_weights.py
+GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix tests/runtime/test_,$(addsuffix .py,fp8 weights \
+	sampler engine_edits engine_grammar engine_greedy engine_logprobs engine_scheduled engine_steps \
+	serve_parameters serve_structured serve_actions))
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
 
@@ -52,10 +54,9 @@ matrix: setup ## Token parity with transformers over the full product of engine 
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)
 
-gpu-test: setup ## What needs a GPU: kernels against float64, the engine against transformers there
+gpu-test: setup ## On a GPU: kernels against float64, engine and services against transformers, 20,000 requests
 	$(GPU_PIP) 'flashinfer-python>=0.6.12'
-	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m gpu tests/gpu $(PYTEST_ARGS)
-	SKIFF_TEST_DEVICE=cuda $(PYTEST) $(GPU_SUITES) $(PYTEST_ARGS)
+	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
 
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
 	$(GPU_PIP) 'flashinfer-python>=0.6.12'

@@ -18,6 +18,7 @@ _BENCHMARKS: Final = {
     "serve": "open-loop load against a running server",
     "compare": "two results of bench serve side by side",
     "offline": "throughput of the engine, without HTTP",
+    "gaps": "how long a long prompt holds up those that decode",
     "overhead": "CPU time that each process of a server spends on a request and a token",
     "path": "what the serving path costs, with a stub in the engine's place",
 }

@@ -129,7 +129,7 @@ class Config:
         "prefill flashinfer where its kernels are built)",
     )
     disable_cuda_graphs: bool = option(
-        False, "Engine", "on a GPU, launch decode steps kernel by kernel (slower; the tokens are the same)"
+        False, "Engine", "on a GPU, launch steps kernel by kernel (slower; the tokens are the same)"
     )
     disable_shared_decode: bool = option(
         False, "Engine", "on a GPU, let each row of a decode step read the whole of its prefix"

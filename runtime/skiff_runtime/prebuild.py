@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,11 +98,15 @@ def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> Non
     from flashinfer.jit import gen_batch_prefill_module
 
     dtype = getattr(torch, config.dtype)
-    kind = "fa3" if architecture.startswith("9.0") else "fa2"
-    module = gen_batch_prefill_module(
-        kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
-    )
-    module.build(verbose=False)
+    modules = [
+        gen_batch_prefill_module(
+            kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
+        )
+        for kind in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
+    ]
+    with ThreadPoolExecutor(len(modules)) as pool:  # each is a build of its own, by ninja
+        for built in [pool.submit(module.build, verbose=False) for module in modules]:
+            built.result()
 
 
 def _architecture(text: str) -> str:

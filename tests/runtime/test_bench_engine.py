@@ -141,6 +141,27 @@ def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:
     assert done.returncode == 2 and "--input-len 400 and --output-len 200 together exceed 512" in done.stderr
 
 
+def test_gaps_are_those_of_the_steps_beside_a_long_prompt(tmp_path: Path) -> None:
+    output = tmp_path / "gaps.json"
+    load = ["--streams", "4", "--context", "20", "--prompt-len", "400", "--quiet-steps", "8"]
+    flags = [*load, "--chunks", "all,128,64", "--max-batch-tokens", "204", "--kv-cache-tokens", "4096"]
+    done = skiff("bench", "gaps", *flags, "--cpu-threads", "1", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    runs = figures(output)["runs"]
+    assert [each["mixed_prefill_tokens"] for each in runs] == [None, 128, 64]
+    for each, steps in zip(runs, (2, 4, 7), strict=True):
+        # A step that was in flight when the prompt came gave each stream a token, too.
+        assert each["steps"] in (steps, steps + 1)
+        assert each["quiet_ms"] > 0 and each["median_ms"] <= each["largest_ms"] <= each["first_token_ms"]
+        assert each["ratio"] == pytest.approx(each["largest_ms"] / each["quiet_ms"])
+    assert "largest ms" in done.stdout
+
+
+def test_gaps_refuses_what_does_not_fit() -> None:
+    done = skiff("bench", "gaps", "--prompt-len", "3000")
+    assert done.returncode == 2 and "exceed --max-model-len (2048)" in done.stderr
+
+
 def test_cpu_time_is_that_which_the_system_counts(server: LocalServer) -> None:
     for each in service_processes(server.pid):
         ticks = each.handle.cpu_times()

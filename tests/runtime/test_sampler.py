@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_driver import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import SlotOpened
 
-CPU = torch.device("cpu")
+PLACE = torch.device(DEVICE)
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -25,17 +26,19 @@ def params(**changes: Any) -> SamplingParams:
 
 def draw(logits: torch.Tensor, samplings: list[SamplingParams], positions: list[int]) -> list[int]:
     """One token per row, the rows in slots of their own."""
-    sampler = Sampler(len(samplings), CPU)
+    sampler = Sampler(len(samplings), PLACE)
     nothing = np.zeros(0, dtype=np.int32)
     sampler.open([SlotOpened(slot, nothing, sampling, 0) for slot, sampling in enumerate(samplings)])
-    result: list[int] = sampler.sample(logits.clone(), rows_at(range(len(samplings)), positions)).tolist()
+    result: list[int] = sampler.sample(
+        logits.to(PLACE, copy=True), rows_at(range(len(samplings)), positions)
+    ).tolist()
     return result
 
 
 def rows_at(slots: Sequence[int], positions: Sequence[int]) -> SampledRows:
     """Rows in these slots that sample at these positions."""
     columns = np.array([slots, positions], dtype=np.int32)
-    return SampledRows(*torch.from_numpy(columns).long(), *columns)
+    return SampledRows(*torch.from_numpy(columns).long().to(PLACE), *columns)
 
 
 def frequencies(logits: torch.Tensor, sampling: SamplingParams, count: int) -> np.ndarray[Any, Any]:
@@ -150,9 +153,9 @@ def test_greedy_takes_the_maximum() -> None:
 
 
 def test_a_slot_used_again_has_the_new_parameters() -> None:
-    sampler = Sampler(2, CPU)
+    sampler = Sampler(2, PLACE)
     nothing = np.zeros(0, dtype=np.int32)
-    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).to(PLACE)
     rows = rows_at([1], [4])
     sampler.open([SlotOpened(1, nothing, params(top_k=3, seed=1), 0)])
     sampler.open([SlotOpened(1, nothing, params(seed=2, temperature=5.0), 0)])

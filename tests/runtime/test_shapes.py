@@ -7,10 +7,12 @@ import pytest
 from skiff_runtime import shapes
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.launch import Launch
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.resolve import resolve
 from skiff_runtime.tokenizer.byte_table import read_byte_decoder
+from skiff_runtime.tokenizer.detokenizer import load_decoder
 
 BILLIONS = {
     "llama-3.1-8b": 8.03,
@@ -47,3 +49,9 @@ def test_its_tokenizer_has_all_bytes_and_ids_beyond_have_no_text() -> None:
     assert decoder is not None
     stream = decoder.stream(skip_special_tokens=True)
     assert "".join(map(stream.push, [*"Grüße".encode(), 151_000])) + stream.flush() == "Grüße"
+
+
+def test_what_random_weights_choose_has_text() -> None:
+    config, model = resolve(Config(model="shape://qwen3-0.6b", load_format="dummy", device="cpu"))
+    stream = load_decoder(Launch(config=config, model=model, run_dir=Path())).stream(skip_special_tokens=True)
+    assert [stream.push(token) for token in (65, 256, model.vocab_size - 1)] == ["A", " 256", " 151935"]

@@ -16,6 +16,7 @@ from typing import IO, Final
 import httpx
 import psutil
 
+DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
 START_SECONDS: Final = 120.0
 END_SECONDS: Final = 30.0
 _READY: Final = re.compile(r" service_ready url=(\S+)")
@@ -56,6 +57,7 @@ class Service:
 def running_service(model: Path | str, *flags: str, ready: bool = True) -> Iterator[Service]:
     """Serve ``model`` on a free port; afterwards no process of it is left, however the test went."""
     command = [sys.executable, "-m", "skiff_runtime", "serve", "--model", str(model), "--port", "0"]
+    command += ["--device", DEVICE]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--cpu-threads", "1", *flags], stdout=log, stderr=log)
         service = Service(process, log)

@@ -23,6 +23,11 @@ WORKSPACE_BYTES: Final = 256 << 20
 DECODE_WORKSPACE_BYTES: Final = 128 << 20
 PLANS: Final = 3
 """Plans that may be in flight: each stages what it uploads in pinned memory of its own."""
+SPLITTING: Final = "fa2"
+"""FlashInfer's kernels that divide a context between programs; those of its choice on Hopper (fa3) do not."""
+TILE_TOKENS: Final = 128
+"""What one program of these computes: a chunk of 128 tokens takes them as long as one of 16."""
+LONG_CONTEXT: Final = 4096
 HEAD_DIMS: Final = (64, 128, 256)
 DECODE_PAGE_SIZES: Final = (16, 32, 64, 128)
 DECODE_ARCHITECTURES: Final = (9, 10, 12)
@@ -47,10 +52,13 @@ def obstacle(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
     return None
 
 
-def prefill_is_built(pool: KVPool) -> bool:
-    """Whether the kernels that prefill takes were compiled before; else the first start waits a minute for them."""
+def prefill_is_built(pool: KVPool, backend: str | None = None) -> bool:
+    """Whether the kernels that prefill takes were compiled before; else the first start waits a minute for them.
+
+    Those of FlashInfer's choice for the device, unless ``backend`` names others of its own.
+    """
     dtype, dim = pool.layout.dtype, pool.layout.head_dim
-    backend = determine_attention_backend(pool.device, 0, False, False, dtype, dtype)
+    backend = backend or determine_attention_backend(pool.device, 0, False, False, dtype, dtype)
     kinds = (dtype, dtype, dtype, torch.int32, dim, dim)
     name = get_batch_prefill_uri(backend, *kinds, 0, False, False, False)
     folders = (environment.FLASHINFER_AOT_DIR, environment.FLASHINFER_JIT_DIR)
@@ -60,14 +68,15 @@ def prefill_is_built(pool: KVPool) -> bool:
 class FlashInferPrefill(Part):
     """Plans on the engine's thread, while the GPU still computes the step before."""
 
-    def __init__(self, pool: KVPool, query_heads: int) -> None:
+    def __init__(self, pool: KVPool, query_heads: int, *, split: bool | None = None) -> None:
+        """``split``: a few tokens after long contexts are for kernels that divide a context (None: where built)."""
         self._pool = pool
         self._query_heads = query_heads
-        workspace = _workspace(pool.device, WORKSPACE_BYTES)
-        self._wrappers = [
-            flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
-            for _ in range(PLANS)
-        ]
+        self._whole = _wrappers(pool.device, "auto")
+        split = prefill_is_built(pool, SPLITTING) if split is None else split
+        self._split = _wrappers(pool.device, SPLITTING) if split else self._whole
+        self._wrappers = self._whole
+        self._processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._planned: list[torch.cuda.Event | None] = [None] * PLANS
         self._turn = 0
 
@@ -76,6 +85,7 @@ class FlashInferPrefill(Part):
         lengths = batch.lengths[first:]
         contexts = batch.starts[first:] + lengths
         pages = -(-contexts // layout.page_size)
+        self._wrappers = self._split if self._leaves_idle(lengths, contexts) else self._whole
         indptr = _pinned(_indptr(pages))
         self._turn = (self._turn + 1) % PLANS
         event = self._planned[self._turn]
@@ -108,6 +118,11 @@ class FlashInferPrefill(Part):
         attended: torch.Tensor = self._wrappers[self._turn].run(q, _paged(self._pool, layer))
         return attended
 
+    def _leaves_idle(self, lengths: Int32, contexts: Int32) -> bool:
+        """Whether a program for each tile and head is too few for half of the GPU, and each of them long."""
+        programs = int((-(-lengths // TILE_TOKENS)).sum()) * self._query_heads
+        return 2 * programs <= self._processors and int(contexts.max()) >= LONG_CONTEXT
+
 
 class FlashInferDecode(Part):
     """XQA: reads tables and lengths on the device."""
@@ -138,6 +153,14 @@ class FlashInferDecode(Part):
             kv_layout="NHD",
         )
         return attended
+
+
+def _wrappers(device: torch.device, backend: str) -> list[flashinfer.BatchPrefillWithPagedKVCacheWrapper]:
+    workspace = _workspace(device, WORKSPACE_BYTES)
+    return [
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        for _ in range(PLANS)
+    ]
 
 
 @cache

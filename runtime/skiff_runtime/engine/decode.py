@@ -6,6 +6,8 @@ very same work is launched kernel by kernel, for the same sizes, so the tokens a
 their prefixes, the step is one of a second kind, that reads these once, with fewer sizes and its own graphs.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -94,20 +96,21 @@ class DecodeStep:
         )
         return rows, logits[:count], tokens[:count]
 
-    def capture(self, kinds: "list[Kind]") -> None:
-        """Make the graphs of ``kinds``, on the current stream, which must not be the default one."""
+    def captures(self) -> list[Callable[[], None]]:
+        """What makes the graphs, the largest first; on one stream, which must not be the default one."""
+        return [partial(self._capture, *kind) for kind in sorted(self.kinds, reverse=True)]
+
+    def _capture(self, size: int, shared: bool) -> None:
         nothing = np.empty(0, np.int32)
-        for kind in sorted(kinds, reverse=True):
-            size, shared = kind
-            self._send(nothing, nothing, size, np.zeros(packed_size(size), np.int32) if shared else None)
-            self._compute(*kind)  # compiles, and lets libraries set up what they may not under capture
-            torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            self._results[kind] = self._compute(*kind)
-            graph.capture_end()
-            self._memory = graph.pool()
-            self._graphs[kind] = graph
+        self._send(nothing, nothing, size, np.zeros(packed_size(size), np.int32) if shared else None)
+        self._compute(size, shared)  # compiles, and lets libraries set up what they may not under capture
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._results[size, shared] = self._compute(size, shared)
+        graph.capture_end()
+        self._memory = graph.pool()
+        self._graphs[size, shared] = graph
 
     def _prefixes(self, plan: StepPlan) -> Int32 | None:
         """What the rows share, packed; None where nothing, or too little."""

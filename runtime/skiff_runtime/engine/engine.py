@@ -20,6 +20,7 @@ from skiff_runtime.engine.guide import GrammarGuide
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.profile import reserve
+from skiff_runtime.engine.prompts import PromptStep
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
@@ -84,15 +85,17 @@ class Engine:
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._sampler = Sampler(config.max_running_requests, group.device)
-        self._decode = self._allocate(config, model)
-        self._captures = self._decode is not None and not config.disable_cuda_graphs
+        self._decode: DecodeStep | None = None
+        self._prompts: PromptStep | None = None
+        self._allocate(config, model)
+        self._captures = not config.disable_cuda_graphs
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
         )
 
-    def _allocate(self, config: Config, model: ModelConfig) -> DecodeStep | None:
-        """Make the KV cache, of what memory remains; and on a GPU what decodes there."""
+    def _allocate(self, config: Config, model: ModelConfig) -> None:
+        """Make the KV cache, of what memory remains; and on a GPU what computes steps there."""
         runner, tables = self._runner, self._tables
         on_gpu = runner.device.type == "cuda"
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
@@ -102,11 +105,11 @@ class Engine:
         runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
         if not on_gpu:
-            return None
+            return
         torch.cuda.synchronize()
-        if not runner.backend.holds_in_graphs:
-            return None
-        return DecodeStep(runner, tables, self._sampler, rows=config.running_limit)
+        if runner.backend.holds_in_graphs:
+            self._decode = DecodeStep(runner, tables, self._sampler, rows=config.running_limit)
+            self._prompts = PromptStep(runner, tokens=config.max_batch_tokens)
 
     @property
     def num_pages(self) -> int:
@@ -133,13 +136,13 @@ class Engine:
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_row(prompt, 1, decode=True)).result()
-        if self._decode is not None and self._captures:
+        if self._decode is not None and self._prompts is not None and self._captures:
             self._captures = False
             started = monotonic()
-            self._thread.submit(self._decode.capture, self._decode.kinds).result()
-            log.event(
-                "graphs_captured", count=len(self._decode.kinds), seconds=round(monotonic() - started, 2)
-            )
+            captures = [*self._decode.captures(), *self._prompts.captures()]
+            for capture in captures:
+                self._thread.submit(capture).result()
+            log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
 
     def close(self) -> None:
         """Wait for launched steps and end the threads."""
@@ -156,7 +159,10 @@ class Engine:
             rows, logits, tokens = self._decode.run(plan)
             return Arrival(tokens) if self._plain(plan.slots) else self._choose(rows, logits, ())
         batch = self._tables.inputs(plan)
-        hidden = self._runner.forward(batch.tokens, batch.attention)
+        if self._prompts is not None and self._prompts.fits(plan):
+            hidden = self._prompts.run(batch)
+        else:
+            hidden = self._runner.forward(batch.tokens, batch.attention)
         prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
         if len(batch.last_tokens) == 0:
             return Arrival(batch.last_tokens, prompts=prompts)

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
@@ -71,7 +71,7 @@ class ModelRunner:
         self.backend = make_backend(
             self._config.attention,
             pool,
-            query_heads=self._model.heads.local_query(self._group.size),
+            query_heads=self.query_shape[0],
             longest=longest(self._config, self._model_config),
         )
 
@@ -79,9 +79,25 @@ class ModelRunner:
     def forward(self, inputs: StepInputs, attention: AttentionBatch) -> Hidden:
         """Compute a step of T tokens: fill its K and V, and return what the last layer made of it."""
         self.backend.prepare(attention)
-        return Hidden(
-            *self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, self.backend)
-        )
+        return self.compute(inputs, self.backend)
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs, backend: AttentionBackend) -> Hidden:
+        """As ``forward``, by a backend that is prepared."""
+        return Hidden(*self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, backend))
+
+    def room(self, tokens: int, *shape: int) -> torch.Tensor:
+        """Zeros [tokens, *shape] in the model's type."""
+        return torch.zeros((tokens, *shape), dtype=getattr(torch, self._config.dtype), device=self.device)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._model_config.hidden_size
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Heads and dimensions of a token's queries on this rank."""
+        return self._model.heads.local_query(self._group.size), self._model.heads.size
 
     @torch.inference_mode()
     def logits(self, hidden: Hidden, places: torch.Tensor | slice) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """How much GPU memory the steps take besides weights and KV cache: found by running the largest ones."""
 
 import gc
+from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.memory import free_bytes
 from skiff_runtime.engine.model_runner import ModelRunner
+from skiff_runtime.engine.prompts import PromptStep
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import sampling_bytes
@@ -28,7 +31,8 @@ def reserve(config: Config, model: ModelConfig, runner: ModelRunner, tables: Tab
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         activations = _activations(config, runner, tables)
-        graphs = 0 if config.disable_cuda_graphs else _graphs(config, runner, tables, sampler)
+        graphs = _graphs(lambda: DecodeStep(runner, tables, sampler, rows=config.running_limit), config)
+        graphs += _graphs(lambda: PromptStep(runner, tokens=config.max_batch_tokens), config)
     choice = sampling_bytes(config, model)
     _settle()
     log.event(
@@ -75,17 +79,23 @@ def _largest(config: Config, tables: Tables) -> StepPlan:
     )
 
 
-def _graphs(config: Config, runner: ModelRunner, tables: Tables, sampler: Sampler) -> int:
-    """From what the two largest ones take: the others lie in the memory of the largest, but for their nodes."""
-    step = DecodeStep(runner, tables, sampler, rows=config.running_limit)
-    taken = []
-    for kind in sorted(step.kinds, reverse=True)[:2]:
+def _graphs(make: Callable[[], DecodeStep | PromptStep], config: Config) -> int:
+    """Of steps of one kind, with what these hold beside them.
+
+    From what the two largest take: the others lie in the memory of the largest, but for their nodes.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    _settle()
+    free = [free_bytes(device)]
+    step = make()
+    captures = step.captures()
+    for capture in captures[:2]:
+        if not config.disable_cuda_graphs:
+            capture()
         _settle()
-        before = free_bytes(runner.device)
-        step.capture([kind])
-        _settle()
-        taken.append(max(0, before - free_bytes(runner.device)))
-    return taken[0] + sum(taken[1:]) * (len(step.kinds) - 1)
+        free.append(free_bytes(device))
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    return taken[0] + sum(taken[1:]) * (len(captures) - 1)
 
 
 def _settle() -> None:

@@ -1,7 +1,8 @@
 """Eight-bit floating point (e4m3: 4 bits of exponent, 3 of fraction; Micikevicius et al., 2022), on any device.
 
 A matrix is kept with one scale for each output, activations are rounded with one scale for each token, and their
-product is scaled back by both. A CPU has no such product: there, the rounded numbers are multiplied in float32.
+product is scaled back by both. A CPU has no such product, and that of a GPU is in bfloat16: on the one, and for models
+in float32 on the other, the rounded numbers are multiplied in float32.
 """
 
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def scaled_linear(
 ) -> torch.Tensor:
     """x [T, inputs] times e4m3 ``weight`` [outputs, inputs] with ``scales`` float32 [outputs, 1]; [T, outputs]."""
     rounded = x if isinstance(x, Rounded) else round_activations(x)
-    if weight.device.type == "cuda":
+    if weight.device.type == "cuda" and rounded.dtype != torch.float32:
         return _on_tensor_cores(rounded, weight, scales, bias)
     product = F.linear(rounded.values.float(), weight.float()) * rounded.scales * scales.T
     return (product if bias is None else product + bias.float()).to(rounded.dtype)

@@ -140,9 +140,17 @@ class DetokenizerWorker:
 
 
 def load_decoder(launch: Launch) -> Decoder:
-    """Read the model's vocabulary. Raises ``ModelError``."""
+    """Read the model's vocabulary. Raises ``ModelError``.
+
+    Random weights choose any id: one that has no text gets some, so that what streams is what a real model streams.
+    """
     path = read_tokenizer_files(launch.model.path).tokenizer
-    return read_byte_decoder(path) or WindowDecoder(load_tokenizer(path))
+    decoder = read_byte_decoder(path)
+    if decoder is None:
+        return WindowDecoder(load_tokenizer(path))
+    if launch.config.load_format == "dummy":
+        decoder.fill(launch.model.vocab_size)
+    return decoder
 
 
 def run(child: Child) -> None:

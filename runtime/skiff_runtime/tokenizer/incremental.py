@@ -78,6 +78,12 @@ class ByteDecoder:
         for token in special:
             self.plain[token] = ""
 
+    def fill(self, size: int) -> None:
+        """Let ids up to ``size`` that are beyond the vocabulary write their numbers."""
+        words = [f" {token}" for token in range(len(self._all), size)]
+        self._all += words
+        self.plain += words
+
     def stream(self, *, skip_special_tokens: bool) -> ByteStream:
         return ByteStream(self.plain if skip_special_tokens else self._all)
 

@@ -1,0 +1,180 @@
+"""Many requests of mixed lengths through one scheduler and engine in this process, and what they leave behind."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+import torch
+from engine_driver import make_config
+
+from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.engine import Engine
+from skiff_runtime.messages import (
+    AbortRequest,
+    Finish,
+    FlushCache,
+    GenerateRequest,
+    SamplingParams,
+    TextOptions,
+    TokenBatch,
+    Wire,
+)
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.loop import Scheduler
+
+MIB: Final = 1 << 20
+AHEAD: Final = 512
+"""Requests that are sent before their turn has come."""
+FLUSH: Final = -2
+KINDS: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 40, "min_p": 0.02},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "logit_bias": ((7, 2.0),), "logprobs": 2},
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MiB that this process holds, and that torch has given out and holds on the GPU (0 without one)."""
+
+    resident: float
+    allocated: float
+    reserved: float
+
+    @staticmethod
+    def now() -> "Memory":
+        on_gpu = torch.cuda.is_available()
+        return Memory(
+            psutil.Process().memory_info().rss / MIB,
+            torch.cuda.memory_allocated() / MIB if on_gpu else 0.0,
+            torch.cuda.memory_reserved() / MIB if on_gpu else 0.0,
+        )
+
+
+@dataclass
+class Ledger:
+    """Counts alone, so that it does not grow with the requests."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    """Tokens that each request may still get, by uid."""
+    ended: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    evicted: int = 0
+    retracted: int = 0
+    hits: int = 0
+    flushed: tuple[int, int, int] | None = None
+    """Pages in all, free and cached after the cache was emptied."""
+
+    def take(self, batch: TokenBatch) -> None:
+        """Note a step's news; nobody may hear more than was asked for, nor of an end twice."""
+        assert not batch.failed, batch.failed
+        rows = zip(
+            np.frombuffer(batch.uids, Wire.UID).tolist(),
+            np.frombuffer(batch.tokens, Wire.TOKEN).tolist(),
+            np.frombuffer(batch.finishes, Wire.FINISH).tolist(),
+            strict=True,
+        )
+        for uid, token, finish in rows:
+            if token >= 0:
+                self.tokens += 1
+                self.running[uid] -= 1
+                assert self.running[uid] >= 0, f"{uid} got more tokens than it asked for"
+            if finish:
+                left = self.running.pop(uid)
+                assert left == 0 or finish == Finish.ABORT, f"{uid} ended {left} tokens early"
+                self.ended[Finish(finish).name] += 1
+        stats = batch.stats
+        self.evicted += stats.evicted_pages
+        self.retracted += stats.retracted
+        self.hits += stats.hit_tokens
+        if batch.flushed:
+            self.flushed = stats.pages_total, stats.pages_free, stats.pages_cached
+
+
+class Crowd(Channel):
+    """Sends requests, of which one in ``ABORTED`` leaves early; some share the beginnings of their prompts."""
+
+    ABORTED: Final = 50
+
+    def __init__(self, vocab_size: int, *, longest: int, outputs: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._longest = longest
+        self._outputs = outputs
+        self._random = np.random.default_rng(seed)
+        self._shared = self._random.integers(2, vocab_size, (8, longest), dtype=np.int32)
+        self._leaving: list[tuple[int, int]] = []
+        """By uid, and how many must have been asked before."""
+        self.asked = 0
+        self.wanted = 0
+        self.flush = False
+        self.ledger = Ledger()
+
+    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+        due = [uid for uid, after in self._leaving if after <= self.asked]
+        self._leaving = [each for each in self._leaving if each[1] > self.asked]
+        items: list[Item] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
+        while self.asked < self.wanted and len(self.ledger.running) < AHEAD:
+            items.append(self._request(self.asked))
+            self.asked += 1
+        if self.flush:
+            items.append(FlushCache(uid=FLUSH))
+            self.flush = False
+        return items
+
+    def send(self, batch: TokenBatch) -> None:
+        self.ledger.take(batch)
+
+    def _request(self, uid: int) -> GenerateRequest:
+        random = self._random
+        length, count = int(random.integers(1, self._longest)), int(random.integers(1, self._outputs))
+        prompt = random.integers(2, self._vocab_size, length, dtype=np.int32)
+        if uid % 3 == 0:
+            known = int(random.integers(0, length))
+            prompt[:known] = self._shared[int(random.integers(0, len(self._shared))), :known]
+        if uid % self.ABORTED == 0:
+            self._leaving.append((uid, uid + int(random.integers(1, AHEAD))))
+        self.ledger.running[uid] = count
+        sampling = SamplingParams(max_tokens=count, seed=uid, ignore_eos=True, **KINDS[uid % len(KINDS)])
+        return GenerateRequest(uid, prompt.astype(Wire.TOKEN).tobytes(), sampling, TextOptions())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen: memory after a tenth of the requests, and after all of them."""
+
+    ledger: Ledger
+    early: Memory
+    late: Memory
+
+
+def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **changes: Any) -> Outcome:
+    """Serve ``count`` requests of up to so many tokens of prompt and output; ``changes`` are fields of ``Config``."""
+    config = make_config(path, **changes)
+    model = read_model_config(path, max_model_len=config.max_model_len)
+    group = TensorParallel.start(rank=0, size=1, device=config.device, run_dir=path)
+    engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
+    engine.warmup()
+    crowd = Crowd(model.vocab_size, longest=longest, outputs=outputs, seed=seed)
+    scheduler = Scheduler(config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=crowd)
+    early, late = (_serve(scheduler, crowd, wanted) for wanted in (count // 10, count))
+    engine.close()
+    return Outcome(crowd.ledger, early, late)
+
+
+def _serve(scheduler: Scheduler, crowd: Crowd, wanted: int) -> Memory:
+    """Go on until ``wanted`` requests have come and gone, and empty the cache; what is held then."""
+    crowd.wanted = wanted
+    while crowd.asked < wanted or not scheduler.idle:
+        scheduler.turn()
+    crowd.flush, crowd.ledger.flushed = True, None
+    while crowd.ledger.flushed is None:
+        scheduler.turn()
+    scheduler.check()
+    return Memory.now()
