@@ -1,6 +1,5 @@
 """Hostile requests: every one is answered or cut off, none with a 5xx, and a well-behaved stream goes on beside them."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from fuzz import Verdict, fuzz, steady
+from fuzz import Verdict, steady, strike
 from service import Service, running_service
 from watch import nothing_held
-from wire import Address, address_of
+from wire import address_of
 
 NAME: Final = "demo"
 SHORT: Final = 1500
@@ -47,11 +46,6 @@ CHECKS: Final = (
 )
 
 
-def strike(address: Address, count: int, concurrency: int) -> Verdict:
-    """Send the hostile requests: from a process of its own, as these come from elsewhere, and of low priority."""
-    return asyncio.run(fuzz(address, count=count, seed=SEED, concurrency=concurrency))
-
-
 def attack(
     service: Service, count: int, concurrency: int, baseline_seconds: float
 ) -> tuple[Verdict, dict[str, Any]]:
@@ -65,7 +59,7 @@ def attack(
         time.sleep(baseline_seconds)
         before = beside.mark()
         with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (NICENESS,)) as attacker:
-            verdict = attacker.submit(strike, address_of(service.url), count, concurrency).result()
+            verdict = attacker.submit(strike, address_of(service.url), count, SEED, concurrency).result()
         meanwhile = beside.mark()
     print(json.dumps({"fuzz": verdict.summary(), "itl_before": before, "itl_meanwhile": meanwhile}, indent=1))
     nothing_held(service)

@@ -46,6 +46,11 @@ class Verdict:
         }
 
 
+def strike(address: Address, count: int, seed: int, concurrency: int) -> Verdict:
+    """Send the requests, from the process that calls."""
+    return asyncio.run(fuzz(address, count=count, seed=seed, concurrency=concurrency))
+
+
 async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> Verdict:
     """Send ``count`` requests, ``concurrency`` at a time, each over a connection of its own."""
     draw, verdict, began = random.Random(seed), Verdict(), time.monotonic()
