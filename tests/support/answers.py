@@ -137,7 +137,7 @@ def difference(alone: Answer, busy: Answer) -> str | None:
             ("prompt logprobs", [one.prompt_logprobs], [other.prompt_logprobs]),
         )
         for name, some, others in pairs:
-            if not _close(some, others):
+            if not close(some, others):
                 return f"choice {index}, {name}: {some} / {others}"
     return None
 
@@ -146,8 +146,8 @@ def _end(answer: Answer) -> str:
     return f"{answer.status} {answer.error or ('cut' if answer.cut else 'finished')}"
 
 
-def _close(some: list[list[float]], others: list[list[float]]) -> bool:
-    """Within tolerance, in all places; very unlikely tokens may be off by as much relatively."""
+def close(some: list[list[float]], others: list[list[float]]) -> bool:
+    """Whether log-probabilities are within tolerance, in all places; very unlikely ones relatively."""
     if [len(row) for row in some] != [len(row) for row in others]:
         return False
     return all(

@@ -10,6 +10,7 @@ from typing import Any, Final
 from answers import Answer, difference, read_answer
 from random_requests import RandomRequests
 from service import Service, running_service
+from ties import find_parting, find_ties
 from watch import nothing_held
 from wire import Address, Line, address_of, post
 
@@ -48,10 +49,11 @@ _COUNTERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many were compared, what differed, and what the busy server's counters say."""
+    """How many were compared, what differed, how many parted at ties, and what the busy server's counters say."""
 
     count: int
     differences: list[str]
+    ties: int
     counters: dict[str, int]
 
 
@@ -59,23 +61,37 @@ def compare(model: Path, count: int, *, tp: int = 1, seed: int = SEED) -> Compar
     """Answer ``count`` random requests twice and compare."""
     source = RandomRequests(seed)
     bodies = [source.body() for _ in range(count)]
-    shared = ("--log-level", "debug", "--tp", str(tp))
-    with running_service(model, *shared, *ALONE_FLAGS) as service:
-        alone = asyncio.run(_answers(address_of(service.url), bodies, concurrency=1))
-    with running_service(model, *shared, *BUSY_FLAGS) as service:
-        order = list(range(count))
-        random.Random(seed + 1).shuffle(order)
-        crowd = asyncio.run(
-            _answers(address_of(service.url), [bodies[each] for each in order], concurrency=CONCURRENCY)
-        )
+    flags = ("--log-level", "debug", "--tp", str(tp))
+
+    def alone(model: Path, numbers: Sequence[int]) -> list[Answer]:
+        with running_service(model, *flags, *ALONE_FLAGS) as service:
+            asked = [bodies[number] for number in numbers]
+            return asyncio.run(_answers(address_of(service.url), asked, concurrency=1))
+
+    single = alone(model, range(count))
+    busy, counters = _in_a_crowd(model, bodies, flags, seed + 1)
+    told = {number: difference(each, busy[number]) for number, each in enumerate(single)}
+    found = {number: what for number, what in told.items() if what is not None}
+    partings = [find_parting(number, single[number], busy[number]) for number in found]
+    ties = find_ties(model, [each for each in partings if each is not None], alone)
+    differences = [f"{bodies[number]}: {what}" for number, what in found.items() if number not in ties]
+    return Comparison(count, differences, len(ties), counters)
+
+
+def _in_a_crowd(
+    model: Path, bodies: Sequence[dict[str, Any]], flags: Sequence[str], seed: int
+) -> tuple[list[Answer], dict[str, int]]:
+    """The answers to ``bodies``, many at a time in a shuffled order, and the server's counters."""
+    order = list(range(len(bodies)))
+    random.Random(seed).shuffle(order)
+    with running_service(model, *flags, *BUSY_FLAGS) as service:
+        asked = [bodies[number] for number in order]
+        crowd = asyncio.run(_answers(address_of(service.url), asked, concurrency=CONCURRENCY))
         nothing_held(service)
         counters = {name: int(service.metric(line)) for name, line in _COUNTERS.items()}
         _still_consistent(service)
-    busy = dict(zip(order, crowd, strict=True))
-    found = [(number, difference(each, busy[number])) for number, each in enumerate(alone)]
-    return Comparison(
-        count, [f"{bodies[number]}: {told}" for number, told in found if told is not None], counters
-    )
+    found = dict(zip(order, crowd, strict=True))
+    return [found[number] for number in range(len(bodies))], counters
 
 
 async def _answers(address: Address, bodies: Sequence[dict[str, Any]], *, concurrency: int) -> list[Answer]:
