@@ -13,6 +13,7 @@ from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.reply import JSON, reply, reply_error
+from skiff_runtime.api.sinks import NullSink
 from skiff_runtime.api.sse import encode_json
 from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.api.writer import Send
@@ -22,7 +23,6 @@ from skiff_runtime.messages import (
     Finish,
     RequestFailed,
     SamplingParams,
-    StreamOpened,
     TextLogprobs,
     TextOptions,
     Usage,
@@ -146,20 +146,11 @@ class HealthEndpoint:
             self._dispatcher.abort(flight)
 
 
-class _HealthSink:
+class _HealthSink(NullSink):
     """Waits for the end of a request."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def open(self, opened: StreamOpened) -> None:
-        pass
-
-    def prompt(self, tokens: list[TextLogprobs]) -> None:
-        pass
-
-    def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
-        pass
 
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: Finish, usage: Usage
