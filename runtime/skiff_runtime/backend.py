@@ -4,6 +4,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -159,13 +160,12 @@ class _Held:
         self._children, self._compilations, self._sockets = children, compilations, sockets
 
     def release(self) -> None:
-        """End the processes, close the sockets, remove the directory; the last even if interrupted."""
-        try:
-            if self._compilations is not None:
-                self._compilations.close()
-            if self._children is not None:
-                self._children.terminate(CLOSE_SECONDS)
+        """End the processes, close the sockets, remove the directory; each of these though another fails."""
+        with ExitStack() as steps:
+            steps.callback(shutil.rmtree, self._run_dir, ignore_errors=True)
             for socket in self._sockets:
-                socket.close()
-        finally:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+                steps.callback(socket.close)
+            if self._children is not None:
+                steps.callback(self._children.terminate, CLOSE_SECONDS)
+            if self._compilations is not None:
+                steps.callback(self._compilations.close)

@@ -14,6 +14,7 @@ from tiny_models import make_model
 from skiff_runtime import LLM
 from skiff_runtime.backend import Backend
 from skiff_runtime.errors import Unavailable
+from skiff_runtime.grammar.compilation import Compilations
 from skiff_runtime.transport import Endpoints, Sender
 
 SCRIPT = """
@@ -72,6 +73,23 @@ def test_a_script_that_closes_nothing_leaves_nothing() -> None:
     run_dir, said = done.stdout.split()
     assert (done.returncode, said) == (0, "going"), done.stderr
     assert not Path(run_dir).exists()
+
+
+def test_an_ending_that_fails_in_part_is_done_in_all_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come in the middle of a change to what is to be closed."""
+    llm = LLM(str(model), kv_cache_tokens=1024, cpu_threads=1)
+    children = psutil.Process().children()[-1:]
+
+    def fail(compilations: Compilations) -> None:
+        raise KeyError("closed in the middle of a change")
+
+    monkeypatch.setattr(Compilations, "close", fail)
+    with pytest.raises(KeyError):
+        llm.close()
+    assert all_gone(children)
+    assert not llm._backend.launch.run_dir.exists()
 
 
 def test_a_rank_that_hangs_is_an_error(model: Path) -> None:
