@@ -37,4 +37,5 @@ def test_alone_and_in_a_crowd(model: Path) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_alone_and_in_a_crowd_at_length(model: Path, tp: int) -> None:
-    check(compare(model, FULL, tp=tp))
+    """With two ranks, each step waits for the network seven times, so fewer do."""
+    check(compare(model, FULL if tp == 1 else FULL // 4, tp=tp))
