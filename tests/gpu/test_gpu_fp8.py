@@ -4,7 +4,8 @@ import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.fp8 import E4M3, Rounded, round_activations, round_rows, scaled_linear
+from skiff_runtime.kernels.e4m3 import E4M3, Rounded, round_rows
+from skiff_runtime.kernels.fp8 import round_activations, scaled_linear
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,8 @@ from tiny_models import edit_json, load_reference, make_model, oracle_choices
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.kernels.fp8 import E4M3, LARGEST, round_rows, scaled_linear, to_e4m3
+from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, round_rows, to_e4m3
+from skiff_runtime.kernels.fp8 import scaled_linear
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.layers.placement import Piece, Placement
 from skiff_runtime.models.checkpoint import INDEX_FILE

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, TOLERANCE, error
 
+from skiff_runtime.kernels import e4m3
 from skiff_runtime.kernels import fp8 as reference
 from skiff_runtime.kernels.fused import fp8, gemv
 
@@ -32,8 +33,8 @@ def test_one_token(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("wide", [False, True], ids=["both short", "wide token"])
 def test_one_token_in_eight_bits(wide: bool) -> None:
-    x, x_scales = reference.round_rows(noise(1, 208, dtype=torch.float32))
-    weight, scales = reference.round_rows(noise(48, 208, dtype=torch.float32, seed=1))
+    x, x_scales = e4m3.round_rows(noise(1, 208, dtype=torch.float32))
+    weight, scales = e4m3.round_rows(noise(48, 208, dtype=torch.float32, seed=1))
     wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()).T
     given = x.to(SHORT) if wide else x
     product = gemv.gemv(given, weight, scales=(x_scales, scales), dtype=torch.float32)
@@ -55,7 +56,7 @@ def test_it_pays_for_one_token_alone() -> None:
     assert not gemv.pays(torch.empty(1, 32), torch.empty(100_000, 32))
 
 
-def same_rounding(found: reference.Rounded, wanted: reference.Rounded) -> None:
+def same_rounding(found: e4m3.Rounded, wanted: e4m3.Rounded) -> None:
     """Rounded alike; the sums of norms and the exponentials of activations may differ in their last bits."""
     torch.testing.assert_close(found.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
     given = found.values.float().cpu() * found.scales.cpu()
@@ -75,7 +76,7 @@ def test_rounding(rows: int, width: int, dtype: torch.dtype) -> None:
     found = fp8.round_activations(values)
     assert found.dtype == dtype
     same_rounding(found, reference.round_activations(values.cpu()))
-    assert torch.equal(found.scales.cpu(), reference.round_rows(values.cpu())[1])
+    assert torch.equal(found.scales.cpu(), e4m3.round_rows(values.cpu())[1])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -9,8 +9,9 @@ from kernel_device import DEVICE
 
 from skiff_runtime.kernels.fused import inputs as fused_inputs
 from skiff_runtime.kernels.fused import sampling as fused_sampling
-from skiff_runtime.kernels.inputs import StepInputs, decode_inputs, empty_inputs, step_inputs, write_cells
+from skiff_runtime.kernels.inputs import decode_inputs, step_inputs, write_cells
 from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kernels.step_inputs import StepInputs, empty_inputs
 
 SLOTS, LENGTH = 7, 90
 NAMES = ("token_ids", "positions", "locations", "contexts")

@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final, cast
 
@@ -13,10 +13,11 @@ from skiff_runtime import log
 from skiff_runtime.bench import offline_options, offline_report, report
 from skiff_runtime.bench.breakdown import Breakdown, break_down, read_trace
 from skiff_runtime.bench.offline_options import lengths, prefixes
+from skiff_runtime.bench.offline_rounds import Bench, Round
 from skiff_runtime.bench.rates import measure
-from skiff_runtime.bench.roofline import Floor, Load, Rates, floor, work_of
+from skiff_runtime.bench.roofline import Rates, floor, work_of
 from skiff_runtime.bench.step_times import StepTimes
-from skiff_runtime.bench.workload import Sample, random_tokens, shared_prefixes
+from skiff_runtime.bench.workload import Sample
 from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
@@ -29,48 +30,6 @@ from skiff_runtime.sampling import Sampling
 
 TRACE_SECONDS: Final = 120.0
 add_arguments = offline_options.add_arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one round did; ``floor`` is the least time that its work could take here."""
-
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
-    steps: StepTimes
-    floor: Floor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """One measurement: what is asked for, and on what."""
-
-    config: Config
-    model: ModelConfig
-    arguments: argparse.Namespace
-    generator: np.random.Generator
-    rates: Rates | None
-
-    def draw(self) -> tuple[list[Sample], list[Load]]:
-        """New prompts for a round, and how much work each is."""
-        inputs, outputs = lengths(self.arguments)
-        vocabulary, plan = self.model.vocab_size, prefixes(self.arguments)
-        if plan is None:
-            count = self.arguments.num_requests
-            samples = random_tokens(count, inputs, outputs, vocabulary, self.generator)
-            return samples, [
-                Load(len(each.prompt), each.output_tokens, group=number)
-                for number, each in enumerate(samples)
-            ]
-        samples = shared_prefixes(plan, inputs, outputs, vocabulary, self.generator)
-        numbers: dict[tuple[int, ...], int] = {}
-        loads = []
-        for each in samples:
-            prefix = tuple(cast(list[int], each.prompt)[: plan.tokens])
-            group = numbers.setdefault(prefix, len(numbers))
-            loads.append(Load(len(each.prompt), each.output_tokens, plan.tokens, group))
-        return samples, loads
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from skiff_runtime.bench import report
 from skiff_runtime.bench.breakdown import Breakdown
 from skiff_runtime.bench.offline_options import lengths
+from skiff_runtime.bench.offline_rounds import Bench, Round
 from skiff_runtime.bench.results import Figures
 
-if TYPE_CHECKING:
-    from skiff_runtime.bench.offline import Bench, Round
 
-
-def figures(bench: "Bench", rounds: Sequence["Round"], breakdown: Breakdown | None) -> Figures:
+def figures(bench: Bench, rounds: Sequence[Round], breakdown: Breakdown | None) -> Figures:
     """Everything that was measured, and by what settings; averages leave out the first of several rounds."""
     arguments, counted = bench.arguments, rounds[1:] or rounds
     inputs, outputs = lengths(arguments)
@@ -39,7 +36,7 @@ def figures(bench: "Bench", rounds: Sequence["Round"], breakdown: Breakdown | No
     }
 
 
-def show(rounds: Sequence["Round"], found: Figures, breakdown: Breakdown | None) -> None:
+def show(rounds: Sequence[Round], found: Figures, breakdown: Breakdown | None) -> None:
     """Print the tables."""
     console = Console(highlight=False)
     heads = ("round", "seconds", "prompt", "found", "output", "output tok/s", "all tok/s", "of roofline")
@@ -53,7 +50,7 @@ def show(rounds: Sequence["Round"], found: Figures, breakdown: Breakdown | None)
     console.print(told)
 
 
-def _round(each: "Round") -> Figures:
+def _round(each: Round) -> Figures:
     return {
         "seconds": each.seconds,
         "prompt_tokens": each.prompt_tokens,
@@ -66,7 +63,7 @@ def _round(each: "Round") -> Figures:
     }
 
 
-def _row(number: int, each: "Round", rounds: Sequence["Round"]) -> tuple[str, ...]:
+def _row(number: int, each: Round, rounds: Sequence[Round]) -> tuple[str, ...]:
     return (
         f"{number}" + (" (warm-up)" if number == 1 and len(rounds) > 1 else ""),
         f"{each.seconds:.2f}",
@@ -79,7 +76,7 @@ def _row(number: int, each: "Round", rounds: Sequence["Round"]) -> tuple[str, ..
     )
 
 
-def _kinds(rounds: Sequence["Round"]) -> list[tuple[str, ...]]:
+def _kinds(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
     """By kind, of the last round."""
     last = rounds[-1]
     told = last.steps.figures(last.seconds)

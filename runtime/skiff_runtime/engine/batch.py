@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.sharing import PageMap
 from skiff_runtime.engine.staging import Staging, upload
-from skiff_runtime.kernels.inputs import StepInputs, step_inputs, write_cells
+from skiff_runtime.kernels.inputs import step_inputs, write_cells
 from skiff_runtime.kernels.prefixes import SharedPrefixes, unpack
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.step import Int32, StepPlan
 
 

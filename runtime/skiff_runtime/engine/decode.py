@@ -18,9 +18,10 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.batch import SampledRows, Tables
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import decode_inputs, empty_inputs
+from skiff_runtime.kernels.inputs import decode_inputs
 from skiff_runtime.kernels.prefixes import packed_size, unpack
 from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kernels.step_inputs import empty_inputs
 from skiff_runtime.step import Int32, StepPlan
 
 MAX_ROWS: Final = 512

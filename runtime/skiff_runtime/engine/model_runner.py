@@ -12,8 +12,8 @@ from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.memory import free_bytes
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import E4M3
-from skiff_runtime.kernels.inputs import StepInputs
+from skiff_runtime.kernels.e4m3 import E4M3
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig

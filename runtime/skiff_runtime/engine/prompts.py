@@ -16,7 +16,7 @@ import torch
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.engine.batch import InputBatch
 from skiff_runtime.engine.model_runner import Hidden, ModelRunner
-from skiff_runtime.kernels.inputs import empty_inputs
+from skiff_runtime.kernels.step_inputs import empty_inputs
 from skiff_runtime.step import StepPlan
 
 SIZES: Final = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), 4096)

@@ -23,10 +23,11 @@ from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.model_runner import Hidden, ModelRunner, longest
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
-from skiff_runtime.kernels.inputs import StepInputs, step_inputs
+from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig

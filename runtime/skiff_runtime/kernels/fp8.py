@@ -1,60 +1,23 @@
-"""Eight-bit floating point (e4m3: 4 bits of exponent, 3 of fraction; Micikevicius et al., 2022), on any device.
+"""Layers whose matrices and activations are in e4m3, on any device.
 
 A matrix is kept with one scale for each output, activations are rounded with one scale for each token, and their
 product is scaled back by both. A CPU has no such product, and that of a GPU is in bfloat16: on the one, and for models
 in float32 on the other, the rounded numbers are multiplied in float32.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 
 from skiff_runtime.kernels.activation import silu_and_mul
+from skiff_runtime.kernels.e4m3 import E4M3, Rounded, round_rows
 from skiff_runtime.kernels.norm import add_rms_norm
 
-E4M3: Final = torch.float8_e4m3fn
-LARGEST: Final = 448.0
-"""The largest finite number of e4m3."""
-SMALLEST_SCALE: Final = 1e-12
-"""Of rows that are all zero, or nearly."""
 ALIGNMENT: Final = 16
 """A GPU multiplies matrices whose inputs and outputs are multiples of it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``.
-
-    On a GPU the values of a single token are in ``dtype``, too, though rounded all the same: what multiplies them there
-    would only have to widen them again.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-
-
 Activations = torch.Tensor | Rounded
-
-
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 numbers; beyond the largest, the largest (torch's own conversion makes those NaN)."""
-    return values.float().clamp_(-LARGEST, LARGEST).to(E4M3)
-
-
-def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, n] -> e4m3 [N, n], and float32 [N, 1] by which each row is to be multiplied: its largest becomes 448.
-
-    In plain torch, which any thread may call.
-    """
-    wide = values.float()
-    largest = torch.full(
-        (1, 1), LARGEST, device=values.device
-    )  # a division by a plain number is rounded otherwise
-    scales = (wide.abs().amax(1, keepdim=True) / largest).clamp_(min=SMALLEST_SCALE)
-    return to_e4m3(wide * scales.reciprocal()), scales
 
 
 def round_activations(x: torch.Tensor) -> Rounded:

@@ -1,34 +1,10 @@
 """Assembles a step's inputs from the device's own tables, without asking the host for a token."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Of T tokens in R rows: ids, positions and places in the KV cache int[T], and the rows' contexts int[R]."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    locations: torch.Tensor
-    contexts: torch.Tensor
-
-    def first(self, rows: int) -> "StepInputs":
-        """Those of the first rows, where every row has one token."""
-        return StepInputs(
-            self.token_ids[:rows], self.positions[:rows], self.locations[:rows], self.contexts[:rows]
-        )
-
-
-def empty_inputs(tokens: int, rows: int, device: torch.device) -> StepInputs:
-    """Room for a step's inputs."""
-    return StepInputs(
-        torch.zeros(tokens, dtype=torch.int32, device=device),
-        torch.zeros(tokens, dtype=torch.int32, device=device),
-        torch.zeros(tokens, dtype=torch.int64, device=device),
-        torch.zeros(rows, dtype=torch.int32, device=device),
-    )
+from skiff_runtime.kernels.step_inputs import StepInputs, empty_inputs
 
 
 def step_inputs(

@@ -2,7 +2,7 @@
 
 import torch
 
-from skiff_runtime.kernels.fp8 import E4M3, to_e4m3
+from skiff_runtime.kernels.e4m3 import E4M3, to_e4m3
 
 
 def store_kv(

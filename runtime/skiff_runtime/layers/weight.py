@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import ALIGNMENT, E4M3, Activations, scaled_linear
+from skiff_runtime.kernels.e4m3 import E4M3
+from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, scaled_linear
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.placement import Placement
 

@@ -9,7 +9,7 @@ import torch
 
 from skiff_runtime import log
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import round_rows
+from skiff_runtime.kernels.e4m3 import round_rows
 from skiff_runtime.layers.placement import Piece, Placement
 from skiff_runtime.models.checkpoint import Checkpoint
 from skiff_runtime.models.decoder import DecoderModel

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import E4M3, LARGEST, SMALLEST_SCALE, Rounded
+from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SMALLEST_SCALE, Rounded
 from skiff_runtime.kernels.fused.activation import silu_and_mul
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 

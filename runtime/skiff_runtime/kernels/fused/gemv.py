@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 MAX_OUTPUTS: Final = 65536

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
-from skiff_runtime.kernels.inputs import StepInputs
+from skiff_runtime.kernels.step_inputs import StepInputs
 
 BLOCK = 256
 

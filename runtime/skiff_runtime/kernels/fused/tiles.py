@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.e4m3 import E4M3
 
 FEW_ROWS: Final = 4
 """For which small tiles are the quickest."""

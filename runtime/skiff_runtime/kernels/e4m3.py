@@ -1,0 +1,43 @@
+"""Numbers in eight bits (e4m3: 4 bits of exponent, 3 of fraction; Micikevicius et al., 2022), with a scale for each row."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+E4M3: Final = torch.float8_e4m3fn
+LARGEST: Final = 448.0
+"""The largest finite number of e4m3."""
+SMALLEST_SCALE: Final = 1e-12
+"""Of rows that are all zero, or nearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``.
+
+    On a GPU the values of a single token are in ``dtype``, too, though rounded all the same: what multiplies them there
+    would only have to widen them again.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e4m3 numbers; beyond the largest, the largest (torch's own conversion makes those NaN)."""
+    return values.float().clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, n] -> e4m3 [N, n], and float32 [N, 1] by which each row is to be multiplied: its largest becomes 448.
+
+    In plain torch, which any thread may call.
+    """
+    wide = values.float()
+    largest = torch.full(
+        (1, 1), LARGEST, device=values.device
+    )  # a division by a plain number is rounded otherwise
+    scales = (wide.abs().amax(1, keepdim=True) / largest).clamp_(min=SMALLEST_SCALE)
+    return to_e4m3(wide * scales.reciprocal()), scales
