@@ -123,7 +123,7 @@ def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> 
 def test_offline_counts_shared_prefixes_and_profiles_steps(tmp_path: Path) -> None:
     output, trace = tmp_path / "offline.json", tmp_path / "trace.json.gz"
     shared = ["--workload", "shared-prefix", "--prefix-groups", "2", "--prompts-per-group", "3"]
-    load = [*shared, "--prefix-len", "64", "--input-len", "8", "--output-len", "12", "--rounds", "1"]
+    load = [*shared, "--prefix-len", "64", "--input-len", "8", "--output-len", "100", "--rounds", "1"]
     result = ["--output", str(output), "--profile", str(trace), "--profile-steps", "4", "--no-roofline"]
     done = skiff("bench", "offline", "--model", "demo://", *SMALL, *load, *result)
     assert done.returncode == 0, done.stderr
@@ -134,6 +134,13 @@ def test_offline_counts_shared_prefixes_and_profiles_steps(tmp_path: Path) -> No
     parts = figures(output)["profile"]["parts"]
     assert parts["attention"] > 0 and parts["matrix work"] > 0 and parts["idle"] >= 0
     assert trace.stat().st_size > 1000 and "matrix work" in done.stdout
+
+
+def test_offline_says_when_there_was_nothing_to_profile(model: Path, tmp_path: Path) -> None:
+    load = ["--num-requests", "1", "--input-len", "4", "--output-len", "1", "--rounds", "1", "--no-roofline"]
+    trace = str(tmp_path / "trace.json")
+    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, "--profile", trace)
+    assert done.returncode != 0 and "over before a step could be profiled" in done.stderr
 
 
 def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:

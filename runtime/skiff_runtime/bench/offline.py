@@ -136,4 +136,7 @@ def _profile(llm: LLM, bench: Bench) -> Breakdown:
         if time.monotonic() > deadline:
             raise SkiffError(f"no profile was written to {path}; the log above may say why")
         time.sleep(0.1)
-    return break_down(read_trace(path))
+    events = read_trace(path)
+    if not events:
+        raise SkiffError("the round was over before a step could be profiled; ask for longer outputs")
+    return break_down(events)
