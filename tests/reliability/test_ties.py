@@ -54,6 +54,12 @@ def test_a_tie_is_seen_and_nothing_else(model: Path) -> None:
     assert find_ties(model, [each for each in partings if each], greedy) == [0]
 
 
+def test_a_model_can_be_asked_again(model: Path) -> None:
+    parting = find_parting(0, answer([best(model)]), answer([twin(model)]))
+    assert parting is not None
+    assert find_ties(model, [parting], greedy) == find_ties(model, [parting], greedy)
+
+
 def test_a_parting_needs_agreement_before_it() -> None:
     found = find_parting(3, answer([1, 2, 5], [-0.1, -0.2, -9]), answer([1, 2, 6], [-0.1, -0.2, -1]))
     assert found is not None

@@ -131,14 +131,21 @@ def difference(alone: Answer, busy: Answer) -> str | None:
                 f"choice {index}: {one.text!r} {one.tokens} {one.finish} / "
                 f"{other.text!r} {other.tokens} {other.finish}"
             )
-        pairs = (
-            ("logprobs", [one.logprobs], [other.logprobs]),
-            ("top logprobs", one.tops, other.tops),
-            ("prompt logprobs", [one.prompt_logprobs], [other.prompt_logprobs]),
-        )
-        for name, some, others in pairs:
-            if not close(some, others):
-                return f"choice {index}, {name}: {some} / {others}"
+        if (unlike := unlike_logprobs(one, other)) is not None:
+            return f"choice {index}, {unlike}"
+    return None
+
+
+def unlike_logprobs(one: Choice, other: Choice, *, before: int | None = None) -> str | None:
+    """Which log-probabilities of two choices differ, in the prompt or in answers ``before`` a place; None if none do."""
+    pairs = (
+        ("logprobs", [one.logprobs[:before]], [other.logprobs[:before]]),
+        ("top logprobs", one.tops[:before], other.tops[:before]),
+        ("prompt logprobs", [one.prompt_logprobs], [other.prompt_logprobs]),
+    )
+    for name, some, others in pairs:
+        if not _close(some, others):
+            return f"{name}: {some} / {others}"
     return None
 
 
@@ -146,8 +153,8 @@ def _end(answer: Answer) -> str:
     return f"{answer.status} {answer.error or ('cut' if answer.cut else 'finished')}"
 
 
-def close(some: list[list[float]], others: list[list[float]]) -> bool:
-    """Whether log-probabilities are within tolerance, in all places; very unlikely ones relatively."""
+def _close(some: list[list[float]], others: list[list[float]]) -> bool:
+    """Within tolerance, in all places; very unlikely tokens may be off by as much relatively."""
     if [len(row) for row in some] != [len(row) for row in others]:
         return False
     return all(

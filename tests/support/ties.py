@@ -8,10 +8,11 @@ rounding errors also take there now the one token, now the other, with each requ
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
-from answers import Answer, close
+from answers import Answer, unlike_logprobs
 from safetensors.torch import load_file, save_file
 
 MODELS: Final = 12
@@ -35,15 +36,9 @@ def find_parting(number: int, one: Answer, other: Answer) -> Parting | None:
     [some], [others] = one.choices.values(), other.choices.values()
     pairs = enumerate(zip(some.tokens, others.tokens, strict=False))
     place = next((place for place, (token, told) in pairs if token != told), None)
-    if place is None:
+    if place is None or unlike_logprobs(some, others, before=place) is not None:
         return None
-    agree = (
-        close([some.logprobs[:place]], [others.logprobs[:place]])
-        and close(some.tops[:place], others.tops[:place])
-        and close([some.prompt_logprobs], [others.prompt_logprobs])
-    )
-    ways = (tuple(some.tokens[: place + 1]), tuple(others.tokens[: place + 1]))
-    return Parting(number, ways) if agree else None
+    return Parting(number, (tuple(some.tokens[: place + 1]), tuple(others.tokens[: place + 1])))
 
 
 def find_ties(
@@ -55,8 +50,9 @@ def find_ties(
     numbers = [parting.number for parting in partings]
     seen: list[set[tuple[int, ...]]] = [set() for _ in partings]
     for seed in range(MODELS):
-        near = _near(model, model.with_name(f"{model.name}-near{seed}"), seed)
-        for ways, parting, told in zip(seen, partings, answer(near, numbers), strict=True):
+        with TemporaryDirectory() as folder:
+            answers = answer(_near(model, Path(folder) / model.name, seed), numbers)
+        for ways, parting, told in zip(seen, partings, answers, strict=True):
             [choice] = told.choices.values()
             ways.add(tuple(choice.tokens[: len(parting.ways[0])]))
     return [each.number for ways, each in zip(seen, partings, strict=True) if ways == set(each.ways)]
