@@ -1,6 +1,5 @@
 """What a caller of ``LLM`` gets: increments while they come, and completions made of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
@@ -55,27 +54,60 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
 
 
-def completed(increments: Sequence[Increment]) -> Completion:
-    """All increments of one completion, the last of which ends it, put together."""
-    last = increments[-1]
-    assert last.finish_reason is not None, "the last increment ends the completion"
-    return Completion(
-        text="".join(each.text for each in increments),
-        token_ids=[token for each in increments for token in each.token_ids],
-        finish_reason=last.finish_reason,
-        prompt_tokens=last.prompt_tokens,
-        cached_tokens=last.cached_tokens,
-        logprobs=[told for each in increments for told in each.logprobs],
-        prompt_logprobs=[told for each in increments for told in each.prompt_logprobs],
-    )
+class Draft:
+    """A completion while its increments come; of a hundred thousand kept ones, collecting garbage would take long."""
+
+    __slots__ = ("_completion", "_logprobs", "_prompt_logprobs", "_texts", "_token_ids")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._completion: Completion | None = None
+
+    def add(self, increment: Increment) -> None:
+        """Take the next increment."""
+        self._texts.append(increment.text)
+        self._token_ids += increment.token_ids
+        self._logprobs += increment.logprobs
+        self._prompt_logprobs += increment.prompt_logprobs
+        if increment.finish_reason is not None:
+            self._completion = self._ended(increment, increment.finish_reason)
+            # Freed now, while others may still run: at the end of a call its caller would wait for it.
+            self._texts.clear()
+
+    def completion(self) -> Completion:
+        """All increments put together, once the last has come."""
+        assert self._completion is not None, "the last increment ends the completion"
+        return self._completion
+
+    def _ended(self, last: Increment, finish_reason: str) -> Completion:
+        return Completion(
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=finish_reason,
+            prompt_tokens=last.prompt_tokens,
+            cached_tokens=last.cached_tokens,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
 
-def ended(index: int, text: str, token_ids: tuple[int, ...], finish: int, usage: Usage) -> Increment:
-    """The last increment of a completion, without its log-probabilities."""
+def ended(
+    index: int,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...],
+    finish: int,
+    usage: Usage,
+) -> Increment:
+    """The last increment of a completion."""
     return Increment(
         index,
         text,
         token_ids,
+        logprobs,
         finish_reason=Finish(finish).name.lower(),
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,

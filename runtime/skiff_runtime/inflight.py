@@ -1,8 +1,7 @@
 """The requests of an ``LLM`` that are under way: sent to the ranks, and their news brought to whoever asked."""
 
 from collections import deque
-from collections.abc import Generator, Iterable
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -96,16 +95,30 @@ class InFlight:
             call = self._release(failed.uid)
             if call is not None:
                 call.failure = call.failure or _as_error(failed)
-        for uid, increment in _increments(batch):
-            self._take(uid, increment)
+        self._take_prompts(batch)
+        self._take_rows(batch)
 
-    def _take(self, uid: int, increment: Increment) -> None:
-        call = self._owners.get(uid)
-        if call is None:
-            return
-        call.news.append(replace(increment, index=uid - call.first))
-        if increment.finish_reason is not None:
-            self._release(uid)
+    def _take_prompts(self, batch: TextBatch) -> None:
+        """What is told of prompts, which comes before the first token."""
+        for prompt in batch.prompt_logprobs:
+            if (call := self._owners.get(prompt.uid)) is not None:
+                told = tuple(map(token_logprob, prompt.tokens))
+                call.news.append(Increment(prompt.uid - call.first, prompt_logprobs=told))
+
+    def _take_rows(self, batch: TextBatch) -> None:
+        told = {each.row: (token_logprob(each),) for each in batch.logprobs}
+        usages = iter(batch.usages)
+        for row, (uid, text, token, finish) in enumerate(_rows(batch)):
+            usage = next(usages) if finish else None
+            call = self._owners.get(uid)
+            if call is None:
+                continue
+            index, token_ids, logprobs = uid - call.first, (token,) if token >= 0 else (), told.get(row, ())
+            if usage is None:
+                call.news.append(Increment(index, text, token_ids, logprobs))
+            else:
+                call.news.append(ended(index, text, token_ids, logprobs, finish, usage))
+                self._release(uid)
 
     def _abandon(self, call: _Call) -> None:
         """End what still runs, so that later calls start afresh."""
@@ -118,22 +131,11 @@ def _prompt_tokens(request: GenerateRequest) -> int:
     return len(request.token_ids) // Wire.TOKEN.itemsize
 
 
-def _increments(batch: TextBatch) -> Iterable[tuple[int, Increment]]:
-    """What a batch tells of each request; prompts come before the first token."""
-    for prompt in batch.prompt_logprobs:
-        yield prompt.uid, Increment(0, prompt_logprobs=tuple(map(token_logprob, prompt.tokens)))
-    told = {each.row: (token_logprob(each),) for each in batch.logprobs}
+def _rows(batch: TextBatch) -> Iterator[tuple[int, str, int, int]]:
+    """Of each row its uid, text, token and finish."""
     uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
     tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
-    usages = iter(batch.usages)
-    rows = zip(uids, batch.texts, tokens, batch.finishes, strict=True)
-    for row, (uid, text, token, finish) in enumerate(rows):
-        token_ids = (token,) if token >= 0 else ()
-        if finish:
-            increment = ended(0, text, token_ids, finish, next(usages))
-        else:
-            increment = Increment(0, text, token_ids)
-        yield uid, replace(increment, logprobs=told[row]) if row in told else increment
+    return zip(uids, batch.texts, tokens, batch.finishes, strict=True)
 
 
 def _as_error(failed: RequestFailed) -> RequestError:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from skiff_runtime.backend import Backend
-from skiff_runtime.completion import Completion, Increment, completed
+from skiff_runtime.completion import Completion, Draft, Increment
 from skiff_runtime.config import Config, field_names
 from skiff_runtime.errors import ConfigError, InvalidRequest
 from skiff_runtime.inflight import InFlight
@@ -175,18 +175,18 @@ class LLM:
     def _run(
         self, requests: list[GenerateRequest], progress: bool, on_progress: OnProgress | None
     ) -> list[Completion]:
-        parts: list[list[Increment]] = [[] for _ in requests]
+        drafts = [Draft() for _ in requests]
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(Counter("completions", len(requests))) if progress else None
             for news in stack.enter_context(contextlib.closing(self._in_flight.run(requests))):
                 for each in news:
-                    parts[each.index].append(each)
+                    drafts[each.index].add(each)
                 tokens = sum(len(each.token_ids) for each in news)
                 if bar is not None:
                     bar.advance(done=sum(each.finish_reason is not None for each in news), tokens=tokens)
                 if on_progress is not None:
                     on_progress(tokens)
-        return [completed(each) for each in parts]
+        return [each.completion() for each in drafts]
 
     def _increments(self, requests: list[GenerateRequest]) -> Generator[Increment, None, None]:
         with contextlib.closing(self._in_flight.run(requests)) as steps:
@@ -240,4 +240,4 @@ def _one_each(
         raise InvalidRequest(
             f"{count} prompts need one sampling or {count}, not {len(sampling)}", param="sampling"
         )
-    return [replace(each, **options) for each in sampling]
+    return [replace(each, **options) for each in sampling] if options else [*sampling]

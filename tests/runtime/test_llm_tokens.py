@@ -1,5 +1,6 @@
 """What ``LLM`` gives beside text: streams, log-probabilities, several completions, structure, token ids."""
 
+import gc
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import torch
 from tiny_models import load_reference, make_model
 
 from skiff_runtime import LLM
+from skiff_runtime.completion import Increment
 from skiff_runtime.errors import InvalidRequest, RequestError
 from skiff_runtime.sampling import Sampling
 
@@ -45,6 +47,17 @@ def test_a_stream_adds_up_to_the_completion(llm: LLM) -> None:
     assert [token for part in parts for token in part.token_ids] == whole.token_ids
     assert [part.finish_reason for part in parts] == [None] * 19 + ["length"]
     assert parts[-1].prompt_tokens == 4
+
+
+def test_completions_keep_none_of_their_increments(llm: LLM) -> None:
+    """So many small objects would hold up the end of a long call, and make the garbage collector run in it."""
+    kept: list[int] = []
+
+    def count(_: int) -> None:
+        kept.append(sum(type(each) is Increment for each in gc.get_objects()))
+
+    llm.generate([PROMPT, [7, 7]], max_tokens=20, on_progress=count, **GREEDY)
+    assert len(kept) >= 20 and max(kept) <= kept[0] + 4  # two steps of two rows
 
 
 def test_two_streams_are_read_in_turn_and_others_run_between(llm: LLM) -> None:
