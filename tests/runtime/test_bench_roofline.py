@@ -47,6 +47,15 @@ def test_shared_prefixes_are_computed_and_read_once() -> None:
     assert least_seconds("llama-3.1-8b", one) == pytest.approx(least_seconds("llama-3.1-8b", alone[:1]))
 
 
+def test_the_last_layer_counts_for_the_last_token_of_a_prompt() -> None:
+    config, model = resolve(Config(model="shape://qwen3-0.6b", load_format="dummy", device="cpu"))
+    work, layers = work_of(config, model), model.num_layers
+    found = floor(work, [Load(1000, 1)], running=1, rates=H200).prefill_seconds * H200.matrix_operations
+    tokens = 1000 * work.token_operations + 1000 * 1001 / 2 * work.attended_operations
+    last = work.token_operations / layers + work.head_operations
+    assert found == pytest.approx(tokens * (layers - 1) / layers + last)
+
+
 def test_eight_bits_halve_what_is_read() -> None:
     loads = [Load(10, 100)]
     plain = least_seconds("qwen3-14b", loads)
@@ -81,6 +90,7 @@ def test_rates_of_this_machine() -> None:
         ("_decode", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matrix work"),
         ("_one_token", "matrix work"),
+        ("_few_tokens", "matrix work"),
         ("aten::addmm", "matrix work"),
         ("aten::add", "rest"),
         ("_choose_parts", "sampling"),

@@ -18,7 +18,7 @@ _PATTERNS: Final = (
     ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|_merge\b|\bfmha"),
     (
         "matrix work",
-        r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|_one_token|aten::(mm|addmm|bmm|baddbmm)\b",
+        r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|_one_token|_few_tokens|aten::(mm|addmm|bmm|baddbmm)\b",
     ),
     ("sampling", r"_choose|_find_maxima|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial"),
 )

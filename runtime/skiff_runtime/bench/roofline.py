@@ -51,6 +51,8 @@ class Work:
     head_operations: float
     kv_bytes: float
     attended_operations: float
+    prompt_share: float
+    """Of a token's operations, what a prompt's tokens need that are not its last: nothing asks for their last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def work_of(config: Config, model: ModelConfig) -> Work:
         head_operations=2.0 * head,
         kv_bytes=kv_bytes_per_token(model, ranks, cached_bytes),
         attended_operations=4.0 * model.num_layers * model.num_heads * model.head_dim / ranks,
+        prompt_share=1 - 1 / model.num_layers,
     )
 
 
@@ -99,14 +102,15 @@ def floor(work: Work, loads: Sequence[Load], *, running: int, rates: Rates) -> F
 
 
 def _prefill_operations(work: Work, loads: Sequence[Load]) -> float:
-    """Each distinct token once, attending to all before it; the head for the last one of each prompt."""
+    """Each distinct token once, attending to all before it; last layer and head for the last one of each prompt."""
     operations, seen = 0.0, set()
     for load in loads:
         first = load.shared if load.group in seen else 0
         seen.add(load.group)
         attended = (load.prompt * (load.prompt + 1) - first * (first + 1)) / 2
         operations += (load.prompt - first) * work.token_operations + attended * work.attended_operations
-    return operations + len(loads) * work.head_operations
+    last = (1 - work.prompt_share) * work.token_operations + work.head_operations
+    return work.prompt_share * operations + len(loads) * last
 
 
 def _decode_steps(loads: Sequence[Load], running: int) -> tuple[Floats, Floats]:

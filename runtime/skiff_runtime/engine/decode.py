@@ -146,7 +146,7 @@ class DecodeStep:
             shared=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
         )
         hidden = self._runner.forward(made, attention)
-        logits = self._runner.logits(hidden, slice(None))
+        logits = self._runner.logits(hidden.at(slice(None)))
         tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
         return logits, tokens
 

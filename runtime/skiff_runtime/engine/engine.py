@@ -12,13 +12,13 @@ from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.arrival import NO_ROWS, Arrival
-from skiff_runtime.engine.batch import SampledRows, Tables
+from skiff_runtime.engine.batch import InputBatch, SampledRows, Tables
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
 from skiff_runtime.engine.guide import GrammarGuide
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
-from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
+from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, Wanted, longest
 from skiff_runtime.engine.profile import reserve
 from skiff_runtime.engine.prompts import PromptStep
 from skiff_runtime.engine.sampler import Sampler
@@ -159,14 +159,21 @@ class Engine:
             rows, logits, tokens = self._decode.run(plan)
             return Arrival(tokens) if self._plain(plan.slots) else self._choose(rows, logits, ())
         batch = self._tables.inputs(plan)
-        if self._prompts is not None and self._prompts.fits(plan):
-            hidden = self._prompts.run(batch)
-        else:
-            hidden = self._runner.forward(batch.tokens, batch.attention)
-        prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
+        wanted, prompts = self._compute(plan, batch)
         if len(batch.last_tokens) == 0:
             return Arrival(batch.last_tokens, prompts=prompts)
-        return self._choose(batch.sampled, self._runner.logits(hidden, batch.last_tokens), prompts)
+        return self._choose(batch.sampled, self._runner.logits(wanted), prompts)
+
+    def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[ToldChunk]]:
+        """What the model made of the sampled rows' last tokens, and log-probabilities of prompts."""
+        if self._prompts is not None and self._prompts.fits(plan):
+            hidden = self._prompts.run(batch)
+        elif self._logprobs.asked(plan).any():
+            hidden = self._runner.forward(batch.tokens, batch.attention)
+        else:
+            return self._runner.forward_at(batch.tokens, batch.attention, batch.last_tokens), ()
+        prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
+        return hidden.at(batch.last_tokens), prompts
 
     def _plain(self, slots: Int32) -> bool:
         """Whether temperature, seed and min_p are all that these slots ask for."""

@@ -79,22 +79,23 @@ class LogprobReader:
         where = upload(asking, logits.device)
         return RowLogprobs(asking.astype(np.int32), logits[where].log_softmax(-1), int(tops.max()))
 
+    def asked(self, plan: StepPlan) -> Int32:
+        """How many positions of each row foretell tokens of a prompt whose log-probabilities are asked for; int32[R]."""
+        counts = np.minimum(plan.lengths, self._prompts[plan.slots] - 1 - plan.starts)
+        asking = self._prompt_tops[plan.slots] != _NOTHING
+        return np.where(asking, counts, 0).clip(min=0).astype(np.int32)
+
     def prompts(
         self, plan: StepPlan, hidden: Hidden, runner: ModelRunner, tokens: torch.Tensor
     ) -> list[ToldChunk]:
         """Of the prompt tokens that this step's positions foretell; ``tokens`` is the table of known tokens."""
-        if (self._prompt_tops[plan.slots] == _NOTHING).all():
-            return []
         chunks = []
-        offsets = np.cumsum(plan.lengths) - plan.lengths
-        for row in np.flatnonzero(self._prompt_tops[plan.slots] != _NOTHING):
-            slot, start = int(plan.slots[row]), int(plan.starts[row])
-            count = min(int(plan.lengths[row]), int(self._prompts[slot]) - 1 - start)
-            if count > 0:
-                offset = int(offsets[row])
-                following = tokens[slot, start + 1 : start + 1 + count].long()
-                told = _slices(runner, hidden, offset, following, int(self._prompt_tops[slot]))
-                chunks.append(ToldChunk(slot, start + 1, told))
+        counts, offsets = self.asked(plan), np.cumsum(plan.lengths) - plan.lengths
+        for row in np.flatnonzero(counts):
+            slot, start, offset = int(plan.slots[row]), int(plan.starts[row]), int(offsets[row])
+            following = tokens[slot, start + 1 : start + 1 + int(counts[row])].long()
+            told = _slices(runner, hidden, offset, following, int(self._prompt_tops[slot]))
+            chunks.append(ToldChunk(slot, start + 1, told))
         return chunks
 
 
@@ -103,7 +104,7 @@ def _slices(runner: ModelRunner, hidden: Hidden, offset: int, following: torch.T
     parts = []
     for at in range(0, len(following), PROMPT_SLICE):
         chosen = following[at : at + PROMPT_SLICE]
-        logits = runner.logits(hidden, slice(offset + at, offset + at + len(chosen))).float()
+        logits = runner.logits(hidden.at(slice(offset + at, offset + at + len(chosen)))).float()
         parts.append(tell(logits.log_softmax(-1), chosen, top))
     return Told(
         torch.cat([part.chosen for part in parts]),

@@ -28,11 +28,23 @@ OnPhase = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
-    """Output and residual [T, hidden] of the last layer."""
+class Wanted:
+    """Output and residual [S, hidden] of the last layer, of S tokens of a step whose logits are wanted."""
 
     output: torch.Tensor
     residual: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Output and residual [T, hidden] of the last layer, of every token of a step."""
+
+    output: torch.Tensor
+    residual: torch.Tensor
+
+    def at(self, places: torch.Tensor | slice) -> Wanted:
+        """Those of S of the T tokens."""
+        return Wanted(self.output[places], self.residual[places])
 
 
 class ModelRunner:
@@ -82,6 +94,16 @@ class ModelRunner:
         return self.compute(inputs, self.backend)
 
     @torch.inference_mode()
+    def forward_at(self, inputs: StepInputs, attention: AttentionBatch, places: torch.Tensor) -> Wanted:
+        """As ``forward``, for who wants the tokens at ``places`` int[S] alone: the last layer leaves the others out."""
+        self.backend.prepare(attention)
+        return Wanted(
+            *self._model.forward(
+                inputs.token_ids, inputs.positions, inputs.locations, self.backend, wanted=places
+            )
+        )
+
+    @torch.inference_mode()
     def compute(self, inputs: StepInputs, backend: AttentionBackend) -> Hidden:
         """As ``forward``, by a backend that is prepared."""
         return Hidden(*self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, backend))
@@ -100,9 +122,9 @@ class ModelRunner:
         return self._model.heads.local_query(self._group.size), self._model.heads.size
 
     @torch.inference_mode()
-    def logits(self, hidden: Hidden, places: torch.Tensor | slice) -> torch.Tensor:
-        """Logits [N, vocab] at N of a step's T tokens, in the model's type (on a CPU, float32)."""
-        return self._model.logits(hidden.output[places], hidden.residual[places])
+    def logits(self, wanted: Wanted) -> torch.Tensor:
+        """Logits [S, vocab] of S of a step's tokens, in the model's type (on a CPU, float32)."""
+        return self._model.logits(wanted.output, wanted.residual)
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
         loaded = make_model(model, placement, max_positions=longest(self._config, model))

@@ -22,6 +22,10 @@ from skiff_runtime.step import StepPlan
 MIB = 1 << 20
 SLACK = 0.1
 """Share of the activations that fragments of the allocator may cost."""
+NODE_BYTES = 16 << 20
+"""What the driver takes for a layer's part of a graph, at most. If more is gone, another process has taken it."""
+EXTRA_NODES = 8
+"""Layers' worth of what is not in a layer, such as the choice of tokens."""
 
 
 @torch.inference_mode()
@@ -31,8 +35,9 @@ def reserve(config: Config, model: ModelConfig, runner: ModelRunner, tables: Tab
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         activations = _activations(config, runner, tables)
-        graphs = _graphs(lambda: DecodeStep(runner, tables, sampler, rows=config.running_limit), config)
-        graphs += _graphs(lambda: PromptStep(runner, tokens=config.max_batch_tokens), config)
+        most = NODE_BYTES * (model.num_layers + EXTRA_NODES)
+        graphs = _graphs(lambda: DecodeStep(runner, tables, sampler, rows=config.running_limit), config, most)
+        graphs += _graphs(lambda: PromptStep(runner, tokens=config.max_batch_tokens), config, most)
     choice = sampling_bytes(config, model)
     _settle()
     log.event(
@@ -53,7 +58,7 @@ def _activations(config: Config, runner: ModelRunner, tables: Tables) -> int:
     batch = tables.inputs(plan)
     hidden = runner.forward(batch.tokens, batch.attention)
     last = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
-    logits = runner.logits(hidden, last)
+    logits = runner.logits(hidden.at(last))
     torch.cuda.synchronize()
     del logits, hidden, batch
     return torch.cuda.max_memory_allocated() - before
@@ -79,23 +84,30 @@ def _largest(config: Config, tables: Tables) -> StepPlan:
     )
 
 
-def _graphs(make: Callable[[], DecodeStep | PromptStep], config: Config) -> int:
+def _graphs(make: Callable[[], DecodeStep | PromptStep], config: Config, most: int) -> int:
     """Of steps of one kind, with what these hold beside them.
 
-    From what the two largest take: the others lie in the memory of the largest, but for their nodes.
+    From what the two largest take: the others lie in the memory of the largest, but for their nodes. Those are the
+    driver's, at most ``most`` bytes of one size, which can only be told from what is free on the GPU.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
-    _settle()
-    free = [free_bytes(device)]
+    seen = [_memory()]
     step = make()
     captures = step.captures()
     for capture in captures[:2]:
         if not config.disable_cuda_graphs:
             capture()
-        _settle()
-        free.append(free_bytes(device))
-    taken = [max(0, before - after) for before, after in pairwise(free)]
+        seen.append(_memory())
+    taken = []
+    for (free, reserved), (free_after, reserved_after) in pairwise(seen):
+        ours = reserved_after - reserved
+        taken.append(ours + min(max(0, free - free_after - ours), most))
     return taken[0] + sum(taken[1:]) * (len(captures) - 1)
+
+
+def _memory() -> tuple[int, int]:
+    """(Free bytes of the GPU, bytes of it that torch's allocator holds), when it keeps nothing back."""
+    _settle()
+    return free_bytes(torch.device("cuda", torch.cuda.current_device())), torch.cuda.memory_reserved()
 
 
 def _settle() -> None:

@@ -21,7 +21,7 @@ from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, Triton
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
-from skiff_runtime.engine.model_runner import Hidden, ModelRunner, longest
+from skiff_runtime.engine.model_runner import Hidden, ModelRunner, Wanted, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
@@ -88,9 +88,18 @@ class _Stage:
             *self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, self._backend)
         )
 
-    def logits(self, hidden: Hidden, places: Any) -> torch.Tensor:
+    def forward_at(self, inputs: StepInputs, attention: AttentionBatch, places: torch.Tensor) -> Wanted:
         """As a model runner's."""
-        return self._model.logits(hidden.output[places], hidden.residual[places])
+        self._backend.prepare(attention)
+        return Wanted(
+            *self._model.forward(
+                inputs.token_ids, inputs.positions, inputs.locations, self._backend, wanted=places
+            )
+        )
+
+    def logits(self, wanted: Wanted) -> torch.Tensor:
+        """As a model runner's."""
+        return self._model.logits(wanted.output, wanted.residual)
 
     def mix(self, decode_rows: int, chunk: int) -> None:
         """A step of decode rows and one chunk of a prompt."""
@@ -110,7 +119,7 @@ class _Stage:
             block_table=None,
         )
         sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
-        logits = self.logits(self.forward(made, attention), sampled[0])
+        logits = self.logits(self.forward_at(made, attention, sampled[0]))
         self.choose(logits, sampled)
         gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
 

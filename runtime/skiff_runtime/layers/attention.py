@@ -32,7 +32,10 @@ class Heads:
 
 
 class Attention:
-    """[T, hidden] -> [T, hidden], with rotary positions; writes the tokens' K and V through the backend."""
+    """[T, hidden] -> [T, hidden], with rotary positions; writes the tokens' K and V through the backend.
+
+    With ``wanted`` int[S] the result is [S, hidden], of the tokens at these places.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Attention:
         qk_norm_eps: float | None = None,
     ) -> None:
         ranks = placement.group.size
-        self._layer = layer
+        self._layer, self._hidden_size = layer, hidden_size
         self._query, self._kv = heads.local_query(ranks), heads.local_kv(ranks)
         self._head_dim = heads.size
         cuts = [
@@ -62,7 +65,13 @@ class Attention:
         if qk_norm_eps is not None:
             self._norm = QKNorm(heads.size, qk_norm_eps, placement)
 
-    def __call__(self, x: Activations, rotation: Rotation, backend: AttentionBackend) -> torch.Tensor:
+    def __call__(
+        self,
+        x: Activations,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         norm = self._norm
         q = place_heads(
             self._qkv(x),
@@ -73,7 +82,11 @@ class Attention:
             backend.pool.tokens(self._layer),
             rotation.locations,
         )
-        return self._output(backend.forward(self._layer, q).flatten(1))
+        if wanted is None:
+            return self._output(backend.forward(self._layer, q).flatten(1))
+        if len(wanted) == 0:
+            return q.new_empty((0, self._hidden_size))
+        return self._output(backend.forward(self._layer, q).flatten(1).index_select(0, wanted))
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this block."""

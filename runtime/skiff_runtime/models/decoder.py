@@ -27,14 +27,26 @@ class DecoderLayer:
         self._middle_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, backend: AttentionBackend
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual) [T, hidden]; their sum is the layer's result, formed by the next norm."""
+        """(output, residual) [T, hidden]; their sum is the layer's result, formed by the next norm.
+
+        With ``wanted`` int[S] both are [S, hidden]: of the other tokens, nothing but K and V is needed.
+        """
         if residual is None:
             normed, residual = self._input_norm(x), x
         else:
             normed, residual = self._input_norm.after_sum(x, residual)
-        x = self._attention(normed, rotation, backend)
+        x = self._attention(normed, rotation, backend, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
+        if len(x) == 0:  # products and collectives of no rows are not for every device
+            return x, residual
         normed, residual = self._middle_norm.after_sum(x, residual)
         return self._mlp(normed), residual
 
@@ -76,14 +88,19 @@ class DecoderModel(ABC):
         positions: torch.Tensor,
         locations: torch.Tensor,
         backend: AttentionBackend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, positions and places of K and V in the cache, int[T] -> (output, residual) [T, hidden]."""
+        """Token ids, positions and places of K and V in the cache, int[T] -> (output, residual) [T, hidden].
+
+        With ``wanted`` int[S] the last layer goes on behind its attention with the tokens at these places alone, and
+        both are [S, hidden].
+        """
         rotation = self._rotary.at(positions, locations)
         x, residual = self._embedding(token_ids), None
-        for layer in self._layers:
+        *before, last = self._layers
+        for layer in before:
             x, residual = layer(x, residual, rotation, backend)
-        assert residual is not None
-        return x, residual
+        return last(x, residual, rotation, backend, wanted)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """What ``forward`` returned, for S chosen tokens -> logits [S, vocab_size] in the model's type."""
