@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.e4m3 import E4M3, Rounded, round_rows
+from skiff_runtime.kernels.e4m3 import E4M3, Matrix, Rounded, round_rows
 from skiff_runtime.kernels.fp8 import round_activations, scaled_linear
 
 pytestmark = pytest.mark.gpu
@@ -22,12 +22,13 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_products(tokens: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     """In float16, too, the tensor cores' product comes in bfloat16, as which it is judged."""
     x = round_activations(noise(tokens, inputs, dtype=dtype, seed=tokens) * 3)
-    assert x.values.dtype == (dtype if tokens == 1 else E4M3)
+    assert x.values.dtype == (torch.float16 if tokens == 1 else E4M3)
     weight, scales = round_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
     wanted = wide(x) @ (weight.double() * scales.double()).T
     wanted = wanted if added is None else wanted + added.double()
-    product = scaled_linear(x, weight, scales, added)
+    arrivals = torch.zeros(outputs, dtype=torch.int32, device="cuda")
+    product = scaled_linear(x, Matrix(weight, scales, arrivals), added)
     assert product.dtype == dtype and product.shape == (tokens, outputs)
     assert error(product, wanted) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
 

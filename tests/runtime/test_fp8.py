@@ -15,7 +15,7 @@ from tiny_models import edit_json, load_reference, make_model, oracle_choices
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, round_rows, to_e4m3
+from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, Matrix, round_rows, to_e4m3
 from skiff_runtime.kernels.fp8 import scaled_linear
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.layers.placement import Piece, Placement
@@ -98,7 +98,8 @@ def test_product_is_that_of_the_rounded_numbers(tokens: int, bias: bool) -> None
     rounded, row_scales = round_rows(x)
     exact = (rounded.double() * row_scales.double()) @ (weight.double() * scales.double()).T
     exact = exact if added is None else exact + added.double()
-    torch.testing.assert_close(scaled_linear(x, weight, scales, added).double(), exact, rtol=1e-5, atol=1e-4)
+    given = Matrix(weight, scales, torch.zeros(32, dtype=torch.int32))
+    torch.testing.assert_close(scaled_linear(x, given, added).double(), exact, rtol=1e-5, atol=1e-4)
     unrounded = x.double() @ matrix.double().T + (0 if added is None else added.double())
     assert (exact - unrounded).norm() / unrounded.norm() < 0.05
 

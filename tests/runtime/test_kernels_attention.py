@@ -6,6 +6,7 @@ import torch
 from kernel_device import DEVICE, TOLERANCE, error, poison
 
 from skiff_runtime.engine.sharing import cut
+from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused import decode_attention, prefill_attention
 from skiff_runtime.kernels.prefixes import unpack
 
@@ -61,13 +62,21 @@ class Paged:
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """The interpreter multiplies no matrices of bfloat16."""
 CASES = [(1, 2, 1, 16, torch.float32), (16, 1, 5, 24, HALF), (3, 2, 2, 64, HALF)]
+CACHED = [
+    *((*case, case[-1]) for case in CASES),
+    (1, 2, 1, 16, torch.float32, E4M3),
+    (5, 2, 3, 40, HALF, E4M3),
+]
+"""The same, with the type of the cache."""
 
 
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype, cached", CACHED, ids=str)
 @pytest.mark.parametrize("longest", [1, 1 << 12], ids=["whole", "split"])
-def test_decode(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, longest: int) -> None:
+def test_decode(
+    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, cached: torch.dtype, longest: int
+) -> None:
     lengths = [1, 130, 64, 17]
-    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=cached, seed=dim)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     answer = decode_attention.decode(
         q.to(DEVICE),
@@ -81,16 +90,16 @@ def test_decode(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtyp
     assert error(answer, made.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype, cached", CACHED, ids=str)
 @pytest.mark.parametrize("longest", [1, 1 << 12], ids=["whole", "split"])
 def test_decode_with_common_prefixes(
-    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, longest: int
+    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, cached: torch.dtype, longest: int
 ) -> None:
-    """Two groups, one of more rows than read together, among rows on their own."""
-    lengths = [99, 170, 40, 97, 145, 98, 200]
-    groups = np.array([1, 0, 2, 1, 0, 1, 0], np.int32)
-    tokens = np.array([96, 144, 0, 96, 144, 96, 144], np.int32)
-    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim)
+    """Two groups, one of more rows than read together, beside a row on its own and a long one that is cut, too."""
+    lengths = [99, 170, 40, 97, 145, 98, 200, 330]
+    groups = np.array([1, 0, 2, 1, 0, 1, 0, 7], np.int32)
+    tokens = np.array([96, 144, 0, 96, 144, 96, 144, 320], np.int32) // page_size * page_size
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=cached, seed=dim)
     made.share(groups, tokens)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = cut(groups, tokens, members=2, rows=len(lengths))

@@ -6,7 +6,7 @@ from kernel_device import DEVICE, TOLERANCE, error
 
 from skiff_runtime.kernels import e4m3
 from skiff_runtime.kernels import fp8 as reference
-from skiff_runtime.kernels.fused import fp8, gemv
+from skiff_runtime.kernels.fused import fp8, gemv, short_gemv, streamed
 
 SHORT = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """Triton's interpreter multiplies bfloat16 matrices as if their bits were whole numbers."""
@@ -16,6 +16,14 @@ TYPES = (torch.float32, SHORT)
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def matrix(outputs: int, inputs: int) -> e4m3.Matrix:
+    made = e4m3.empty_matrix(outputs, inputs, DEVICE)
+    values, scales = e4m3.round_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
+    made.values.copy_(values)
+    made.scales.copy_(scales)
+    return made
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -31,14 +39,33 @@ def test_one_token(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) ->
     assert error(product, wanted) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["both short", "wide token"])
-def test_one_token_in_eight_bits(wide: bool) -> None:
-    x, x_scales = e4m3.round_rows(noise(1, 208, dtype=torch.float32))
-    weight, scales = e4m3.round_rows(noise(48, 208, dtype=torch.float32, seed=1))
-    wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()).T
-    given = x.to(SHORT) if wide else x
-    product = gemv.gemv(given, weight, scales=(x_scales, scales), dtype=torch.float32)
-    assert error(product, wanted) < TOLERANCE[torch.float32]
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (48, 208), (37, 1312), (16, 4096)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token_in_eight_bits(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+    x = fp8.round_activations(noise(1, inputs, dtype=dtype) * 30)
+    assert x.values.dtype == torch.float16 and torch.equal(
+        (x.values.float() * e4m3.SHRINK).to(e4m3.E4M3).float(), x.values.float() * e4m3.SHRINK
+    )
+    weight = matrix(outputs, inputs)
+    added = noise(outputs, dtype=dtype, seed=2) if bias else None
+    exact = (x.values.double() * x.scales.double()) @ (weight.values.double() * weight.scales.double()).T
+    wanted = exact if added is None else exact + added.double()
+    for tile in (short_gemv.Tile(512), short_gemv.Tile(64, pair=True), short_gemv.Tile(2048, warps=2)):
+        product = short_gemv.short_gemv(x, weight, added, tile=tile)
+        assert product.shape == (1, outputs) and product.dtype == dtype
+        assert error(product, wanted) < (
+            TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        )
+
+
+def test_the_largest_numbers_do_not_overflow() -> None:
+    """All weights and activations the largest there are."""
+    x = fp8.round_activations(torch.full((1, 256), 1e4, device=DEVICE, dtype=torch.float32))
+    weight = matrix(16, 256)
+    weight.values.copy_(torch.full((16, 256), e4m3.LARGEST).to(e4m3.E4M3))
+    product = short_gemv.short_gemv(x, weight)
+    assert error(product, 1e4 * 256 * e4m3.LARGEST * weight.scales.T) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -56,9 +83,68 @@ def test_it_pays_for_one_token_alone() -> None:
     assert not gemv.pays(torch.empty(1, 32), torch.empty(100_000, 32))
 
 
+TILES = [
+    streamed.Tile(128, stages=2, programs=1),
+    streamed.Tile(128, stages=3, programs=7),
+    streamed.Tile(256, stages=2, programs=9),
+    streamed.Tile(128, stages=2, programs=500),
+]
+"""Programs that take everything, that cut tiles or several, and that have but one block each."""
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 33])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens_in_eight_bits(tokens: int, tile: streamed.Tile, bias: bool) -> None:
+    weight, inputs = matrix(192, 1280), 1280
+    added = noise(192, dtype=torch.float32, seed=2) if bias else None
+    wide = noise(tokens, inputs, dtype=torch.float32)
+    x = e4m3.Rounded(*e4m3.round_rows(wide), torch.float32)
+    exact = (x.values.double() * x.scales.double()) @ (weight.values.double() * weight.scales.double()).T
+    wanted = exact if added is None else exact + added.double()
+    for _ in range(2):  # and all is as before
+        product = streamed.streamed(x, weight, added, tile=tile)
+        assert product.shape == (tokens, 192) and product.dtype == torch.float32
+        assert error(product, wanted) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
+        assert not weight.arrivals.any()
+
+
+def test_a_streamed_product_is_always_the_same() -> None:
+    """Whichever program comes last, sums are added up in the order of the inputs."""
+    weight, x = matrix(128, 4096), e4m3.Rounded(*e4m3.round_rows(noise(5, 4096, dtype=torch.float32)), SHORT)
+    first = streamed.streamed(x, weight, tile=streamed.Tile(128, stages=2, programs=13))
+    for _ in range(3 if DEVICE.type == "cpu" else 200):
+        assert torch.equal(
+            streamed.streamed(x, weight, tile=streamed.Tile(128, stages=2, programs=13)), first
+        )
+
+
+@pytest.mark.parametrize(
+    "tokens, outputs, inputs, wanted",
+    [
+        (2, 64, 128, True),
+        (64, 128, 128, True),
+        (65, 128, 128, False),
+        (128, 64, 256, True),
+        (129, 64, 256, False),
+        (2, 96, 256, False),
+        (2, 64, 192, False),
+    ],
+)
+def test_for_what_streaming_pays(
+    tokens: int, outputs: int, inputs: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = e4m3.Rounded(torch.empty(tokens, inputs), torch.empty(tokens, 1), SHORT)
+    weight = matrix(outputs, inputs)
+    for architecture, fits in ((90, True), (89, False), (0, False)):
+        monkeypatch.setattr(streamed, "architecture", lambda _, found=architecture: found)
+        assert streamed.pays(x, weight) is (wanted and fits)
+
+
 def same_rounding(found: e4m3.Rounded, wanted: e4m3.Rounded) -> None:
     """Rounded alike; the sums of norms and the exponentials of activations may differ in their last bits."""
-    torch.testing.assert_close(found.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
+    shrink = e4m3.SHRINK if len(found.scales) == 1 else 1.0
+    torch.testing.assert_close(found.scales.cpu(), wanted.scales * shrink, rtol=1e-2, atol=0)
     given = found.values.float().cpu() * found.scales.cpu()
     wide = wanted.values.float() * wanted.scales
     # The interpreter loses the carry where rounding up reaches a power of two.
@@ -76,7 +162,9 @@ def test_rounding(rows: int, width: int, dtype: torch.dtype) -> None:
     found = fp8.round_activations(values)
     assert found.dtype == dtype
     same_rounding(found, reference.round_activations(values.cpu()))
-    assert torch.equal(found.scales.cpu(), e4m3.round_rows(values.cpu())[1])
+    assert torch.equal(
+        found.scales.cpu(), e4m3.round_rows(values.cpu())[1] * (e4m3.SHRINK if rows == 1 else 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

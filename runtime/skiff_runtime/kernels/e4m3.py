@@ -8,6 +8,8 @@ import torch
 E4M3: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
 """The largest finite number of e4m3."""
+SHRINK: Final = 256.0
+"""A power of two: of the products of two e4m3 numbers, so many times smaller, float16 holds the sum of 80."""
 SMALLEST_SCALE: Final = 1e-12
 """Of rows that are all zero, or nearly."""
 
@@ -16,13 +18,34 @@ SMALLEST_SCALE: Final = 1e-12
 class Rounded:
     """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``.
 
-    On a GPU the values of a single token are in ``dtype``, too, though rounded all the same: what multiplies them there
-    would only have to widen them again.
+    On a GPU the values of a single token are in float16, though rounded all the same: what multiplies them there would
+    only have to widen them again. They are ``SHRINK`` times smaller, and their scale larger, lest sums overflow.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A layer's e4m3 ``values`` [outputs, inputs] times ``scales`` float32 [outputs, 1].
+
+    ``arrivals`` int32[outputs], all zero, is what the programs of one product count themselves by; so it is one at a time.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def empty_matrix(outputs: int, inputs: int, device: torch.device) -> Matrix:
+    """Values and scales are yet to be filled."""
+    return Matrix(
+        values=torch.empty((outputs, inputs), dtype=E4M3, device=device),
+        scales=torch.empty((outputs, 1), dtype=torch.float32, device=device),
+        arrivals=torch.zeros(outputs, dtype=torch.int32, device=device),
+    )
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from skiff_runtime.kernels.activation import silu_and_mul
-from skiff_runtime.kernels.e4m3 import E4M3, Rounded, round_rows
+from skiff_runtime.kernels.e4m3 import E4M3, Matrix, Rounded, round_rows
 from skiff_runtime.kernels.norm import add_rms_norm
 
 ALIGNMENT: Final = 16
@@ -50,29 +50,28 @@ def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
     return round_activations(silu_and_mul(gate_up))
 
 
-def scaled_linear(
-    x: Activations, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [T, inputs] times e4m3 ``weight`` [outputs, inputs] with ``scales`` float32 [outputs, 1]; [T, outputs]."""
+def scaled_linear(x: Activations, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, inputs] times weight [outputs, inputs], plus bias [outputs]; [T, outputs]."""
     rounded = x if isinstance(x, Rounded) else round_activations(x)
-    if weight.device.type == "cuda" and rounded.dtype != torch.float32:
-        return _on_tensor_cores(rounded, weight, scales, bias)
-    product = F.linear(rounded.values.float(), weight.float()) * rounded.scales * scales.T
+    if weight.values.device.type == "cuda" and rounded.dtype != torch.float32:
+        return _on_tensor_cores(rounded, weight, bias)
+    product = F.linear(rounded.values.float(), weight.values.float()) * rounded.scales * weight.scales.T
     return (product if bias is None else product + bias.float()).to(rounded.dtype)
 
 
-def _on_tensor_cores(
-    x: Rounded, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    from skiff_runtime.kernels.fused import gemv
+def _on_tensor_cores(x: Rounded, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    from skiff_runtime.kernels.fused.short_gemv import short_gemv
+    from skiff_runtime.kernels.fused.streamed import pays, streamed
 
-    if gemv.pays(x.values, weight):
-        return gemv.gemv(x.values, weight, bias, scales=(x.scales, scales), dtype=x.dtype)
+    if x.values.dtype != E4M3:
+        return short_gemv(x, weight, bias)
+    if pays(x, weight):
+        return streamed(x, weight, bias)
     product: torch.Tensor = torch._scaled_mm(
-        x.values.to(E4M3),
-        weight.T,
+        x.values,
+        weight.values.T,
         scale_a=x.scales,
-        scale_b=scales.T,
+        scale_b=weight.scales.T,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )

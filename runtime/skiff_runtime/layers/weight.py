@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.e4m3 import E4M3
+from skiff_runtime.kernels.e4m3 import empty_matrix
 from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, scaled_linear
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.placement import Placement
@@ -58,17 +58,16 @@ class Fp8Weight(Weight):
                 f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
                 f"{outputs} x {inputs}; use another --tp, or --quantization none"
             )
-        self.values = torch.empty((outputs, inputs), dtype=E4M3, device=placement.device)
-        self.scales = torch.empty((outputs, 1), dtype=torch.float32, device=placement.device)
+        self.matrix = empty_matrix(outputs, inputs, placement.device)
 
     def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The scaled product; x is rounded if it is not."""
-        return scaled_linear(x, self.values, self.scales, bias)
+        return scaled_linear(x, self.matrix, bias)
 
     def split(self, sizes: Sequence[int]) -> list[Rows]:
         """Views of values and scales."""
-        parts = zip(torch.split(self.values, list(sizes)), torch.split(self.scales, list(sizes)), strict=True)
-        return [Rows(values, scales) for values, scales in parts]
+        values, scales = (torch.split(each, list(sizes)) for each in (self.matrix.values, self.matrix.scales))
+        return [Rows(*parts) for parts in zip(values, scales, strict=True)]
 
 
 def make_weight(outputs: int, inputs: int, placement: Placement) -> Weight:

@@ -15,11 +15,12 @@ import triton.language as tl
 from skiff_runtime.kernels.fused.attend import attend
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
+from skiff_runtime.kernels.fused.widen import has_assembly
 from skiff_runtime.kernels.prefixes import SharedPrefixes
 
 LOG2_E: Final = 1.4426950408889634
-PROGRAMS: Final = 2200
-"""Decode makes about so many programs, so that long contexts among short ones keep no one waiting."""
+PROGRAMS: Final = 700
+"""Decode makes about so many programs at least, which is enough where rows with long contexts come first."""
 MAX_SPLITS: Final = 64
 MIN_SPLIT: Final = 256
 """Tokens of the longest context for which another split pays."""
@@ -55,6 +56,7 @@ def _decode(
     WHOLE: tl.constexpr,
     SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One part of a row, of what no group reads for it."""
@@ -75,7 +77,7 @@ def _decode(
     used = (group < GROUP)[:, None] & (column < DIM)[None, :]
     query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
     mixed, total, highest = attend(
-        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION
+        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, ASSEMBLY
     )
     if WHOLE:
         tl.store(output + head[:, None] * DIM + column[None, :], mixed / total[:, None], used)
@@ -116,6 +118,7 @@ def _decode_prefixes(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """A part of what some rows have in common, for all of them at once, in a tile that is not much too large."""
@@ -133,12 +136,12 @@ def _decode_prefixes(
     if count * GROUP <= FEW:
         _read_prefix(
             *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
-            *(KV, GROUP, FEW, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION),
+            *(KV, GROUP, FEW, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION, ASSEMBLY),
         )
     else:
         _read_prefix(
             *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
-            *(KV, GROUP, MANY, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION),
+            *(KV, GROUP, MANY, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION, ASSEMBLY),
         )
 
 
@@ -165,6 +168,7 @@ def _read_prefix(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> None:
     """The same, when ``HEADS`` query heads are enough for one KV head of ``count`` rows."""
     kv_head = tl.program_id(0)
@@ -176,7 +180,7 @@ def _read_prefix(
     used = inside[:, None] & (column < DIM)[None, :]
     query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
     mixed, total, highest = attend(
-        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION
+        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, ASSEMBLY
     )
     at = head * places + place
     tl.store(parts + at[:, None] * DIM + column[None, :], mixed / total[:, None], used)
@@ -254,6 +258,7 @@ def decode(
     scale, stride, group = LOG2_E * dim**-0.5, pages.stride(0), heads // kv
     early = launch_options(queries.device)
     sizes = {"KV": kv, "GROUP": group, "DIM": dim, "DIM_BLOCK": dim_block, "PAGE": page_size}
+    sizes["ASSEMBLY"] = has_assembly(queries.device)
     if shared is not None:
         room = shared.items.shape[1]
         _decode_prefixes[(kv, room)](

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SMALLEST_SCALE, Rounded
+from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SHRINK, SMALLEST_SCALE, Rounded
 from skiff_runtime.kernels.fused.activation import silu_and_mul
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 _LARGEST = tl.constexpr(LARGEST)
+_SHRINK = tl.constexpr(SHRINK)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 MAX_WARPS = 32
 WARP_ELEMENTS = 512
@@ -28,7 +29,10 @@ def _store_row(
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), _LARGEST), _SMALLEST_SCALE)
     scaled = value * tl.div_rn(1.0, scale)
     scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
-    short = scaled.to(tl.float8e4nv).to(rounded.dtype.element_ty)
+    short = scaled.to(tl.float8e4nv)
+    if rounded.dtype.element_ty == tl.float16:
+        short = (short.to(tl.float32) / _SHRINK).to(tl.float16)
+        scale = scale * _SHRINK
     tl.store(rounded + row * WIDTH + columns, short, columns < WIDTH)
     tl.store(scales + row, scale)
 
@@ -151,7 +155,7 @@ def add_norm_and_round(
 
 def _empty(like: torch.Tensor, width: int) -> Rounded:
     rows = like.shape[0]
-    values = torch.empty((rows, width), dtype=like.dtype if rows == 1 else E4M3, device=like.device)
+    values = torch.empty((rows, width), dtype=torch.float16 if rows == 1 else E4M3, device=like.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=like.device)
     return Rounded(values, scales, like.dtype)
 

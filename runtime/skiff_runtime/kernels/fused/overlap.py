@@ -6,11 +6,11 @@ A kernel so launched may run as soon as every program of the one before it runs 
 has finished: each of them waited in all its programs, or was launched in the plain way.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+
+from skiff_runtime.kernels.fused.gpu import architecture
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,6 +18,8 @@ except ImportError:  # Triton before 3.4
     gdc_launch_dependents = gdc_wait = None
 
 FIRST_ARCHITECTURE = 90
+LINE = tl.constexpr(128)
+"""Bytes that a GPU's cache holds together."""
 
 
 @triton.jit
@@ -34,12 +36,22 @@ def await_previous(EARLY: tl.constexpr) -> None:
         gdc_wait()
 
 
-@cache
+@triton.jit
+def prefetch(addresses: tl.tensor, EARLY: tl.constexpr) -> None:
+    """Let the lines of these addresses come into the GPU's cache, where nobody waits for them."""
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [addresses],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 def launch_options(device: torch.device) -> dict[str, bool]:
     """What to launch a kernel with that takes ``EARLY``."""
-    if device.type != "cuda" or gdc_wait is None:
-        return {"EARLY": False}
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend != "cuda" or target.arch < FIRST_ARCHITECTURE:
+    if gdc_wait is None or architecture(device) < FIRST_ARCHITECTURE:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

@@ -23,7 +23,7 @@ def decode_tiles(
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     if rows <= FEW_ROWS:
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4}
-    if cached == E4M3:
+    if cached == E4M3 and splits > 2:
         return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 2, "num_stages": 3}
     block = 64 if splits > 4 else 128
     return {"BLOCK": block, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if splits == 1 else 2}

@@ -1,0 +1,26 @@
+"""What kernels ask of the GPU that they are launched on, or compiled for."""
+
+from functools import cache
+from typing import Final
+
+import torch
+import triton
+
+H200_PROCESSORS: Final = 132
+
+
+@cache
+def architecture(device: torch.device) -> int:
+    """Compute capability of an NVIDIA GPU (90: 9.0); 0 for anything else."""
+    if device.type != "cuda":
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device; where there is none, those of an H200."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H200_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
