@@ -1,5 +1,6 @@
 """Which rows read a prefix together: against tries written out, over random page tables."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -123,6 +124,27 @@ def test_a_slot_that_opens_anew_shares_nothing_of_the_past() -> None:
     assert pages.find(slots, starts - 6, 4) is found, "nothing has changed but the contexts"
     pages.apply(plan([(0, column, 1000 + column) for column in range(held)], [0]))
     assert pages.find(slots, starts, 4) is None
+
+
+def test_a_long_context_among_short_ones_is_read_in_parts() -> None:
+    count, long, short = 32, 20_000, 500
+    pages = PageMap(count, 2 * long, PAGE, members=16)
+    starts = np.full(count, short, np.int32)
+    slots = np.arange(count, dtype=np.int32)
+    lengths = [long if slot == 5 else short for slot in range(count)]
+    numbers = itertools.count()
+    cells = [
+        (slot, column, next(numbers)) for slot in range(count) for column in range(lengths[slot] // PAGE)
+    ]
+    pages.apply(plan(cells, list(range(count))))
+    assert pages.find(slots, starts, count) is None
+    starts[5] = long
+    pages.apply(plan([], [count - 1]))
+    found = pages.find(slots, starts, count)
+    assert found is not None
+    skipped, parts = found[:count], found[count : 2 * count]
+    assert np.flatnonzero(skipped).tolist() == [5] and skipped[5] == long // 128 * 128
+    assert np.flatnonzero(parts).tolist() == [5] and parts[5] >= 16
 
 
 def test_little_in_common_does_not_pay() -> None:

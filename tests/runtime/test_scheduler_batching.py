@@ -32,7 +32,7 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
         [(0, 5, 1, True), (1, 0, 7, False)],
         [(0, 6, 1, True), (1, 7, 7, False)],
         [(0, 7, 1, True), (1, 14, 6, True), (2, 0, 1, False)],
-        [(0, 8, 1, True), (1, 20, 1, True), (2, 1, 2, True)],
+        [(1, 20, 1, True), (0, 8, 1, True), (2, 1, 2, True)],
     ]
     assert [plan.decode_rows for plan in bench.engine.plans] == [0, 1, 1, 1, 2]
     bench.finish()
@@ -41,6 +41,16 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
     assert bench.total("prefill_rows") == 6
     waited = [seconds for stats in bench.stats for seconds in stats.queue_seconds]
     assert len(waited) == 3 and min(waited) >= 0
+
+
+def test_the_longest_contexts_come_first_among_decode_rows() -> None:
+    bench = SchedulerBench()
+    bench.put(*(generate(uid, range(length), max_tokens=9) for uid, length in enumerate((3, 9, 1, 9, 5))))
+    for _ in range(4):
+        bench.turn()
+    last = rows(bench.engine.plans[-1])
+    assert [slot for slot, *_ in last] == [1, 3, 4, 0, 2]
+    assert [start for _, start, *_ in last] == sorted((start for _, start, *_ in last), reverse=True)
 
 
 def test_prompts_take_smaller_chunks_beside_decode_rows() -> None:

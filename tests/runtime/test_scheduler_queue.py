@@ -1,6 +1,7 @@
 """Who runs when: priorities that age, cached prefixes first, bounds on what waits, nobody starves."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,18 +63,18 @@ def opened_order(bench: SchedulerBench, population: list[Guest]) -> list[int]:
 def test_nobody_is_overtaken_for_ever(
     population: list[Guest], slots: int, queue_order: str, num_pages: int
 ) -> None:
-    """Whoever comes later runs earlier only within the bounds that ``place_of`` and ``MOST_PASSED`` state."""
-    waiting, most_passed = 3, 2
-    bench = SchedulerBench(
-        num_pages=num_pages,
-        max_running_requests=slots,
-        max_queued_requests=waiting,
-        max_batch_tokens=8,
-        queue_order=queue_order,
-    )
+    """Whoever comes later runs earlier only within the bounds that ``place_of`` and ``PASSING_BATCHES`` state."""
+    waiting = 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "MOST_PASSED", most_passed)
-        opened = opened_order(bench, population)
+        patch.setattr(order, "PASSING_BATCHES", 1)
+        bench = SchedulerBench(
+            num_pages=num_pages,
+            max_running_requests=slots,
+            max_queued_requests=waiting,
+            max_batch_tokens=8,
+            queue_order=queue_order,
+        )
+    opened = opened_order(bench, population)
     assert sorted(opened) == list(range(len(population)))
     arrivals = sorted(range(len(population)), key=lambda uid: (population[uid].turn, uid))
     arrival = {uid: number for number, uid in enumerate(arrivals)}
@@ -85,7 +86,7 @@ def test_nobody_is_overtaken_for_ever(
             for other in passers
             if arrival[other] - arrival[uid] >= levels[other] * (slots + waiting) or not levels[other]
         ]
-        assert len(aged) <= (most_passed if queue_order == "prefix" else 0)
+        assert len(aged) <= (slots if queue_order == "prefix" else 0)
 
 
 def test_a_level_is_worth_so_many_arrivals() -> None:
@@ -135,10 +136,40 @@ def test_longer_prefixes_pass_only_so_often() -> None:
     stem = list(range(8))
     bench.put(generate(0, stem, max_tokens=1))
     bench.finish()
-    crowd = range(2, 2 + 2 * order.MOST_PASSED)
+    crowd = range(2, 2 + 2 * order.PASSING_BATCHES)
     bench.put(generate(1, [30], max_tokens=1), *(generate(uid, [*stem, 9], max_tokens=1) for uid in crowd))
     bench.finish()
-    assert bench.replies.opened.index(1) == 1 + order.MOST_PASSED
+    assert bench.replies.opened.index(1) == 1 + order.PASSING_BATCHES
+
+
+def test_those_of_one_prefix_run_together_however_they_are_mixed() -> None:
+    """Of 64 requests with 16 prefixes in turn, 8 may run at a time, and have 3 of the prefixes, not 8."""
+    bench = SchedulerBench(max_running_requests=8, queue_order="prefix", max_batch_tokens=16)
+    bench.put(*(generate(uid, [uid % 16] * 8 + [20 + uid], max_tokens=3) for uid in range(64)))
+    bench.finish()
+    assert sorted(bench.replies.opened) == list(range(64))
+    stems = [uid % 16 for uid in bench.replies.opened[: 8 * order.PASSING_BATCHES]]
+    assert all(len(set(stems[first : first + 8])) <= 3 for first in range(0, len(stems), 8)), stems
+
+
+def test_what_is_cached_is_looked_up_again_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is free all the time, but there is no memory for another request."""
+    bench = SchedulerBench(max_running_requests=2, num_pages=5, queue_order="prefix")
+    cache = bench.scheduler._memory.cache
+    looked, depth = [0], cache.depth
+
+    def counted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
+        looked[0] += 1
+        return depth(tokens, salt=salt)
+
+    monkeypatch.setattr(cache, "depth", counted)
+    bench.put(generate(0, range(8), max_tokens=9), generate(1, [1] * 12), generate(2, [2] * 12))
+    seen = []
+    for _ in range(8):
+        bench.turn()
+        seen.append((cache.changes, looked[0]))
+    alike = [one == other for one, other in pairwise(seen[1:]) if one[0] == other[0]]
+    assert seen[0][1] > 0 and len(alike) > 3 and all(alike), seen
 
 
 def test_a_look_at_a_prefix_is_no_use_of_it() -> None:

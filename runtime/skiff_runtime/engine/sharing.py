@@ -1,5 +1,7 @@
 """Which rows of a decode step hold the same pages, and how reading those once is cut into work for a GPU.
 
+A row much longer than the others is cut into pieces by the same means, lest all wait for it.
+
 A page stands in two page tables only where all tokens before its end are the same, so that one page in common is a
 whole prefix in common. All of this is numpy on the host; it follows from the plans alone, so every run repeats it.
 """
@@ -20,6 +22,10 @@ MIN_SAVED_TOKENS: Final = 4096
 MIN_SAVED_SHARE: Final = 0.1
 """Reads of the cache that must be saved, in a step and of all it reads: else the extra launches cost more."""
 MIN_PART_TOKENS: Final = 256
+LONG_TOKENS: Final = 2048
+LONG_SHARE: Final = 1 / 32
+LONG_MEANS: Final = 4
+"""A row is long that reads so many tokens by itself, such a share of all, and so many times the mean."""
 
 
 class PageMap:
@@ -64,9 +70,19 @@ class PageMap:
         tokens = segments * np.int32(self._segment)
         leaders = groups == np.arange(len(groups))
         saved = int(tokens.sum() - tokens[leaders].sum())
-        if saved < MIN_SAVED_TOKENS or saved < MIN_SAVED_SHARE * int(starts.sum()):
+        long = _long(starts - tokens) & (tokens == 0)
+        little = saved < MIN_SAVED_TOKENS or saved < MIN_SAVED_SHARE * int(starts.sum())
+        if little and not long.any():
             return None
+        tokens[long] = whole[long] * self._segment
         return cut(groups, tokens, members=self._members, rows=rows)
+
+
+def _long(tokens: Int32) -> NDArray[np.bool_]:
+    """Which rows, of so many tokens each, would keep a GPU waiting."""
+    total = int(tokens.sum())
+    most = max(LONG_TOKENS, total * max(LONG_SHARE, LONG_MEANS / len(tokens)))
+    return np.greater(tokens, most)
 
 
 def shared_prefixes(ends: Int32, whole: Int32) -> tuple[Int32, Int32]:

@@ -60,6 +60,8 @@ class PrefixCache(ABC):
         """Pages that the cache owns."""
         self.evictable_pages = 0
         """Those of them that nobody has locked."""
+        self.changes = 0
+        """How often pages were taken or given up: while it stays, so does ``depth`` of anything."""
 
     @abstractmethod
     def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:

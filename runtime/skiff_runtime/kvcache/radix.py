@@ -74,6 +74,7 @@ class RadixCache(PrefixCache):
             runs.append(run)
             missing -= len(run)
         pages = np.concatenate(runs) if runs else NO_PAGES
+        self.changes += len(runs)
         self.cached_pages -= len(pages)
         self.evictable_pages -= len(pages)
         return pages
@@ -155,6 +156,7 @@ class RadixCache(PrefixCache):
         # Copies: the caller's buffers live on and change.
         leaf = self._new(node, key, tokens[node.depth * self.page_size :].copy(), pages[node.depth :].copy())
         node.children[key] = leaf
+        self.changes += 1
         self.cached_pages += len(leaf.pages)
         self.evictable_pages += len(leaf.pages)
         self._offer(leaf)

@@ -64,7 +64,7 @@ class Scheduler:
         self._registry = Registry(
             config, limits=limits, queue=queue, slots=slots, tenancy=tenancy, replies=replies
         )
-        order = make_order(config.queue_order, queue, memory.cache)
+        order = make_order(config.queue_order, queue, memory.cache, running=config.running_limit)
         self._batcher = Batcher(config, memory=memory, slots=slots, queue=queue, order=order, tenancy=tenancy)
         self._results = Results(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
         self._gauges = Gauges(memory=memory, queue=queue, slots=slots)

@@ -10,10 +10,10 @@ from skiff_runtime.kvcache.base import PrefixCache
 from skiff_runtime.scheduler.queue import RequestQueue
 from skiff_runtime.scheduler.request import Request
 
-LOOKED_UP: Final = 16
+LOOKED_UP: Final = 1024
 """Foremost requests whose cached prefixes are compared."""
-MOST_PASSED: Final = 32
-"""How many requests from behind may run before one because their prefixes are longer."""
+PASSING_BATCHES: Final = 4
+"""So many times as many as run at a time may run before a request from behind it, because their prefixes are longer."""
 
 
 class QueueOrder(ABC):
@@ -41,9 +41,11 @@ class FirstCome(QueueOrder):
 class LongestPrefix(QueueOrder):
     """Of the foremost requests of one priority, the one with the longest cached prefix."""
 
-    def __init__(self, queue: RequestQueue, cache: PrefixCache) -> None:
+    def __init__(self, queue: RequestQueue, cache: PrefixCache, *, running: int) -> None:
+        """``running`` requests at most run at a time."""
         super().__init__(queue)
         self._cache = cache
+        self._most_passed = PASSING_BATCHES * running
 
     def candidates(self) -> Iterator[Request]:
         while foremost := self._queue.foremost(LOOKED_UP):
@@ -52,16 +54,22 @@ class LongestPrefix(QueueOrder):
 
     def _sorted(self, left: list[Request]) -> Iterator[Request]:
         """The longest prefix first, but before it who was passed over often enough; equals by place."""
-        depths = [self._cache.depth(each.matchable, salt=each.salt) for each in left]
+        depths = [self._depth(each) for each in left]
         while left:
-            due = (index for index, each in enumerate(left) if each.passed >= MOST_PASSED)
+            due = (index for index, each in enumerate(left) if each.passed >= self._most_passed)
             chosen = next(due, depths.index(max(depths)))
             yield left[chosen]
             for each in left[:chosen]:
                 each.passed += 1
             del left[chosen], depths[chosen]
 
+    def _depth(self, request: Request) -> int:
+        if request.looked_up != self._cache.changes:
+            request.looked_up = self._cache.changes
+            request.depth = self._cache.depth(request.matchable, salt=request.salt)
+        return request.depth
 
-def make_order(name: str, queue: RequestQueue, cache: PrefixCache) -> QueueOrder:
-    """What ``--queue-order`` names."""
-    return LongestPrefix(queue, cache) if name == "prefix" else FirstCome(queue)
+
+def make_order(name: str, queue: RequestQueue, cache: PrefixCache, *, running: int) -> QueueOrder:
+    """What ``--queue-order`` names, where ``running`` requests at most run at a time."""
+    return LongestPrefix(queue, cache, running=running) if name == "prefix" else FirstCome(queue)

@@ -35,6 +35,9 @@ class Request:
     """The locked prefix of its page-table row that the cache owns, while it has a slot."""
     passed: int = 0
     """How many from behind it were admitted before it for the sake of their cached prefixes."""
+    depth: int = 0
+    """Pages of its prompt that were cached, when last looked up: at so many ``changes`` of the cache."""
+    looked_up: int = -1
     opened: bool = False
     """Whether the client has been told that it runs."""
     cached_tokens: int = 0
