@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix tests/runtime/test_,$(addsuffix .py,fp8 weights \
-	sampler engine_edits engine_grammar engine_greedy engine_logprobs engine_scheduled engine_steps \
+	sampler engine_edits engine_grammar engine_greedy engine_last_layer engine_logprobs engine_scheduled engine_steps \
 	serve_parameters serve_structured serve_actions))
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
@@ -61,8 +61,8 @@ gpu-test: setup ## On a GPU: kernels against float64, engine and services agains
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
 	$(GPU_PIP) 'flashinfer-python>=0.6.12'
 	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
-	$(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 $(GPU_BENCH)
-	$(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix $(GPU_BENCH)
+	for cache in auto fp8_e4m3; do $(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 --kv-cache-dtype $$cache $(GPU_BENCH); done
+	for order in fcfs prefix; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix --queue-order $$order $(GPU_BENCH); done
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
