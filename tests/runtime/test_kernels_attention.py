@@ -66,6 +66,7 @@ CACHED = [
     *((*case, case[-1]) for case in CASES),
     (1, 2, 1, 16, torch.float32, E4M3),
     (5, 2, 3, 40, HALF, E4M3),
+    (4, 1, 2, 16, HALF, E4M3),
 ]
 """The same, with the type of the cache."""
 

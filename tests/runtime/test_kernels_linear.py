@@ -136,8 +136,9 @@ def test_for_what_streaming_pays(
 ) -> None:
     x = e4m3.Rounded(torch.empty(tokens, inputs), torch.empty(tokens, 1), SHORT)
     weight = matrix(outputs, inputs)
-    for architecture, fits in ((90, True), (89, False), (0, False)):
+    for architecture, shared, fits in ((90, 227, True), (120, 50, False), (88, 227, False), (0, 227, False)):
         monkeypatch.setattr(streamed, "architecture", lambda _, found=architecture: found)
+        monkeypatch.setattr(streamed, "shared_bytes", lambda _, found=shared: found << 10)
         assert streamed.pays(x, weight) is (wanted and fits)
 
 

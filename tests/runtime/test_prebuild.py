@@ -38,6 +38,14 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")} == written
 
 
+def test_heads_of_sixteen_numbers_over_a_cache_in_eight_bits(tmp_path: Path) -> None:
+    """Of which the tensor cores would have to multiply eight at a time."""
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    done = prebuild(model, tmp_path / "kernels", "--kv-cache-dtype", "fp8_e4m3")
+    assert done.returncode == 0, done.stderr
+    assert "_decode" in kernels(tmp_path / "kernels")
+
+
 def test_architectures_are_checked(tmp_path: Path) -> None:
     done = prebuild(tmp_path, tmp_path, "--arch", "hopper")
     assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr

@@ -172,6 +172,34 @@ def test_what_is_cached_is_looked_up_again_only_after_changes(monkeypatch: pytes
     assert seen[0][1] > 0 and len(alike) > 3 and all(alike), seen
 
 
+def test_looks_are_bounded_by_the_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait, and however often the cache changes; and all have their turn."""
+    bench = SchedulerBench(
+        max_running_requests=4, queue_order="prefix", max_batch_tokens=32, max_queued_requests=999
+    )
+    cache = bench.scheduler._memory.cache
+    looked: list[bytes] = []
+    depth = cache.depth
+
+    def noted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
+        looked.append(tokens.tobytes())
+        return depth(tokens, salt=salt)
+
+    monkeypatch.setattr(cache, "depth", noted)
+    waiting = 3 * order.LOOKS
+    bench.put(*(generate(uid, [uid % 10, uid // 10, *range(6)], max_tokens=1) for uid in range(waiting)))
+    bench.turn()
+    assert len(looked) == waiting, "before the first step nobody is held up"
+    counts = []
+    for _ in range(12):
+        before = len(looked)
+        bench.turn()
+        counts.append(len(looked) - before)
+    assert 0 < max(counts) <= order.LOOKS + 32 // order.TOKENS_A_LOOK
+    bench.finish()
+    assert len(bench.replies.opened) == waiting
+
+
 def test_a_look_at_a_prefix_is_no_use_of_it() -> None:
     bench = SchedulerBench(max_running_requests=1, num_pages=12, queue_order="prefix")
     cache = bench.scheduler._memory.cache

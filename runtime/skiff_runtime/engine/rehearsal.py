@@ -36,7 +36,9 @@ from skiff_runtime.models.registry import make_model
 WARP_SIZE: Final = 32
 ADDRESS: Final = 1 << 20
 """Where every fake storage begins: as well aligned as a GPU's are."""
-SHARED_BYTES: Final = 227 << 10
+SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
+"""That a program may have, by architecture; all others have ``MOST_SHARED_BYTES``."""
+MOST_SHARED_BYTES: Final = 227 << 10
 MIXED: Final = ((0, 16), (0, 17), (1, 16), (2, 33), (16, 64))
 """Steps of so many decode rows and a chunk of so many tokens."""
 
@@ -150,7 +152,7 @@ class _Compiler(DriverBase):  # type: ignore[misc]
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, WARP_SIZE)
-        self.utils = _Utilities()
+        self.utils = _Utilities(SHARED_BYTES.get(architecture, MOST_SHARED_BYTES))
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
 
@@ -177,8 +179,11 @@ class _Compiler(DriverBase):  # type: ignore[misc]
 class _Utilities:
     """What Triton asks of a device and of a module loaded there."""
 
+    def __init__(self, shared_bytes: int) -> None:
+        self._shared_bytes = shared_bytes
+
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES}
+        return {"max_shared_mem": self._shared_bytes}
 
     def load_binary(
         self, _name: str, _kernel: bytes, _shared: int, _device: int

@@ -70,11 +70,12 @@ class PageMap:
         tokens = segments * np.int32(self._segment)
         leaders = groups == np.arange(len(groups))
         saved = int(tokens.sum() - tokens[leaders].sum())
-        long = _long(starts - tokens) & (tokens == 0)
+        long = _long(starts - tokens)
         little = saved < MIN_SAVED_TOKENS or saved < MIN_SAVED_SHARE * int(starts.sum())
         if little and not long.any():
             return None
         tokens[long] = whole[long] * self._segment
+        groups[long] = len(groups) + np.flatnonzero(long)  # each one of its own
         return cut(groups, tokens, members=self._members, rows=rows)
 
 

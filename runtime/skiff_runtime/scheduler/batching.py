@@ -13,7 +13,7 @@ from skiff_runtime.scheduler.admission import Admission
 from skiff_runtime.scheduler.draft import Draft
 from skiff_runtime.scheduler.order import QueueOrder
 from skiff_runtime.scheduler.queue import RequestQueue
-from skiff_runtime.scheduler.request import Place, Request
+from skiff_runtime.scheduler.request import NEVER, Place, Request
 from skiff_runtime.scheduler.slots import Rows, Slots
 from skiff_runtime.scheduler.tenancy import Rewrites, Tenancy
 from skiff_runtime.step import SlotOpened, StepPlan
@@ -84,6 +84,7 @@ class Batcher:
         self._rewrite(draft, due)
         self._number += 1
         step = draft.build(self._number)
+        self._order.planned(step.tokens)
         self._slots.flying[step.slots] += 1
         duplicates, self._rewrites.duplicates = self._rewrites.duplicates, []
         return Planned(step, self._opened, duplicates, retracted)
@@ -202,6 +203,7 @@ class Batcher:
         request = max((slots.request(int(slot)) for slot in np.flatnonzero(slots.alive)), key=_place)
         slot = request.slot
         request.tokens = slots.tokens[slot, : slots.known[slot]].copy()
+        request.looked_up = NEVER
         self._tenancy.leave(request)
         self._admission.after_retraction(slots)
         self._queue.push(request)

@@ -12,6 +12,9 @@ from skiff_runtime.scheduler.request import Request
 
 LOOKED_UP: Final = 1024
 """Foremost requests whose cached prefixes are compared."""
+LOOKS: Final = 64
+TOKENS_A_LOOK: Final = 16
+"""A plan looks up so many of them, and one more for so many tokens of the step before it, which hides the time."""
 PASSING_BATCHES: Final = 4
 """So many times as many as run at a time may run before a request from behind it, because their prefixes are longer."""
 
@@ -21,6 +24,9 @@ class QueueOrder(ABC):
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
+
+    def planned(self, tokens: int) -> None:  # noqa: B027 (not every order heeds it)
+        """A step of so many tokens is planned."""
 
     @abstractmethod
     def candidates(self) -> Iterator[Request]:
@@ -46,15 +52,21 @@ class LongestPrefix(QueueOrder):
         super().__init__(queue)
         self._cache = cache
         self._most_passed = PASSING_BATCHES * running
+        self._looks = LOOKED_UP
+
+    def planned(self, tokens: int) -> None:
+        self._looks = LOOKS + tokens // TOKENS_A_LOOK
 
     def candidates(self) -> Iterator[Request]:
         while foremost := self._queue.foremost(LOOKED_UP):
             _, alike = next(groupby(foremost, key=attrgetter("priority")))
-            yield from self._sorted(list(alike))
+            some = list(alike)
+            self._look_up(some)
+            yield from self._sorted(some)
 
     def _sorted(self, left: list[Request]) -> Iterator[Request]:
         """The longest prefix first, but before it who was passed over often enough; equals by place."""
-        depths = [self._depth(each) for each in left]
+        depths = [each.depth for each in left]
         while left:
             due = (index for index, each in enumerate(left) if each.passed >= self._most_passed)
             chosen = next(due, depths.index(max(depths)))
@@ -63,11 +75,12 @@ class LongestPrefix(QueueOrder):
                 each.passed += 1
             del left[chosen], depths[chosen]
 
-    def _depth(self, request: Request) -> int:
-        if request.looked_up != self._cache.changes:
-            request.looked_up = self._cache.changes
-            request.depth = self._cache.depth(request.matchable, salt=request.salt)
-        return request.depth
+    def _look_up(self, waiting: list[Request]) -> None:
+        """Learn anew what is cached of those that were not looked up for longest, if the cache has changed since."""
+        stale = [each for each in waiting if each.looked_up != self._cache.changes]
+        for each in sorted(stale, key=attrgetter("looked_up"))[: self._looks]:
+            each.looked_up = self._cache.changes
+            each.depth = self._cache.depth(each.matchable, salt=each.salt)
 
 
 def make_order(name: str, queue: RequestQueue, cache: PrefixCache, *, running: int) -> QueueOrder:

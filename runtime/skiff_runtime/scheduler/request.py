@@ -11,6 +11,7 @@ from skiff_runtime.kvcache.base import Handle, Int32
 from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingParams, TextOptions, Wire
 
 QUEUED = -1
+NEVER = -1
 Place = tuple[int, int]
 """A place in the queue; the least goes first."""
 
@@ -37,7 +38,7 @@ class Request:
     """How many from behind it were admitted before it for the sake of their cached prefixes."""
     depth: int = 0
     """Pages of its prompt that were cached, when last looked up: at so many ``changes`` of the cache."""
-    looked_up: int = -1
+    looked_up: int = NEVER
     opened: bool = False
     """Whether the client has been told that it runs."""
     cached_tokens: int = 0

@@ -7,6 +7,7 @@ import torch
 import triton
 
 H200_PROCESSORS: Final = 132
+H200_SHARED_BYTES: Final = 227 << 10
 
 
 @cache
@@ -16,6 +17,15 @@ def architecture(device: torch.device) -> int:
         return 0
     target = triton.runtime.driver.active.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have there; where there is no GPU, what an H200 gives."""
+    if device.type != "cuda":
+        return H200_SHARED_BYTES
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
 
 @cache

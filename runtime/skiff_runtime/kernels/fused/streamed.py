@@ -13,15 +13,17 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.e4m3 import Matrix, Rounded
-from skiff_runtime.kernels.fused.gpu import architecture, processors
+from skiff_runtime.kernels.fused.gpu import architecture, processors, shared_bytes
 from skiff_runtime.kernels.fused.overlap import LINE, await_previous, launch_options, let_next_start, prefetch
 
 OUTPUTS: Final = 64
 """Of a tile, and what the outputs of a matrix must be a multiple of."""
 MAX_TOKENS: Final = 128
 LEAST_INPUTS: Final = 128
-FIRST_ARCHITECTURE: Final = 90
-"""Compute capability 9.0: earlier GPUs have less shared memory than these tiles take."""
+FIRST_ARCHITECTURE: Final = 89
+"""The first of NVIDIA's compute capabilities (8.9) whose tensor cores multiply e4m3."""
+SPARE_BYTES: Final = 1024
+"""Of shared memory, beside what is on its way."""
 LEAST_TOKENS: Final = 16
 """Which the tensor cores multiply at least."""
 
@@ -154,8 +156,11 @@ def pays(x: Rounded, weight: Matrix) -> bool:
     """Whether ``streamed`` can be used, and was faster than the library's product on an H200."""
     tokens, (outputs, inputs) = x.values.shape[0], weight.values.shape
     most = MAX_TOKENS if inputs > 2 * outputs else MAX_TOKENS // 2
-    fits = outputs % OUTPUTS == 0 and inputs % LEAST_INPUTS == 0
-    return 1 <= tokens <= most and fits and architecture(x.values.device) >= FIRST_ARCHITECTURE
+    if not 1 <= tokens <= most or outputs % OUTPUTS or inputs % LEAST_INPUTS:
+        return False
+    tile, device = tile_of(tokens, inputs), x.values.device
+    needed = tile.stages * tile.inputs * (OUTPUTS + _block(tokens)) + SPARE_BYTES
+    return architecture(device) >= FIRST_ARCHITECTURE and needed <= shared_bytes(device)
 
 
 def tile_of(tokens: int, inputs: int) -> Tile:
