@@ -152,22 +152,29 @@ def test_those_of_one_prefix_run_together_however_they_are_mixed() -> None:
     assert all(len(set(stems[first : first + 8])) <= 3 for first in range(0, len(stems), 8)), stems
 
 
+def looks_of(bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each look at the cache finds, from now on."""
+    looks: list[int] = []
+    cache = bench.scheduler._memory.cache
+    depth = cache.depth
+
+    def noted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
+        looks.append(depth(tokens, salt=salt))
+        return looks[-1]
+
+    monkeypatch.setattr(cache, "depth", noted)
+    return looks
+
+
 def test_what_is_cached_is_looked_up_again_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is free all the time, but there is no memory for another request."""
     bench = SchedulerBench(max_running_requests=2, num_pages=5, queue_order="prefix")
-    cache = bench.scheduler._memory.cache
-    looked, depth = [0], cache.depth
-
-    def counted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
-        looked[0] += 1
-        return depth(tokens, salt=salt)
-
-    monkeypatch.setattr(cache, "depth", counted)
+    looks = looks_of(bench, monkeypatch)
     bench.put(generate(0, range(8), max_tokens=9), generate(1, [1] * 12), generate(2, [2] * 12))
     seen = []
     for _ in range(8):
         bench.turn()
-        seen.append((cache.changes, looked[0]))
+        seen.append((bench.scheduler._memory.cache.changes, len(looks)))
     alike = [one == other for one, other in pairwise(seen[1:]) if one[0] == other[0]]
     assert seen[0][1] > 0 and len(alike) > 3 and all(alike), seen
 
@@ -177,24 +184,16 @@ def test_looks_are_bounded_by_the_work_of_a_step(monkeypatch: pytest.MonkeyPatch
     bench = SchedulerBench(
         max_running_requests=4, queue_order="prefix", max_batch_tokens=32, max_queued_requests=999
     )
-    cache = bench.scheduler._memory.cache
-    looked: list[bytes] = []
-    depth = cache.depth
-
-    def noted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
-        looked.append(tokens.tobytes())
-        return depth(tokens, salt=salt)
-
-    monkeypatch.setattr(cache, "depth", noted)
+    looks = looks_of(bench, monkeypatch)
     waiting = 3 * order.LOOKS
     bench.put(*(generate(uid, [uid % 10, uid // 10, *range(6)], max_tokens=1) for uid in range(waiting)))
     bench.turn()
-    assert len(looked) == waiting, "before the first step nobody is held up"
+    assert len(looks) == waiting, "before the first step nobody is held up"
     counts = []
     for _ in range(12):
-        before = len(looked)
+        before = len(looks)
         bench.turn()
-        counts.append(len(looked) - before)
+        counts.append(len(looks) - before)
     assert 0 < max(counts) <= order.LOOKS + 32 // order.TOKENS_A_LOOK
     bench.finish()
     assert len(bench.replies.opened) == waiting

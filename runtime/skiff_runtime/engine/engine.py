@@ -166,13 +166,14 @@ class Engine:
 
     def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[ToldChunk]]:
         """What the model made of the sampled rows' last tokens, and log-probabilities of prompts."""
+        asked = self._logprobs.asked(plan)
         if self._prompts is not None and self._prompts.fits(plan):
             hidden = self._prompts.run(batch)
-        elif self._logprobs.asked(plan).any():
+        elif asked.any():
             hidden = self._runner.forward(batch.tokens, batch.attention)
         else:
             return self._runner.forward_at(batch.tokens, batch.attention, batch.last_tokens), ()
-        prompts = self._logprobs.prompts(plan, hidden, self._runner, self._tables.tokens)
+        prompts = self._logprobs.prompts(plan, asked, hidden, self._runner, self._tables.tokens)
         return hidden.at(batch.last_tokens), prompts
 
     def _plain(self, slots: Int32) -> bool:

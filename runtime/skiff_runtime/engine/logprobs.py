@@ -86,14 +86,14 @@ class LogprobReader:
         return np.where(asking, counts, 0).clip(min=0).astype(np.int32)
 
     def prompts(
-        self, plan: StepPlan, hidden: Hidden, runner: ModelRunner, tokens: torch.Tensor
+        self, plan: StepPlan, asked: Int32, hidden: Hidden, runner: ModelRunner, tokens: torch.Tensor
     ) -> list[ToldChunk]:
-        """Of the prompt tokens that this step's positions foretell; ``tokens`` is the table of known tokens."""
+        """Of the prompt tokens that this step's ``asked`` positions foretell; ``tokens`` is the table of known tokens."""
         chunks = []
-        counts, offsets = self.asked(plan), np.cumsum(plan.lengths) - plan.lengths
-        for row in np.flatnonzero(counts):
+        offsets = np.cumsum(plan.lengths) - plan.lengths
+        for row in np.flatnonzero(asked):
             slot, start, offset = int(plan.slots[row]), int(plan.starts[row]), int(offsets[row])
-            following = tokens[slot, start + 1 : start + 1 + int(counts[row])].long()
+            following = tokens[slot, start + 1 : start + 1 + int(asked[row])].long()
             told = _slices(runner, hidden, offset, following, int(self._prompt_tops[slot]))
             chunks.append(ToldChunk(slot, start + 1, told))
         return chunks

@@ -1,4 +1,4 @@
-"""The loop of decode attention: scores, softmax and sum over pages, in one pass (Milakov and Gimelshein, 2018)."""
+"""Scores, softmax and sum over pages in one pass (Milakov and Gimelshein, 2018): the loop of decode attention, and its parts."""
 
 import triton
 import triton.language as tl
@@ -66,10 +66,10 @@ def _attend_to_numbers(
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         seen = token < end
-        place = _places(token, seen, table, kv_head, KV, DIM, PAGE)
+        place = places_of(token, seen, table, kv_head, KV, DIM, PAGE)
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & inside[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
-        share, kept, total, highest = _soften(score, seen, total, highest)
+        share, kept, total, highest = soften(score, seen[None, :], total, highest)
         value = tl.load(values + place[:, None] + column[None, :], seen[:, None] & inside[None, :], 0.0)
         mixed = tl.dot(
             share.to(query.dtype), value.to(query.dtype), mixed * kept[:, None], input_precision=PRECISION
@@ -108,11 +108,11 @@ def _attend_to_pairs(
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         seen = token < end
-        place = _places(token, seen, table, kv_head, KV, DIM // 2, PAGE)
+        place = places_of(token, seen, table, kv_head, KV, DIM // 2, PAGE)
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & inside[:, None], 0)
         key_even, key_odd = widen_pairs(key, ASSEMBLY)
         score = tl.dot(query_odd, key_odd, tl.dot(query_even, key_even)) * scale
-        share, kept, total, highest = _soften(score, seen, total, highest)
+        share, kept, total, highest = soften(score, seen[None, :], total, highest)
         share = share.to(tl.float16)
         value = tl.load(values + place[:, None] + column[None, :], seen[:, None] & inside[None, :], 0)
         value_even, value_odd = widen_pairs(value, ASSEMBLY)
@@ -122,7 +122,7 @@ def _attend_to_pairs(
 
 
 @triton.jit
-def _places(
+def places_of(
     token: tl.tensor,
     seen: tl.tensor,
     table: tl.tensor,
@@ -137,11 +137,14 @@ def _places(
 
 
 @triton.jit
-def _soften(
+def soften(
     score: tl.tensor, seen: tl.tensor, total: tl.tensor, highest: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(Shares of these tokens, by what earlier sums shrink, the new total, the new highest score)."""
-    score = tl.where(seen[None, :], score, -float("inf"))
+    """(Shares of these tokens, by what earlier sums shrink, the new total, the new highest score).
+
+    ``score`` [Q, T], ``seen`` [Q, T] or [1, T] tells which of them count, ``total`` and ``highest`` [Q].
+    """
+    score = tl.where(seen, score, -float("inf"))
     higher = tl.maximum(highest, tl.max(score, 1))
     share = tl.exp2(score - higher[:, None])
     kept = tl.exp2(highest - higher)

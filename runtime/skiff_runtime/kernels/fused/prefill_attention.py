@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.fused.attend import places_of, soften
 from skiff_runtime.kernels.fused.decode_attention import LOG2_E
 
 
@@ -54,22 +55,17 @@ def _prefill(
     for first in range(0, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         seen = token < end
-        page = tl.load(table + token // PAGE, seen, 0).to(tl.int64)
-        place = (page * PAGE + token % PAGE) * (KV * DIM) + kv_head * DIM
+        place = places_of(token, seen, table, kv_head, KV, DIM, PAGE)
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
-        score = tl.where(seen[None, :] & (token[None, :] <= start + index[:, None]), score, -float("inf"))
-        higher = tl.maximum(highest, tl.max(score, 1))
-        share = tl.exp2(score - higher[:, None])
-        kept = tl.exp2(highest - higher)
-        total = total * kept + tl.sum(share, 1)
+        past = seen[None, :] & (token[None, :] <= start + index[:, None])
+        share, kept, total, highest = soften(score, past, total, highest)
         value = tl.load(
             values + place[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
         )
         mixed = tl.dot(
             share.to(query.dtype), value.to(query.dtype), mixed * kept[:, None], input_precision=PRECISION
         )
-        highest = higher
     tl.store(output + place_of[:, None] + column[None, :], mixed / total[:, None], used)
 
 

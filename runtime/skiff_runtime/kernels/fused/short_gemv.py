@@ -21,10 +21,9 @@ LONG: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program works on at a time: one row, or a pair of them."""
+    """How much of a pair of rows one program works on at a time."""
 
     columns: int
-    pair: bool = False
     warps: int = 1
 
 
@@ -40,7 +39,6 @@ def _one_token(
     outputs: tl.tensor,
     INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PAIR: tl.constexpr,
     BIASED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     EARLY: tl.constexpr,
@@ -48,7 +46,7 @@ def _one_token(
     let_next_start(EARLY)
     EIGHTS: tl.constexpr = INPUTS // EIGHT
     RUN: tl.constexpr = COLUMNS // EIGHT
-    row = tl.program_id(0) * 2 if PAIR else tl.program_id(0)
+    row = tl.program_id(0) * 2
     other = tl.minimum(row + 1, outputs - 1)
     given = x.to(tl.pointer_type(tl.int64))
     source = (weight + row.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
@@ -56,24 +54,20 @@ def _one_token(
     run = tl.arange(0, RUN)
     inside = run < EIGHTS
     ahead = tl.load(source + run, inside, 0)
-    if PAIR:
-        ahead_beside = tl.load(beside + run, inside, 0)
+    ahead_beside = tl.load(beside + run, inside, 0)
     await_previous(EARLY)
     some, more = tl.load(given + 2 * run, inside, 0), tl.load(given + 2 * run + 1, inside, 0)
     total = dot_eights(ahead, some, more, ASSEMBLY)
-    if PAIR:
-        total_beside = dot_eights(ahead_beside, some, more, ASSEMBLY)
+    total_beside = dot_eights(ahead_beside, some, more, ASSEMBLY)
     for first in range(RUN, EIGHTS, RUN):
         place = first + run
         inside = place < EIGHTS
         some, more = tl.load(given + 2 * place, inside, 0), tl.load(given + 2 * place + 1, inside, 0)
         total += dot_eights(tl.load(source + place, inside, 0), some, more, ASSEMBLY)
-        if PAIR:
-            total_beside += dot_eights(tl.load(beside + place, inside, 0), some, more, ASSEMBLY)
+        total_beside += dot_eights(tl.load(beside + place, inside, 0), some, more, ASSEMBLY)
     scale = tl.load(x_scale)
     _finish(total, scale, scales, bias, output, row, outputs, BIASED)
-    if PAIR:
-        _finish(total_beside, scale, scales, bias, output, row + 1, outputs, BIASED)
+    _finish(total_beside, scale, scales, bias, output, row + 1, outputs, BIASED)
 
 
 @triton.jit
@@ -96,7 +90,7 @@ def _finish(
 
 def tile_of(inputs: int) -> Tile:
     """The tile that was fastest on an H200, or nearly."""
-    return Tile(2048, pair=True, warps=2) if inputs > LONG else Tile(1024, pair=True)
+    return Tile(2048, warps=2) if inputs > LONG else Tile(1024)
 
 
 def short_gemv(
@@ -106,12 +100,11 @@ def short_gemv(
     outputs, inputs = weight.values.shape
     tile = tile or tile_of(inputs)
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.values.device)
-    _one_token[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
+    _one_token[(triton.cdiv(outputs, 2),)](
         *(x.values, weight.values, x.scales, weight.scales, weight.scales if bias is None else bias),
         *(output, weight.values.stride(0), outputs),
         INPUTS=inputs,
         COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
-        PAIR=tile.pair,
         BIASED=bias is not None,
         ASSEMBLY=has_assembly(x.values.device),
         num_warps=tile.warps,

@@ -62,7 +62,6 @@ def _few_tokens(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -74,7 +73,7 @@ def _few_tokens(
     lane, token, column = tl.arange(0, OUTPUTS), tl.arange(0, TOKENS), tl.arange(0, INPUTS)
     given = x + token[None, :] * x_stride + column[:, None]
     inside = (token < tokens)[None, :]
-    _look_ahead(weight, begin, end, weight_stride, BLOCKS, OUTPUTS, INPUTS, AHEAD, EARLY)
+    _look_ahead(weight, begin, end, weight_stride, BLOCKS, OUTPUTS, INPUTS, STAGES, EARLY)
     await_previous(EARLY)
     for tile in range(begin // BLOCKS, (end - 1) // BLOCKS + 1):
         row = tile * OUTPUTS + lane
@@ -132,12 +131,12 @@ def _look_ahead(
     BLOCKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Let the first blocks of a program's run come into the cache."""
     lines = tl.arange(0, INPUTS // LINE)[None, :] * LINE
-    for each in tl.static_range(AHEAD):
+    for each in tl.static_range(STAGES):
         block = tl.minimum(begin + each, end - 1)
         row = block // BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
         prefetch(weight + row.to(tl.int64)[:, None] * stride + block % BLOCKS * INPUTS + lines, EARLY)
@@ -198,7 +197,6 @@ def streamed(
         OUTPUTS=OUTPUTS,
         INPUTS=tile.inputs,
         STAGES=tile.stages,
-        AHEAD=tile.stages,
         BIASED=bias is not None,
         num_warps=tile.warps,
         **launch_options(values.device),
