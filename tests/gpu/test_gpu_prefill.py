@@ -57,7 +57,8 @@ def test_prefill(starts: list[int], lengths: list[int], split: bool) -> None:
     prefill = FlashInferPrefill(pool, HEADS, split=split)
     prefill.prepare(batch_of(starts, lengths, table))
     q = torch.randn(sum(lengths), HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-    attended = prefill.forward(0, q)
+    attended = torch.full_like(q, torch.nan)
+    prefill.forward(0, q, attended)
     places = torch.arange(PAGE, device=DEVICE)
     for row, (part, found) in enumerate(
         zip(torch.split(q, lengths), torch.split(attended, lengths), strict=True)

@@ -7,7 +7,8 @@ from kernel_device import DEVICE, TOLERANCE, error, poison
 
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
-from skiff_runtime.kernels.fused import decode_attention, prefill_attention
+from skiff_runtime.kernels.fused import prefill_attention
+from skiff_runtime.kernels.fused.decode_launch import Decode, decode
 from skiff_runtime.kernels.prefixes import unpack
 
 
@@ -79,7 +80,7 @@ def test_decode(
     lengths = [1, 130, 64, 17]
     made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=cached, seed=dim)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    answer = decode_attention.decode(
+    answer = decode(
         q.to(DEVICE),
         made.pool,
         made.slots.to(DEVICE),
@@ -104,7 +105,7 @@ def test_decode_with_common_prefixes(
     made.share(groups, tokens)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = cut(groups, tokens, members=2, rows=len(lengths))
-    answer = decode_attention.decode(
+    answer = decode(
         q.to(DEVICE),
         made.pool,
         made.slots.to(DEVICE),
@@ -115,6 +116,36 @@ def test_decode_with_common_prefixes(
         shared=unpack(torch.from_numpy(packed).to(DEVICE), len(lengths)),
     )
     assert error(answer, made.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+def test_layers_of_one_step(page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    """A launch is repeated with other queries and another layer, even one that begins at an odd place."""
+    lengths = [30, 7, 300]
+    made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim + 2)
+    tables = made.slots.to(DEVICE), made.pages.to(DEVICE)
+    contexts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(len(lengths), kv * group, dim, generator=generator).to(dtype)
+    launch = Decode(first.to(DEVICE), made.pool, *tables, contexts, page_size, longest=1 << 12)
+    doubled = 2 * made.pool[0], 2 * made.pool[1]
+    for q, pool, factor in (
+        (first, made.pool, 1),
+        (first.flip(0), made.pool, 1),
+        (first / 2, doubled, 2),
+        (first / 2, (displaced(doubled[0]), displaced(doubled[1])), 2),
+        (first.flip(0), made.pool, 1),
+    ):
+        answer = poison(torch.empty(q.shape, dtype=dtype)).to(DEVICE)
+        launch(q.to(DEVICE), pool, answer)
+        expected = factor * made.expected(factor * q, [length - 1 for length in lengths])
+        assert error(answer / factor, expected / factor) < 2 * TOLERANCE[dtype]
+
+
+def displaced(side: torch.Tensor) -> torch.Tensor:
+    """A copy that begins one number behind a place where a run of 16 bytes may begin."""
+    room = torch.empty(side.numel() + 1, dtype=side.dtype, device=side.device)
+    return room[1:].view(side.shape).copy_(side)
 
 
 @pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
@@ -145,7 +176,5 @@ def test_results_do_not_depend_on_the_page_size() -> None:
         q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1))
         tables = made.slots.to(DEVICE), made.pages.to(DEVICE)
         contexts = torch.tensor([150, 70], dtype=torch.int32, device=DEVICE)
-        answers.append(
-            decode_attention.decode(q.to(DEVICE), made.pool, *tables, contexts, page_size, longest=600).cpu()
-        )
+        answers.append(decode(q.to(DEVICE), made.pool, *tables, contexts, page_size, longest=600).cpu())
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

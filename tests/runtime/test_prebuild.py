@@ -30,7 +30,15 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
     done = prebuild(model, directory, "--quantization", "fp8")
     assert done.returncode == 0, done.stderr
     found = kernels(directory)
-    for name in ("_decode", "_prefill", "_place", "_step_inputs", "_choose_parts", "_one_token", "_round"):
+    for name in (
+        "decode_rows",
+        "_prefill",
+        "_place",
+        "_step_inputs",
+        "_choose_parts",
+        "_one_token",
+        "_round",
+    ):
         assert name in found
     assert "_add_norm_and_round" in found and "_silu_mul_and_round" in found
     written = {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")}
@@ -43,7 +51,7 @@ def test_heads_of_sixteen_numbers_over_a_cache_in_eight_bits(tmp_path: Path) -> 
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     done = prebuild(model, tmp_path / "kernels", "--kv-cache-dtype", "fp8_e4m3")
     assert done.returncode == 0, done.stderr
-    assert "_decode" in kernels(tmp_path / "kernels")
+    assert "decode_rows" in kernels(tmp_path / "kernels")
 
 
 def test_architectures_are_checked(tmp_path: Path) -> None:

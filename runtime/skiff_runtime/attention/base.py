@@ -49,5 +49,8 @@ class AttentionBackend(ABC):
         """Get ready for one step; called once, before the layers' ``forward``."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attend with q [T, heads, d], when the pool holds the step's K and V of this layer; returns [T, heads, d]."""
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend with q [T, heads, d], when the pool holds the step's K and V of this layer.
+
+        Returns [T, heads, d], which is ``into`` where that is given.
+        """

@@ -9,7 +9,7 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 from flashinfer.jit import env as environment
 from flashinfer.jit.attention.modules import get_batch_prefill_uri
-from flashinfer.utils import determine_attention_backend
+from flashinfer.utils import determine_attention_backend, device_support_pdl
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import Part
@@ -71,6 +71,8 @@ class FlashInferPrefill(Part):
     def __init__(self, pool: KVPool, query_heads: int, *, split: bool | None = None) -> None:
         """``split``: a few tokens after long contexts are for kernels that divide a context (None: where built)."""
         self._pool = pool
+        self._layers = [_paged(pool, layer) for layer in range(pool.layout.layers)]
+        self._early = device_support_pdl(pool.device)
         self._query_heads = query_heads
         self._whole = _wrappers(pool.device, "auto")
         split = prefill_is_built(pool, SPLITTING) if split is None else split
@@ -114,9 +116,8 @@ class FlashInferPrefill(Part):
         planned.record()
         self._planned[self._turn] = planned
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = self._wrappers[self._turn].run(q, _paged(self._pool, layer))
-        return attended
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
+        self._wrappers[self._turn].run(q, self._layers[layer], out=into, enable_pdl=self._early)
 
     def _leaves_idle(self, lengths: Int32, contexts: Int32) -> bool:
         """Whether a program for each tile and head is too few for half of the GPU, and each of them long."""
@@ -138,11 +139,11 @@ class FlashInferDecode(Part):
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch = batch
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
         batch, rows = self._batch, q.shape[0]
         assert batch is not None and batch.block_table is not None
         table = batch.block_table[:rows]
-        attended: torch.Tensor = xqa_batch_decode_with_kv_cache(
+        xqa_batch_decode_with_kv_cache(
             q,
             _paged(self._pool, layer),
             self._workspace,
@@ -151,8 +152,8 @@ class FlashInferDecode(Part):
             table.shape[1] * self._pool.layout.page_size,
             bmm1_scale=self._scale,
             kv_layout="NHD",
+            out=into,
         )
-        return attended
 
 
 def _wrappers(device: torch.device, backend: str) -> list[flashinfer.BatchPrefillWithPagedKVCacheWrapper]:

@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.fused import decode_attention, prefill_attention
+from skiff_runtime.kernels.fused import prefill_attention
+from skiff_runtime.kernels.fused.decode_launch import Decode, members_of
 from skiff_runtime.kvcache.pool import KVPool
 
 
@@ -20,8 +21,8 @@ class Part(ABC):
         """Get ready for a step that has rows of this kind."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attend with the tokens [N, heads, d] of these rows."""
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
+        """Attend with the tokens [N, heads, d] of these rows; the result has the same shape."""
 
 
 class HybridAttention(AttentionBackend):
@@ -44,13 +45,14 @@ class HybridAttention(AttentionBackend):
         if batch.decode_rows < len(batch.lengths):
             self._prefill.prepare(batch)
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         rows = self._decode_rows
-        if rows == 0:
-            return self._prefill.forward(layer, q)
-        if rows == q.shape[0]:
-            return self._decode.forward(layer, q)
-        return torch.cat((self._decode.forward(layer, q[:rows]), self._prefill.forward(layer, q[rows:])))
+        attended = torch.empty_like(q) if into is None else into
+        if rows:
+            self._decode.forward(layer, q[:rows], attended[:rows])
+        if rows < q.shape[0]:
+            self._prefill.forward(layer, q[rows:], attended[rows:])
+        return attended
 
 
 class TritonDecode(Part):
@@ -59,24 +61,23 @@ class TritonDecode(Part):
     def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
         self._pool = pool
         self._longest = longest
-        self.shared_rows = decode_attention.members_of(query_heads, pool.layout.kv_heads)
+        self.shared_rows = members_of(query_heads, pool.layout.kv_heads)
         self._batch: AttentionBatch | None = None
+        self._launch: Decode | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
-        self._batch = batch
+        self._batch, self._launch = batch, None
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        assert self._batch is not None
-        return decode_attention.decode(
-            q,
-            self._pool.tokens(layer),
-            self._batch.rows[0],
-            self._batch.page_table,
-            self._batch.contexts,
-            self._pool.layout.page_size,
-            longest=self._longest,
-            shared=self._batch.shared,
-        )
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
+        pool, batch = self._pool.tokens(layer), self._batch
+        if self._launch is None:
+            assert batch is not None
+            self._launch = Decode(
+                *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
+                longest=self._longest,
+                shared=batch.shared,
+            )
+        self._launch(q, pool, into)
 
 
 class TritonPrefill(Part):
@@ -91,9 +92,9 @@ class TritonPrefill(Part):
         self._batch = batch
         self._longest = int(batch.lengths[batch.decode_rows :].max())
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
         assert self._batch is not None
-        return prefill_attention.prefill(
+        prefill_attention.prefill(
             q,
             self._pool.tokens(layer),
             self._batch.rows[:, self._batch.decode_rows :],
@@ -101,4 +102,5 @@ class TritonPrefill(Part):
             self._pool.layout.page_size,
             longest=self._longest,
             skipped=self._batch.decode_rows,
+            into=into,
         )

@@ -66,10 +66,10 @@ class TorchAttention(AttentionBackend):
             self._chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(batch.lengths > 1)
         ]
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Attend group by group and chunk by chunk."""
         pool = self.pool.tokens(layer)
-        output = torch.empty_like(q)
+        output = torch.empty_like(q) if into is None else into
         for group in self._groups:
             output.index_copy_(0, group.queries, _attend_group(group, q, pool))
         for chunk in self._chunks:

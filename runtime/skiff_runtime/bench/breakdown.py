@@ -15,7 +15,7 @@ IDLE: Final = "idle"
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST: Final = ("cpu_op",)
 _PATTERNS: Final = (
-    ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|_merge\b|\bfmha"),
+    ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|merge_parts|\bfmha"),
     (
         "matrix work",
         r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|_one_token|_few_tokens|aten::(mm|addmm|bmm|baddbmm)\b",

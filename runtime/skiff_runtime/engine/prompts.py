@@ -64,9 +64,10 @@ class PromptStep:
             self._compute(size, _Padded(backend, self, size, count))
         else:
             *before, last = graphs
+            queries, attended = self.queries[:count], self.attended[:count]
             for layer, graph in enumerate(before):
                 graph.replay()
-                attend(backend, self, layer, count)
+                backend.forward(layer, queries, attended)
             last.replay()
         return Hidden(self._hidden.output[:count], self._hidden.residual[:count])
 
@@ -93,11 +94,6 @@ class PromptStep:
         self._hidden.residual[:size].copy_(made.residual)
 
 
-def attend(backend: AttentionBackend, step: PromptStep, layer: int, count: int) -> None:
-    """From the step's queries to what they attended to, for its real tokens."""
-    step.attended[:count].copy_(backend.forward(layer, step.queries[:count]))
-
-
 class _Padded(AttentionBackend):
     """Attends for the first ``count`` of ``size`` tokens by ``backend``, which is prepared for these."""
 
@@ -111,11 +107,12 @@ class _Padded(AttentionBackend):
     def prepare(self, batch: AttentionBatch) -> None:
         self._backend.prepare(batch)
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        self._step.queries[: self._size].copy_(q)
-        if self._count:
-            attend(self._backend, self._step, layer, self._count)
-        return self._step.attended[: self._size]
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        step, count = self._step, self._count
+        step.queries[: self._size].copy_(q)
+        if count:
+            self._backend.forward(layer, step.queries[:count], step.attended[:count])
+        return step.attended[: self._size]
 
 
 class _Pieces(_Padded):
@@ -126,8 +123,8 @@ class _Pieces(_Padded):
         self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        attended = super().forward(layer, q)
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        attended = super().forward(layer, q, into)
         self.end()
         self.begin()
         return attended

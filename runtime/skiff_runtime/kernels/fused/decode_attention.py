@@ -1,37 +1,20 @@
-"""Attention of one token a row over the paged cache without a plan: what a launch needs stands in device tables, so
-graphs can hold it.
+"""Kernels for attention of one token a row over the paged cache without a plan: all that depends on a row stands in
+device tables, so graphs can hold their launches.
 
 Each row's context is cut into parts, whose softmax states are merged after (Dao et al., 2023, "Flash-Decoding").
 Nothing here depends on the page size but where K and V are found, so results are the same for any. What groups of rows
 have in common is read once for the group, as parts of each of its rows (as in Juravsky et al., 2024, "Hydragen").
 """
 
-from typing import Final
-
-import torch
 import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.attend import attend
-from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
-from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
-from skiff_runtime.kernels.fused.widen import has_assembly
-from skiff_runtime.kernels.prefixes import SharedPrefixes
-
-LOG2_E: Final = 1.4426950408889634
-PROGRAMS: Final = 700
-"""Decode makes about so many programs at least, which is enough where rows with long contexts come first."""
-MAX_SPLITS: Final = 64
-MIN_SPLIT: Final = 256
-"""Tokens of the longest context for which another split pays."""
-GROUP_HEADS: Final = 64
-"""Query heads that read a prefix together, at most, as one tile of the tensor cores."""
-FEW_HEADS: Final = 16
-"""So few of them take a smaller tile."""
+from skiff_runtime.kernels.fused.overlap import await_previous, let_next_start
 
 
 @triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["slots", "skipped"])
-def _decode(
+def decode_rows(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -94,7 +77,7 @@ def _decode(
     do_not_specialize=["splits", "places", "room"],
     do_not_specialize_on_alignment=["slots", "order", "items"],
 )
-def _decode_prefixes(
+def decode_prefixes(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -188,7 +171,7 @@ def _read_prefix(
 
 
 @triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["held"])
-def _merge(
+def merge_parts(
     parts: tl.tensor,
     weights: tl.tensor,
     held: tl.tensor,
@@ -216,80 +199,3 @@ def _merge(
     part = tl.load(parts + (head * places + split[:, None]) * DIM + column[None, :], inside, 0.0)
     mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
     tl.store(output + head * DIM + column, mixed, column < DIM)
-
-
-def splits_of(rows: int, kv_heads: int, longest: int) -> int:
-    """Into how many parts ``decode`` cuts each row: by what is known before the contexts are."""
-    wanted = round(PROGRAMS / (rows * kv_heads))
-    return max(1, min(wanted, MAX_SPLITS, -(-longest // MIN_SPLIT)))
-
-
-def members_of(heads: int, kv_heads: int) -> int:
-    """How many rows read a prefix together."""
-    return max(1, GROUP_HEADS // (heads // kv_heads))
-
-
-def decode(
-    queries: torch.Tensor,
-    pool: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    pages: torch.Tensor,
-    contexts: torch.Tensor,
-    page_size: int,
-    *,
-    longest: int,
-    shared: SharedPrefixes | None = None,
-) -> torch.Tensor:
-    """One query a row: [R, heads, d] over the first ``contexts`` int32[R] tokens of ``slots`` [R]; same shape.
-
-    ``pages`` int32[slots, P] is the page table, ``longest`` the most that any context will ever be. What is ``shared``
-    is shorter than the contexts of its rows.
-    """
-    rows, heads, dim = queries.shape
-    kv = pool[0].shape[1]
-    splits = splits_of(rows, kv, longest)
-    places = splits if shared is None else splits + shared.most_parts
-    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    parts, weights = output, output
-    if places > 1:
-        parts = torch.empty((rows, heads, places, dim), dtype=torch.float32, device=queries.device)
-        weights = torch.empty((rows, heads, places), dtype=torch.float32, device=queries.device)
-    dim_block = max(16, triton.next_power_of_2(dim))
-    scale, stride, group = LOG2_E * dim**-0.5, pages.stride(0), heads // kv
-    early = launch_options(queries.device)
-    sizes = {"KV": kv, "GROUP": group, "DIM": dim, "DIM_BLOCK": dim_block, "PAGE": page_size}
-    sizes["ASSEMBLY"] = has_assembly(queries.device)
-    if shared is not None:
-        room = shared.items.shape[1]
-        _decode_prefixes[(kv, room)](
-            *(queries, *pool, slots, pages, shared.order, shared.items, parts, weights),
-            *(scale, stride, splits, places, room),
-            FEW=max(FEW_HEADS, triton.next_power_of_2(group)),
-            MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
-            **sizes,
-            **prefix_tiles(queries.dtype, dim_block),
-            **early,
-        )
-    skipped, held = (contexts, contexts) if shared is None else (shared.skipped, shared.parts)
-    _decode[(kv, splits, rows)](
-        *(queries, *pool, slots, pages, contexts, skipped, output, parts, weights),
-        *(scale, stride, splits, places),
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
-        WHOLE=places == 1,
-        SKIPS=shared is not None,
-        **sizes,
-        **decode_tiles(queries.dtype, pool[0].dtype, dim_block, splits, rows),
-        **early,
-    )
-    if places > 1:
-        _merge[(rows * heads,)](
-            *(parts, weights, held, output, splits, places),
-            HEADS=heads,
-            DIM=dim,
-            DIM_BLOCK=dim_block,
-            SPLITS_BLOCK=triton.next_power_of_2(places),
-            SKIPS=shared is not None,
-            num_warps=1,
-            **early,
-        )
-    return output

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.attend import places_of, soften
-from skiff_runtime.kernels.fused.decode_attention import LOG2_E
+from skiff_runtime.kernels.fused.decode_launch import LOG2_E
 
 
 @triton.jit(
@@ -78,14 +78,15 @@ def prefill(
     *,
     longest: int,
     skipped: int,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d].
+    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d], ``into`` if given.
 
     ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter
     count ``skipped`` tokens that are not among ``queries`` [T, heads, d].
     """
     heads, dim = queries.shape[1:]
-    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    output = torch.empty_like(queries) if into is None else into
     exact = queries.dtype == torch.float32
     dim_block = max(16, triton.next_power_of_2(dim))
     small = exact or dim_block > 128
