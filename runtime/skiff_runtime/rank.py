@@ -32,8 +32,8 @@ from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.loop import Scheduler
 from skiff_runtime.transport import Endpoints, Receiver, Sender
 
-IDLE_SECONDS: Final = 1.0
-"""How long an idle rank 0 waits for work before it turns its loop (and beats) anyway."""
+IDLE_SECONDS: Final = 0.2
+"""How long an idle rank 0 waits for work before it turns its loop (and beats, or sees that it is to end) anyway."""
 HELD_SECONDS: Final = 0.002
 """The same, while a request waits for its grammar to be read."""
 TURN_MESSAGES: Final = 256

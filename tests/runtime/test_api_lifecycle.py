@@ -209,7 +209,9 @@ def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str,
         echo.stop()
 
 
-@pytest.mark.parametrize("module", ["api.server", "tokenizer.worker", "tokenizer.detokenizer"])
+@pytest.mark.parametrize(
+    "module", ["api.server", "tokenizer.worker", "tokenizer.detokenizer", "llm", "bench.offline"]
+)
 def test_front_processes_stay_light(module: str) -> None:
     code = f"import sys, skiff_runtime.{module}; print([m for m in ('torch', 'transformers', 'skiff_runtime.engine') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from skiff_runtime.bench.breakdown import Event, break_down, own_times, part_of, read_trace
-from skiff_runtime.bench.rates import copied_bytes, matrix_operations, measure
+from skiff_runtime.bench.rate_probe import copied_bytes, matrix_operations
+from skiff_runtime.bench.rates import measure
 from skiff_runtime.bench.roofline import Load, Rates, floor, work_of
 from skiff_runtime.config import Config
 from skiff_runtime.resolve import resolve

@@ -101,7 +101,6 @@ class Engine:
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
         if on_gpu:
             tables.share_prefixes(0 if config.disable_shared_decode else runner.backend.shared_rows)
-            self._guide.prepare()
         runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
         if not on_gpu:
@@ -143,6 +142,8 @@ class Engine:
             for capture in captures:
                 self._thread.submit(capture).result()
             log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
+        if self._runner.device.type == "cuda":
+            self._guide.prepare()
 
     def close(self) -> None:
         """Wait for launched steps and end the threads."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer
-from xgrammar import TokenizerInfo, VocabType
 
+from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.tokenizer.byte_table import read_byte_decoder
 from skiff_runtime.tokenizer.encoder import load_tokenizer
@@ -19,15 +19,15 @@ _BYTE_NAME: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ALL_BYTES: Final = 256
 
 
-def read_vocabulary(model: ModelConfig) -> TokenizerInfo:
+def read_vocabulary(model: ModelConfig) -> xgrammar.TokenizerInfo:
     """What xgrammar must know of the model. Raises ``ModelError``.
 
     A grammar constrains the text that a client sees, so special tokens are no part of any answer: they are
     never admitted, but for the end of sequence where the answer may end.
     """
-    return TokenizerInfo(
+    return xgrammar.TokenizerInfo(
         token_bytes(read_tokenizer_files(model.path).tokenizer, model.vocab_size),
-        VocabType.RAW,
+        xgrammar.VocabType.RAW,
         vocab_size=model.vocab_size,
         stop_token_ids=[token for token in model.eos_token_ids if token < model.vocab_size],
     )
