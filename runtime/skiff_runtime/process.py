@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     """Run one role until it is told to stop; the boundary where its errors become an exit code."""
     role, index, launch = Role(arguments[0]), int(arguments[1]), Launch.read(Path(arguments[2]))
     die_with_parent(int(arguments[3]))
-    gc.disable()  # until ready: a sixth of the time of a start would go to looking at what modules are made of
+    gc.disable()  # until ready: a sixth of the time of imports would go to looking at what modules are made of
     log.configure(process_name(role, index), launch.config.log_level)
     child = Child(role, index, launch)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,6 +4,7 @@ Rank 0 receives requests and tells every other rank what arrived in each turn of
 loop, so that all ranks see the same messages in the same order and plan the same steps.
 """
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -140,6 +141,7 @@ def run(child: Child) -> None:
     group = TensorParallel.start(
         rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
     )
+    gc.freeze()  # else each collection of the memory profile would take a tenth of a second to look at torch
     engine = Engine(config, model, group, on_phase=child.phase)
     engine.warmup()
     _serve(child, engine, connect(engine, profiler), profiler)

@@ -1,7 +1,8 @@
-"""The torch attention backend against attention written out: any mix of rows, pages and heads."""
+"""Attention backends against attention written out: any mix of rows, pages and heads."""
 
 from dataclasses import dataclass
 
+import kernel_device
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skiff_runtime.attention import torch_backend
-from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
@@ -49,15 +51,17 @@ class Case:
         pages = self.table[self.slots[row]][positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
-    def attend(self, layer: int) -> torch.Tensor:
+    def attend(
+        self, layer: int, backend: AttentionBackend | None = None, decode_rows: int = 0
+    ) -> torch.Tensor:
         """The backend's answer, with the cached part of every context put into the pool first."""
         for side in self.pool.tokens(layer):
             side[: self.pool.padding_location] = torch.nan
         for number, (cached, _) in enumerate(self.rows):
             for side, values in zip(self.pool.tokens(layer), self.contexts[number], strict=True):
                 side[self.places(number)[:cached]] = values[:cached]
-        backend = make_backend("torch", self.pool, query_heads=self.q.shape[1], longest=64)
-        backend.prepare(self.batch())
+        backend = backend or make_backend("torch", self.pool, query_heads=self.q.shape[1], longest=64)
+        backend.prepare(self.batch(decode_rows))
         k, v = (
             torch.cat(
                 [
@@ -69,9 +73,12 @@ class Case:
         )
         locations = torch.cat([self.places(i)[cached:] for i, (cached, _) in enumerate(self.rows)])
         store_kv(k, v, self.pool.tokens(layer), locations)
-        return backend.forward(layer, self.q)
+        into = torch.full_like(self.q, torch.nan)
+        assert backend.forward(layer, self.q, into) is into
+        assert torch.equal(backend.forward(layer, self.q), into)
+        return into
 
-    def batch(self) -> AttentionBatch:
+    def batch(self, decode_rows: int) -> AttentionBatch:
         """The rows as the engine tells them."""
         starts, lengths = np.array(self.rows, dtype=np.int32).T
         offsets = np.cumsum(lengths, dtype=np.int32) - lengths
@@ -79,7 +86,7 @@ class Case:
         return AttentionBatch(
             starts=starts,
             lengths=lengths,
-            decode_rows=0,
+            decode_rows=decode_rows,
             rows=rows,
             contexts=rows[1] + rows[2],
             page_table=self.table,
@@ -121,6 +128,19 @@ def test_groups_and_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch_backend, "MAX_SCORES", 100)
     case = Case([(3, 1), (30, 1), (19, 1), (0, 1), (28, 1), (25, 20), (0, 30), (17, 1)], 4, 2, 2, seed=7)
     torch.testing.assert_close(case.attend(0), case.expected())
+
+
+@pytest.mark.skipif(kernel_device.DEVICE.type == "cuda", reason="the pool of these cases is on the CPU")
+@pytest.mark.parametrize(
+    "rows", [[(40, 1), (7, 1)], [(0, 20), (5, 9)], [(40, 1), (7, 1), (0, 20), (5, 9)]], ids=str
+)
+def test_decode_rows_beside_chunks(rows: list[tuple[int, int]]) -> None:
+    """Each kind has its kernel, and writes its share of the result, in the first layer as in the next."""
+    case = Case(rows, 3, 2, 2, seed=3)
+    decode_rows = sum(new == 1 for _, new in rows)
+    backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
+    for layer in (0, 1):
+        torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected())
 
 
 def test_an_unknown_backend_is_named() -> None:

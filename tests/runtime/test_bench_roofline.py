@@ -88,7 +88,9 @@ def test_rates_of_this_machine() -> None:
     ("name", "part"),
     [
         ("void flash::flash_fwd_kernel<...>", "attention"),
-        ("_decode", "attention"),
+        ("decode_rows", "attention"),
+        ("decode_prefixes", "attention"),
+        ("merge_parts", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matrix work"),
         ("_one_token", "matrix work"),
         ("_few_tokens", "matrix work"),
@@ -105,7 +107,11 @@ def test_parts_by_name(name: str, part: str) -> None:
 
 def test_idle_is_what_no_work_covers() -> None:
     lane, other = ("0", "1"), ("0", "2")
-    events = [Event("gemm", 1.0, 2.0, lane), Event("_decode", 2.0, 2.0, other), Event("x", 6.0, 1.0, lane)]
+    events = [
+        Event("gemm", 1.0, 2.0, lane),
+        Event("decode_rows", 2.0, 2.0, other),
+        Event("x", 6.0, 1.0, lane),
+    ]
     found = break_down(events)
     assert found.span == 6.0
     assert found.parts == {"attention": 2.0, "matrix work": 2.0, "sampling": 0.0, "rest": 1.0, "idle": 2.0}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,21 @@ def test_import(before: str, held: str) -> None:
     code = (
         f"import sys\n{before}\nfrom skiff_runtime.grammar.library import xgrammar\nassert {held}\n{COMPILES}"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_version_that_wants_more_of_transformers_gets_it(tmp_path: Path) -> None:
+    package = tmp_path / "xgrammar"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import part\nfrom transformers.utils import logging\n")
+    (package / "part.py").write_text("from transformers import PreTrainedTokenizerFast as held\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from skiff_runtime.grammar.library import xgrammar
+assert xgrammar.logging.__name__.startswith("transformers.") and xgrammar.part.held.__module__.startswith("transformers.")
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -22,7 +22,7 @@ class Part(ABC):
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        """Attend with the tokens [N, heads, d] of these rows; the result has the same shape."""
+        """Attend with the tokens q [N, heads, d] of these rows; write the result, of the same shape, to ``into``."""
 
 
 class HybridAttention(AttentionBackend):

@@ -77,6 +77,8 @@ class Engine:
         torch.set_num_threads(threads)
         self._threads = StepThreads(threads, count_parameters(model, group.size).total)
         self._guide = GrammarGuide(config.max_running_requests, model)
+        if group.device.type == "cuda":
+            self._guide.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
         self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
@@ -142,8 +144,6 @@ class Engine:
             for capture in captures:
                 self._thread.submit(capture).result()
             log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
-        if self._runner.device.type == "cuda":
-            self._guide.prepare()
 
     def close(self) -> None:
         """Wait for launched steps and end the threads."""

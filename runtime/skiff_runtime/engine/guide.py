@@ -2,7 +2,7 @@
 
 The mask of a row's next token is made on a thread as soon as the token before it is known, beside the model's
 forward pass, and waited for right before the next one is sampled. A grammar is read on another thread, before its
-request is let in. xgrammar is imported there, too: it takes a second and some memory, which few small services need.
+request is let in. xgrammar is imported there, too, on a GPU while the model loads: many small services never need it.
 """
 
 from collections.abc import Sequence

@@ -31,8 +31,6 @@ EXTRA_NODES = 8
 @torch.inference_mode()
 def reserve(config: Config, model: ModelConfig, runner: ModelRunner, tables: Tables, sampler: Sampler) -> int:
     """Bytes that steps and graphs of this configuration will take. The rows are nobody's, and leave no trace."""
-    gc.collect()
-    gc.freeze()  # else each of the collections below would look at all modules again, for a tenth of a second
     stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

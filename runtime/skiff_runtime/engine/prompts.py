@@ -108,6 +108,7 @@ class _Padded(AttentionBackend):
         self._backend.prepare(batch)
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        assert into is None, "what a model attends to is read from the step's own tensor"
         step, count = self._step, self._count
         step.queries[: self._size].copy_(q)
         if count:

@@ -71,6 +71,7 @@ class Scheduler:
         self._digest = Digest()
         self._flights: deque[Flight] = deque()
         self._stopped = False
+        self._unchecked = True
 
     @property
     def idle(self) -> bool:
@@ -85,7 +86,7 @@ class Scheduler:
     def turn(self) -> bool:
         """One turn of the loop; False when it was told to stop, with nothing left in flight."""
         idle = self.idle
-        if idle and self._checks:
+        if idle and self._checks and self._unchecked:
             self.check()
         for item in self._channel.receive(wait=idle, digest=self.digest):
             self._take(item)
@@ -102,8 +103,10 @@ class Scheduler:
         """Assert that every page is exactly one of free, cached and owned by a request."""
         pending = [page for flight in self._flights for page in flight.planned.duplicates]
         self._memory.check(np.concatenate([self._tenancy.owned(), *pending]))
+        self._unchecked = False
 
     def _take(self, item: Item) -> None:
+        self._unchecked = True
         if isinstance(item, GenerateRequest):
             self._registry.accept(item)
         elif isinstance(item, AbortRequest):

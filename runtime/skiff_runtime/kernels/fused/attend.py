@@ -1,9 +1,13 @@
 """Scores, softmax and sum over pages in one pass (Milakov and Gimelshein, 2018): the loop of decode attention, and its parts."""
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.widen import widen_pairs
+
+LOG2_E: Final = 1.4426950408889634
 
 LEAST_PAIRED = tl.constexpr(32)
 """Of a head's numbers, half of which the tensor cores then multiply at a time."""

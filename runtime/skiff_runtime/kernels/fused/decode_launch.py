@@ -6,13 +6,13 @@ import torch
 import triton
 
 from skiff_runtime.kernels.fused import decode_attention
+from skiff_runtime.kernels.fused.attend import LOG2_E
 from skiff_runtime.kernels.fused.launch import Repeated
 from skiff_runtime.kernels.fused.overlap import launch_options
 from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
 from skiff_runtime.kernels.fused.widen import has_assembly
 from skiff_runtime.kernels.prefixes import SharedPrefixes
 
-LOG2_E: Final = 1.4426950408889634
 PROGRAMS: Final = 700
 """Decode makes about so many programs at least, which is enough where rows with long contexts come first."""
 MAX_SPLITS: Final = 64
@@ -55,25 +55,23 @@ class Decode:
     ) -> None:
         """For ``queries`` and a ``pool`` of one layer, and such as are like them; the rest as for ``decode``."""
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
-        device, block = queries.device, max(16, triton.next_power_of_2(dim))
+        block, group = max(16, triton.next_power_of_2(dim)), heads // kv
         splits = splits_of(rows, kv, longest)
         places = splits if shared is None else splits + shared.most_parts
-        self._parts = None
-        if places > 1:
-            parts = torch.empty((rows, heads, places, dim), dtype=torch.float32, device=device)
-            self._parts = parts, torch.empty((rows, heads, places), dtype=torch.float32, device=device)
-        self._shared, group = shared, heads // kv
+        self._shared, self._places = shared, places
         self._tables = slots, pages
         self._rows = contexts, contexts if shared is None else shared.skipped
         self._held = contexts if shared is None else shared.parts
-        self._numbers = LOG2_E * dim**-0.5, pages.stride(0), splits, places
-        early = launch_options(device)
+        numbers = LOG2_E * dim**-0.5, pages.stride(0), splits, places
+        early = launch_options(queries.device)
         sizes: dict[str, Any] = {"KV": kv, "GROUP": group, "DIM": dim, "DIM_BLOCK": block, "PAGE": page_size}
-        sizes["ASSEMBLY"] = has_assembly(device)
+        sizes["ASSEMBLY"] = has_assembly(queries.device)
         if shared is not None:
+            room = shared.items.shape[1]
             self._read_prefixes = Repeated(
                 decode_attention.decode_prefixes,
-                (kv, shared.items.shape[1], 1),
+                (kv, room, 1),
+                *(*numbers, room),
                 FEW=max(FEW_HEADS, triton.next_power_of_2(group)),
                 MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
                 **sizes,
@@ -83,6 +81,7 @@ class Decode:
         self._read_rows = Repeated(
             decode_attention.decode_rows,
             (kv, splits, rows),
+            *numbers,
             GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
             WHOLE=places == 1,
             SKIPS=shared is not None,
@@ -93,6 +92,7 @@ class Decode:
         self._merge = Repeated(
             decode_attention.merge_parts,
             (rows * heads, 1, 1),
+            *(splits, places),
             HEADS=heads,
             DIM=dim,
             DIM_BLOCK=block,
@@ -104,14 +104,17 @@ class Decode:
 
     def __call__(self, queries: torch.Tensor, pool: Sides, output: torch.Tensor) -> None:
         """Attend with ``queries`` in a layer whose K and V are ``pool``; ``output`` has the shape of the former."""
-        shared, parts = self._shared, self._parts or (output, output)
+        if self._places == 1:
+            self._read_rows(queries, *pool, *self._tables, *self._rows, output, output, output)
+            return
+        (rows, heads, dim), device = queries.shape, queries.device
+        parts = torch.empty((rows, heads, self._places, dim), dtype=torch.float32, device=device)
+        weights = torch.empty((rows, heads, self._places), dtype=torch.float32, device=device)
+        shared = self._shared
         if shared is not None:
-            items = shared.order, shared.items
-            room = shared.items.shape[1]
-            self._read_prefixes(queries, *pool, *self._tables, *items, *parts, *self._numbers, room)
-        self._read_rows(queries, *pool, *self._tables, *self._rows, output, *parts, *self._numbers)
-        if self._parts is not None:
-            self._merge(*parts, self._held, output, *self._numbers[2:])
+            self._read_prefixes(queries, *pool, *self._tables, shared.order, shared.items, parts, weights)
+        self._read_rows(queries, *pool, *self._tables, *self._rows, output, parts, weights)
+        self._merge(parts, weights, self._held, output)
 
 
 def decode(

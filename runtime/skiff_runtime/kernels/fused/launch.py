@@ -8,30 +8,37 @@ import triton
 
 ALIGNMENT: Final = 16
 """Bytes; a kernel compiled for tensors that begin at a multiple of it cannot take others."""
+FIRST_VERSION: Final = (3, 3)
+"""Of Triton, whose compiled kernels take constants among their arguments."""
 
 Grid = tuple[int, int, int]
 
 
 class Repeated:
-    """A kernel whose ``options`` (compile-time constants, warps and the like) stay, as do all its numbers.
+    """A kernel with all that stays: its ``numbers``, and its ``options``, which are constants, warps and the like.
 
     What is compiled at the first launch is launched directly from then on, with tensors of the same types that begin at
-    such places as the first ones did. Constants stand behind all other parameters of the kernel.
+    such places as the first ones did. A kernel's parameters are tensors, numbers and constants, in this order.
     """
 
-    def __init__(self, kernel: triton.JITFunction, grid: Grid, **options: Any) -> None:
+    def __init__(self, kernel: triton.JITFunction, grid: Grid, *numbers: float, **options: Any) -> None:
         self._kernel = kernel
         self._grid = grid
+        self._numbers = numbers
         self._options = options
         self._constants = tuple(options[name] for name in kernel.arg_names if name in options)
         self._compiled: Any = None
         self._places: list[bool] = []
 
-    def __call__(self, *arguments: torch.Tensor | float) -> None:
-        places = [each.data_ptr() % ALIGNMENT == 0 for each in arguments if isinstance(each, torch.Tensor)]
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        places = [each.data_ptr() % ALIGNMENT == 0 for each in tensors]
         if self._compiled is not None and places == self._places:
-            self._compiled[self._grid](*arguments, *self._constants)
-        else:
-            # Nothing is compiled where kernels are interpreted.
-            self._compiled = self._kernel[self._grid](*arguments, **self._options)
-            self._places = places
+            self._compiled[self._grid](*tensors, *self._numbers, *self._constants)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        # Nothing is compiled where kernels are interpreted.
+        self._compiled, self._places = compiled if _takes_constants() else None, places
+
+
+def _takes_constants() -> bool:
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= FIRST_VERSION

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fused.attend import places_of, soften
-from skiff_runtime.kernels.fused.decode_launch import LOG2_E
+from skiff_runtime.kernels.fused.attend import LOG2_E, places_of, soften
 
 
 @triton.jit(
