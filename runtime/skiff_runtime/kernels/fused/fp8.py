@@ -26,14 +26,37 @@ def _store_row(
     columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), _LARGEST), _SMALLEST_SCALE)
+    scale = _scale_of(tl.max(tl.abs(value), 0))
+    _store(value, scale, rounded, row, columns, WIDTH)
+    _store_scale(scale, rounded, scales, row)
+
+
+@triton.jit
+def _scale_of(largest: tl.tensor) -> tl.tensor:
+    return tl.maximum(tl.div_rn(largest, _LARGEST), _SMALLEST_SCALE)
+
+
+@triton.jit
+def _store(
+    value: tl.tensor,
+    scale: tl.tensor,
+    rounded: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
     scaled = value * tl.div_rn(1.0, scale)
     scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
     short = scaled.to(tl.float8e4nv)
     if rounded.dtype.element_ty == tl.float16:
         short = (short.to(tl.float32) / _SHRINK).to(tl.float16)
-        scale = scale * _SHRINK
     tl.store(rounded + row * WIDTH + columns, short, columns < WIDTH)
+
+
+@triton.jit
+def _store_scale(scale: tl.tensor, rounded: tl.tensor, scales: tl.tensor, row: tl.tensor) -> None:
+    if rounded.dtype.element_ty == tl.float16:
+        scale = scale * _SHRINK
     tl.store(scales + row, scale)
 
 
@@ -63,18 +86,38 @@ def _silu_mul_and_round(
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
+    """A row in registers: the largest power of two that it has room for, and what is left.
+
+    As one power of two, 17,408 numbers would leave no room on a processor for a second program.
+    """
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
+    await_previous(EARLY)
+    value = _silu_mul(gate_up, row * stride, columns, WIDTH)
+    largest = tl.max(tl.abs(value), 0)
+    if REST:
+        others = BLOCK + tl.arange(0, REST)
+        beside = _silu_mul(gate_up, row * stride, others, WIDTH)
+        largest = tl.maximum(largest, tl.max(tl.abs(beside), 0))
+    scale = _scale_of(largest)
+    _store(value, scale, rounded, row, columns, WIDTH)
+    if REST:
+        _store(beside, scale, rounded, row, others, WIDTH)
+    _store_scale(scale, rounded, scales, row)
+
+
+@triton.jit
+def _silu_mul(gate_up: tl.tensor, first: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     inside = columns < WIDTH
     kind = gate_up.dtype.element_ty
-    await_previous(EARLY)
-    gate = tl.load(gate_up + row * stride + columns, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + WIDTH + columns, inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_up + first + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + first + WIDTH + columns, inside, 0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    _store_row((active * up).to(kind).to(tl.float32), rounded, scales, row, columns, WIDTH)
+    return (active * up).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -124,8 +167,13 @@ def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
         return round_activations(silu_and_mul(gate_up))
     rounded = _empty(gate_up, width)
     if rows:
+        block = 1 << (width.bit_length() - 1)
         _silu_mul_and_round[(rows,)](
-            gate_up, rounded.values, rounded.scales, gate_up.stride(0), **_shape(gate_up, width)
+            *(gate_up, rounded.values, rounded.scales, gate_up.stride(0)),
+            WIDTH=width,
+            BLOCK=block,
+            REST=triton.next_power_of_2(width - block) if width > block else 0,
+            **_launch(gate_up, width),
         )
     return rounded
 
@@ -162,6 +210,9 @@ def _empty(like: torch.Tensor, width: int) -> Rounded:
 
 def _shape(source: torch.Tensor, width: int) -> dict[str, Any]:
     """How a program works on a row of this width, made of ``source``."""
-    block = triton.next_power_of_2(width)
-    warps = min(MAX_WARPS, max(1, block // WARP_ELEMENTS))
-    return {"WIDTH": width, "BLOCK": block, "num_warps": warps, **launch_options(source.device)}
+    return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), **_launch(source, width)}
+
+
+def _launch(source: torch.Tensor, width: int) -> dict[str, Any]:
+    warps = min(MAX_WARPS, max(1, triton.next_power_of_2(width) // WARP_ELEMENTS))
+    return {"num_warps": warps, **launch_options(source.device)}
