@@ -1,5 +1,7 @@
 """The attention kernels against attention written out in float64, over shuffled pages of any size."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from kernel_device import DEVICE, TOLERANCE, error, poison
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused import prefill_attention
-from skiff_runtime.kernels.fused.decode_launch import Decode, decode
+from skiff_runtime.kernels.fused.decode_launch import Decode, Sides
 from skiff_runtime.kernels.prefixes import unpack
 
 
@@ -58,6 +60,13 @@ class Paged:
             answers.append(torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2))
             at += count
         return torch.cat(answers)
+
+
+def decode(queries: torch.Tensor, pool: Sides, *tables: Any, **options: Any) -> torch.Tensor:
+    """One layer of a step, its launch made for it alone."""
+    answer = poison(torch.empty_like(queries))
+    Decode(queries, pool, *tables, **options)(queries, pool, answer)
+    return answer
 
 
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

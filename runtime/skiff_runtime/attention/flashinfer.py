@@ -71,7 +71,7 @@ class FlashInferPrefill(Part):
     def __init__(self, pool: KVPool, query_heads: int, *, split: bool | None = None) -> None:
         """``split``: a few tokens after long contexts are for kernels that divide a context (None: where built)."""
         self._pool = pool
-        self._layers = [_paged(pool, layer) for layer in range(pool.layout.layers)]
+        self._layers = _paged(pool)
         self._early = device_support_pdl(pool.device)
         self._query_heads = query_heads
         self._whole = _wrappers(pool.device, "auto")
@@ -132,6 +132,7 @@ class FlashInferDecode(Part):
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        self._layers = _paged(pool)
         self._workspace = _workspace(pool.device, DECODE_WORKSPACE_BYTES)
         self._scale = pool.layout.head_dim**-0.5
         self._batch: AttentionBatch | None = None
@@ -145,7 +146,7 @@ class FlashInferDecode(Part):
         table = batch.block_table[:rows]
         xqa_batch_decode_with_kv_cache(
             q,
-            _paged(self._pool, layer),
+            self._layers[layer],
             self._workspace,
             table,
             batch.contexts[:rows].view(torch.uint32),
@@ -170,11 +171,12 @@ def _workspace(device: torch.device, size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _paged(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a layer as [pages, page_size, kv_heads, d]."""
-    k, v = pool.tokens(layer)
-    shape = (-1, pool.layout.page_size, *k.shape[1:])
-    return k.view(shape), v.view(shape)
+def _paged(pool: KVPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layer as [pages, page_size, kv_heads, d]."""
+    layout = pool.layout
+    shape = (-1, layout.page_size, layout.kv_heads, layout.head_dim)
+    sides = (pool.tokens(layer) for layer in range(layout.layers))
+    return [(k.view(shape), v.view(shape)) for k, v in sides]
 
 
 def _indptr(counts: Int32) -> Int32:

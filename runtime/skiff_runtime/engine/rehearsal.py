@@ -24,6 +24,7 @@ from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.model_runner import Hidden, ModelRunner, Wanted, longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.e4m3 import E4M3
+from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.sampling import choose
@@ -37,8 +38,7 @@ WARP_SIZE: Final = 32
 ADDRESS: Final = 1 << 20
 """Where every fake storage begins: as well aligned as a GPU's are."""
 SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
-"""That a program may have, by architecture; all others have ``MOST_SHARED_BYTES``."""
-MOST_SHARED_BYTES: Final = 227 << 10
+"""That a program may have, by architecture; all others have as many as an H200."""
 MIXED: Final = ((0, 16), (0, 17), (1, 16), (2, 33), (16, 64))
 """Steps of so many decode rows and a chunk of so many tokens."""
 
@@ -152,7 +152,7 @@ class _Compiler(DriverBase):  # type: ignore[misc]
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, WARP_SIZE)
-        self.utils = _Utilities(SHARED_BYTES.get(architecture, MOST_SHARED_BYTES))
+        self.utils = _Utilities(SHARED_BYTES.get(architecture, H200_SHARED_BYTES))
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
 

@@ -88,6 +88,7 @@ class Scheduler:
         idle = self.idle
         if idle and self._checks and self._unchecked:
             self.check()
+            self._unchecked = False
         for item in self._channel.receive(wait=idle, digest=self.digest):
             self._take(item)
         self._registry.release()
@@ -103,7 +104,6 @@ class Scheduler:
         """Assert that every page is exactly one of free, cached and owned by a request."""
         pending = [page for flight in self._flights for page in flight.planned.duplicates]
         self._memory.check(np.concatenate([self._tenancy.owned(), *pending]))
-        self._unchecked = False
 
     def _take(self, item: Item) -> None:
         self._unchecked = True

@@ -22,12 +22,19 @@ def _silu_and_mul(
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = silu_mul(gate_up + row * stride, columns, WIDTH)
+    tl.store(output + row * WIDTH + columns, value, columns < WIDTH)
+
+
+@triton.jit
+def silu_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Of some columns of a row that holds ``WIDTH`` gates and as many numbers beside them, in the row's type; 0 beyond."""
     inside = columns < WIDTH
-    gate = tl.load(gate_up + row * stride + columns, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + WIDTH + columns, inside, 0.0).to(tl.float32)
-    kind = output.dtype.element_ty
+    kind = row.dtype.element_ty
+    gate = tl.load(row + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(row + WIDTH + columns, inside, 0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(output + row * WIDTH + columns, (active * up).to(kind), inside)
+    return (active * up).to(kind)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

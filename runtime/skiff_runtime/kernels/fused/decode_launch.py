@@ -53,7 +53,12 @@ class Decode:
         longest: int,
         shared: SharedPrefixes | None = None,
     ) -> None:
-        """For ``queries`` and a ``pool`` of one layer, and such as are like them; the rest as for ``decode``."""
+        """For ``queries`` [R, heads, d] and a ``pool`` of one layer, and such as are like them.
+
+        Row i attends to the first ``contexts[i]`` tokens of ``slots[i]``, both int32[R]; ``pages`` int32[slots, P] is the page
+        table, ``longest`` the most that any context will ever be. What is ``shared`` is shorter than the contexts of
+        its rows.
+        """
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
         block, group = max(16, triton.next_power_of_2(dim)), heads // kv
         splits = splits_of(rows, kv, longest)
@@ -89,18 +94,19 @@ class Decode:
             **decode_tiles(queries.dtype, pool[0].dtype, block, splits, rows),
             **early,
         )
-        self._merge = Repeated(
-            decode_attention.merge_parts,
-            (rows * heads, 1, 1),
-            *(splits, places),
-            HEADS=heads,
-            DIM=dim,
-            DIM_BLOCK=block,
-            SPLITS_BLOCK=triton.next_power_of_2(places),
-            SKIPS=shared is not None,
-            num_warps=1,
-            **early,
-        )
+        if places > 1:
+            self._merge = Repeated(
+                decode_attention.merge_parts,
+                (rows * heads, 1, 1),
+                *(splits, places),
+                HEADS=heads,
+                DIM=dim,
+                DIM_BLOCK=block,
+                SPLITS_BLOCK=triton.next_power_of_2(places),
+                SKIPS=shared is not None,
+                num_warps=1,
+                **early,
+            )
 
     def __call__(self, queries: torch.Tensor, pool: Sides, output: torch.Tensor) -> None:
         """Attend with ``queries`` in a layer whose K and V are ``pool``; ``output`` has the shape of the former."""
@@ -115,25 +121,3 @@ class Decode:
             self._read_prefixes(queries, *pool, *self._tables, shared.order, shared.items, parts, weights)
         self._read_rows(queries, *pool, *self._tables, *self._rows, output, parts, weights)
         self._merge(parts, weights, self._held, output)
-
-
-def decode(
-    queries: torch.Tensor,
-    pool: Sides,
-    slots: torch.Tensor,
-    pages: torch.Tensor,
-    contexts: torch.Tensor,
-    page_size: int,
-    *,
-    longest: int,
-    shared: SharedPrefixes | None = None,
-) -> torch.Tensor:
-    """One query a row: [R, heads, d] over the first ``contexts`` int32[R] tokens of ``slots`` [R]; same shape.
-
-    ``pages`` int32[slots, P] is the page table, ``longest`` the most that any context will ever be. What is ``shared``
-    is shorter than the contexts of its rows.
-    """
-    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    launch = Decode(queries, pool, slots, pages, contexts, page_size, longest=longest, shared=shared)
-    launch(queries, pool, output)
-    return output

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SHRINK, SMALLEST_SCALE, Rounded
-from skiff_runtime.kernels.fused.activation import silu_and_mul
+from skiff_runtime.kernels.fused.activation import silu_and_mul, silu_mul
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -97,27 +97,17 @@ def _silu_mul_and_round(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     await_previous(EARLY)
-    value = _silu_mul(gate_up, row * stride, columns, WIDTH)
+    value = silu_mul(gate_up + row * stride, columns, WIDTH).to(tl.float32)
     largest = tl.max(tl.abs(value), 0)
     if REST:
         others = BLOCK + tl.arange(0, REST)
-        beside = _silu_mul(gate_up, row * stride, others, WIDTH)
+        beside = silu_mul(gate_up + row * stride, others, WIDTH).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(beside), 0))
     scale = _scale_of(largest)
     _store(value, scale, rounded, row, columns, WIDTH)
     if REST:
         _store(beside, scale, rounded, row, others, WIDTH)
     _store_scale(scale, rounded, scales, row)
-
-
-@triton.jit
-def _silu_mul(gate_up: tl.tensor, first: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    inside = columns < WIDTH
-    kind = gate_up.dtype.element_ty
-    gate = tl.load(gate_up + first + columns, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + first + WIDTH + columns, inside, 0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return (active * up).to(kind).to(tl.float32)
 
 
 @triton.jit
