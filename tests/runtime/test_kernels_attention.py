@@ -10,7 +10,8 @@ from kernel_device import DEVICE, TOLERANCE, error, poison
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused import prefill_attention
-from skiff_runtime.kernels.fused.decode_launch import Decode, Sides
+from skiff_runtime.kernels.fused.decode_launch import Decode
+from skiff_runtime.kernels.fused.launch import Sides
 from skiff_runtime.kernels.prefixes import unpack
 
 

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.fused import prefill_attention
 from skiff_runtime.kernels.fused.decode_launch import Decode, members_of
+from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kvcache.pool import KVPool
 
 
@@ -86,21 +86,19 @@ class TritonPrefill(Part):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._longest = 0
+        self._launch: Prefill | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
-        self._batch = batch
-        self._longest = int(batch.lengths[batch.decode_rows :].max())
+        self._batch, self._launch = batch, None
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        assert self._batch is not None
-        prefill_attention.prefill(
-            q,
-            self._pool.tokens(layer),
-            self._batch.rows[:, self._batch.decode_rows :],
-            self._batch.page_table,
-            self._pool.layout.page_size,
-            longest=self._longest,
-            skipped=self._batch.decode_rows,
-            into=into,
-        )
+        pool, batch = self._pool.tokens(layer), self._batch
+        if self._launch is None:
+            assert batch is not None
+            first = batch.decode_rows
+            self._launch = Prefill(
+                *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
+                longest=int(batch.lengths[first:].max()),
+                skipped=first,
+            )
+        self._launch(q, pool, into)

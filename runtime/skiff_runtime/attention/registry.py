@@ -11,11 +11,14 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.kvcache.pool import KVPool
 
 
-def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> AttentionBackend:
+def make_backend(
+    name: str, pool: KVPool, *, query_heads: int, longest: int, few_tokens: int = 0
+) -> AttentionBackend:
     """The backend ``name`` over ``pool``; ``auto`` takes the best one for the pool's device.
 
-    Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. Raises ConfigError for what
-    is unknown, or cannot serve this model on this device.
+    Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. With ``auto``, so ``few_tokens``
+    of prompts in a step are for what takes the host the least. Raises ConfigError for what is unknown, or cannot serve
+    this model on this device.
     """
     chosen = _default(pool, query_heads) if name == AUTO else name
     if chosen in _WHOLE:
@@ -33,12 +36,14 @@ def make_backend(name: str, pool: KVPool, *, query_heads: int, longest: int) -> 
     from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 
     if _FLASHINFER in (prefill, decode):
-        return _with_flashinfer(prefill, decode, pool, query_heads, longest)
+        return _with_flashinfer(
+            prefill, decode, pool, query_heads, longest, few_tokens if name == AUTO else 0
+        )
     return HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, query_heads, longest))
 
 
 def _with_flashinfer(
-    prefill: str, decode: str, pool: KVPool, query_heads: int, longest: int
+    prefill: str, decode: str, pool: KVPool, query_heads: int, longest: int, few_tokens: int
 ) -> AttentionBackend:
     if find_spec(_FLASHINFER) is None:
         raise ConfigError(
@@ -52,7 +57,9 @@ def _with_flashinfer(
             raise ConfigError(f"--attention {prefill},{decode}: {reason}; use triton there, or auto")
     return HybridAttention(
         pool,
-        FlashInferPrefill(pool, query_heads) if prefill == _FLASHINFER else TritonPrefill(pool),
+        FlashInferPrefill(pool, query_heads, few_tokens=few_tokens)
+        if prefill == _FLASHINFER
+        else TritonPrefill(pool),
         FlashInferDecode(pool) if decode == _FLASHINFER else TritonDecode(pool, query_heads, longest),
     )
 

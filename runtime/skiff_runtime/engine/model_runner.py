@@ -10,6 +10,7 @@ from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.host import host_bound_tokens
 from skiff_runtime.engine.memory import free_bytes
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.e4m3 import E4M3
@@ -85,6 +86,7 @@ class ModelRunner:
             pool,
             query_heads=self.query_shape[0],
             longest=longest(self._config, self._model_config),
+            few_tokens=host_bound_tokens(self._model_config, self._group.size),
         )
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ import triton
 
 from skiff_runtime.kernels.fused import decode_attention
 from skiff_runtime.kernels.fused.attend import LOG2_E
-from skiff_runtime.kernels.fused.launch import Repeated
+from skiff_runtime.kernels.fused.launch import Repeated, Sides
 from skiff_runtime.kernels.fused.overlap import launch_options
 from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
 from skiff_runtime.kernels.fused.widen import has_assembly
@@ -22,9 +22,6 @@ GROUP_HEADS: Final = 64
 """Query heads that read a prefix together, at most, as one tile of the tensor cores."""
 FEW_HEADS: Final = 16
 """So few of them take a smaller tile."""
-
-Sides = tuple[torch.Tensor, torch.Tensor]
-"""K and V of a layer, each [tokens of the pool, kv_heads, d]."""
 
 
 def splits_of(rows: int, kv_heads: int, longest: int) -> int:

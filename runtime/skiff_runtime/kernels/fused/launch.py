@@ -12,6 +12,8 @@ FIRST_VERSION: Final = (3, 3)
 """Of Triton, whose compiled kernels take constants among their arguments."""
 
 Grid = tuple[int, int, int]
+Sides = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a layer, each [tokens of the pool, kv_heads, d]."""
 
 
 class Repeated:

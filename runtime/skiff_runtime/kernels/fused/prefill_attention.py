@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.attend import LOG2_E, places_of, soften
+from skiff_runtime.kernels.fused.launch import Repeated, Sides
 
 
 @triton.jit(
@@ -68,47 +69,63 @@ def _prefill(
     tl.store(output + place_of[:, None] + column[None, :], mixed / total[:, None], used)
 
 
+class Prefill:
+    """What a step launches in each of its layers, found out once."""
+
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        pool: Sides,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        page_size: int,
+        *,
+        longest: int,
+        skipped: int,
+    ) -> None:
+        """For ``queries`` and a ``pool`` of one layer, and such as are like them; the rest as for ``prefill``."""
+        heads, dim = queries.shape[1:]
+        exact = queries.dtype == torch.float32
+        dim_block = max(16, triton.next_power_of_2(dim))
+        small = exact or dim_block > 128
+        block = 32 if small else 128
+        self._tables = *rows.unbind(), pages
+        self._launch = Repeated(
+            _prefill,
+            (triton.cdiv(longest, block), heads, rows.shape[1]),
+            *(skipped, LOG2_E * dim**-0.5, pages.stride(0)),
+            HEADS=heads,
+            KV=pool[0].shape[1],
+            DIM=dim,
+            DIM_BLOCK=dim_block,
+            PAGE=page_size,
+            ROWS=block,
+            BLOCK=32 if small else 64,
+            PRECISION="ieee" if exact else "tf32",
+            num_warps=4,
+            num_stages=2 if small else 3,
+        )
+
+    def __call__(self, queries: torch.Tensor, pool: Sides, output: torch.Tensor) -> None:
+        """Attend with ``queries`` in a layer whose K and V are ``pool``; ``output`` has the shape of the former."""
+        self._launch(queries, *pool, *self._tables, output)
+
+
 def prefill(
     queries: torch.Tensor,
-    pool: tuple[torch.Tensor, torch.Tensor],
+    pool: Sides,
     rows: torch.Tensor,
     pages: torch.Tensor,
     page_size: int,
     *,
     longest: int,
     skipped: int,
-    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d], ``into`` if given.
+    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d].
 
     ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter
     count ``skipped`` tokens that are not among ``queries`` [T, heads, d].
     """
-    heads, dim = queries.shape[1:]
-    output = torch.empty_like(queries) if into is None else into
-    exact = queries.dtype == torch.float32
-    dim_block = max(16, triton.next_power_of_2(dim))
-    small = exact or dim_block > 128
-    block = 32 if small else 128
-    _prefill[(triton.cdiv(longest, block), heads, rows.shape[1])](
-        queries,
-        pool[0],
-        pool[1],
-        *rows.unbind(),
-        pages,
-        output,
-        skipped,
-        LOG2_E * dim**-0.5,
-        pages.stride(0),
-        HEADS=heads,
-        KV=pool[0].shape[1],
-        DIM=dim,
-        DIM_BLOCK=dim_block,
-        PAGE=page_size,
-        ROWS=block,
-        BLOCK=32 if small else 64,
-        PRECISION="ieee" if exact else "tf32",
-        num_warps=4,
-        num_stages=2 if small else 3,
-    )
+    output = torch.empty_like(queries)
+    Prefill(queries, pool, rows, pages, page_size, longest=longest, skipped=skipped)(queries, pool, output)
     return output
