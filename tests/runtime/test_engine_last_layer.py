@@ -12,7 +12,8 @@ from tiny_models import FAMILIES, greedy_tokens, load_reference, make_model
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.engine.model_runner import ModelRunner, Wanted
+from skiff_runtime.engine.forward import Wanted
+from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.layers.mlp import GatedMLP
 from skiff_runtime.messages import SamplingParams

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.batch import SampledRows, Tables
-from skiff_runtime.engine.model_runner import ModelRunner
+from skiff_runtime.engine.forward import ForwardPass
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.inputs import decode_inputs
 from skiff_runtime.kernels.prefixes import packed_size, unpack
@@ -47,9 +47,9 @@ def shared_sizes(sizes: list[int]) -> list[int]:
 class DecodeStep:
     """The tensors that stay where graphs find them, and the graphs."""
 
-    def __init__(self, runner: ModelRunner, tables: Tables, sampler: Sampler, *, rows: int) -> None:
+    def __init__(self, forward_pass: ForwardPass, tables: Tables, sampler: Sampler, *, rows: int) -> None:
         """For steps of up to ``rows`` rows."""
-        self._runner = runner
+        self._pass = forward_pass
         self._tables = tables
         self._sampler = sampler
         self.sizes = batch_sizes(rows)
@@ -62,9 +62,9 @@ class DecodeStep:
             for shared in (False, True)
         }
         self._columns = torch.empty(
-            2 * largest + packed_size(largest), dtype=torch.int32, device=runner.device
+            2 * largest + packed_size(largest), dtype=torch.int32, device=forward_pass.device
         )
-        self._inputs = empty_inputs(largest, largest, runner.device)
+        self._inputs = empty_inputs(largest, largest, forward_pass.device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._results: dict[Kind, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: Any = None
@@ -145,8 +145,8 @@ class DecodeStep:
             block_table=block_table,
             shared=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
         )
-        hidden = self._runner.forward(made, attention)
-        logits = self._runner.logits(hidden.at(slice(None)))
+        hidden = self._pass.forward(made, attention)
+        logits = self._pass.logits(hidden.at(slice(None)))
         tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
         return logits, tokens
 

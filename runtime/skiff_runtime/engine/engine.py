@@ -16,9 +16,10 @@ from skiff_runtime.engine.batch import InputBatch, SampledRows, Tables
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
+from skiff_runtime.engine.forward import Wanted
 from skiff_runtime.engine.guide import GrammarGuide
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
-from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, Wanted, longest
+from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.profile import reserve
 from skiff_runtime.engine.prompts import PromptStep
 from skiff_runtime.engine.sampler import Sampler

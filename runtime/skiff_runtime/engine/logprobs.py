@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.engine.model_runner import Hidden, ModelRunner
+from skiff_runtime.engine.forward import ForwardPass, Hidden
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.models.footprint import PROMPT_SLICE
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
@@ -86,7 +86,7 @@ class LogprobReader:
         return np.where(asking, counts, 0).clip(min=0).astype(np.int32)
 
     def prompts(
-        self, plan: StepPlan, asked: Int32, hidden: Hidden, runner: ModelRunner, tokens: torch.Tensor
+        self, plan: StepPlan, asked: Int32, hidden: Hidden, forward_pass: ForwardPass, tokens: torch.Tensor
     ) -> list[ToldChunk]:
         """Of the prompt tokens that this step's ``asked`` positions foretell; ``tokens`` is the table of known tokens."""
         chunks = []
@@ -94,17 +94,19 @@ class LogprobReader:
         for row in np.flatnonzero(asked):
             slot, start, offset = int(plan.slots[row]), int(plan.starts[row]), int(offsets[row])
             following = tokens[slot, start + 1 : start + 1 + int(asked[row])].long()
-            told = _slices(runner, hidden, offset, following, int(self._prompt_tops[slot]))
+            told = _slices(forward_pass, hidden, offset, following, int(self._prompt_tops[slot]))
             chunks.append(ToldChunk(slot, start + 1, told))
         return chunks
 
 
-def _slices(runner: ModelRunner, hidden: Hidden, offset: int, following: torch.Tensor, top: int) -> Told:
+def _slices(
+    forward_pass: ForwardPass, hidden: Hidden, offset: int, following: torch.Tensor, top: int
+) -> Told:
     """At ``offset`` and on among the step's tokens, of the tokens int64[N] that follow there."""
     parts = []
     for at in range(0, len(following), PROMPT_SLICE):
         chosen = following[at : at + PROMPT_SLICE]
-        logits = runner.logits(hidden.at(slice(offset + at, offset + at + len(chosen)))).float()
+        logits = forward_pass.logits(hidden.at(slice(offset + at, offset + at + len(chosen)))).float()
         parts.append(tell(logits.log_softmax(-1), chosen, top))
     return Told(
         torch.cat([part.chosen for part in parts]),

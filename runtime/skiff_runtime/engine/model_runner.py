@@ -1,20 +1,20 @@
 """One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
 
-from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.forward import ForwardPass
 from skiff_runtime.engine.host import host_bound_tokens
 from skiff_runtime.engine.memory import free_bytes
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.e4m3 import E4M3
-from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
@@ -28,27 +28,7 @@ MIB: Final = 1 << 20
 OnPhase = Callable[[str, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Output and residual [S, hidden] of the last layer, of S tokens of a step whose logits are wanted."""
-
-    output: torch.Tensor
-    residual: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """Output and residual [T, hidden] of the last layer, of every token of a step."""
-
-    output: torch.Tensor
-    residual: torch.Tensor
-
-    def at(self, places: torch.Tensor | slice) -> Wanted:
-        """Those of S of the T tokens."""
-        return Wanted(self.output[places], self.residual[places])
-
-
-class ModelRunner:
+class ModelRunner(ForwardPass):
     """Model, pool and attention backend of one rank. ``config`` is resolved: nothing in it is ``auto``."""
 
     def __init__(
@@ -62,15 +42,14 @@ class ModelRunner:
         placement = Placement(getattr(torch, config.dtype), group.device, group, quantization)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
-        self._model = self._load(model, placement, on_phase)
+        loaded = self._load(model, placement, on_phase)
         on_phase("kv_cache", 0.0)
         group.minimum(0)  # every rank holds its weights from here on
-        self._kv_layout = self._layout(self._model, placement)
-        self.attach(KVPool(self._kv_layout, 1, group.device))
-
-    @property
-    def device(self) -> torch.device:
-        return self._group.device
+        self._kv_layout = self._layout(loaded, placement)
+        self.query_shape = loaded.heads.local_query(group.size), loaded.heads.size
+        """Heads and dimensions of a token's queries on this rank."""
+        self.pool = KVPool(self._kv_layout, 1, group.device)
+        super().__init__(loaded, self._backend_over(self.pool), group.device)
 
     def allocate(self, reserved_bytes: int | None = None) -> None:
         """Give the KV cache what remains when ``reserved_bytes`` are kept for all else; None: an estimate of these."""
@@ -81,34 +60,7 @@ class ModelRunner:
     def attach(self, pool: KVPool) -> None:
         """Compute over this pool from now on."""
         self.pool = pool
-        self.backend = make_backend(
-            self._config.attention,
-            pool,
-            query_heads=self.query_shape[0],
-            longest=longest(self._config, self._model_config),
-            few_tokens=host_bound_tokens(self._model_config, self._group.size),
-        )
-
-    @torch.inference_mode()
-    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> Hidden:
-        """Compute a step of T tokens: fill its K and V, and return what the last layer made of it."""
-        self.backend.prepare(attention)
-        return self.compute(inputs, self.backend)
-
-    @torch.inference_mode()
-    def forward_at(self, inputs: StepInputs, attention: AttentionBatch, places: torch.Tensor) -> Wanted:
-        """As ``forward``, for who wants the tokens at ``places`` int[S] alone: the last layer leaves the others out."""
-        self.backend.prepare(attention)
-        return Wanted(
-            *self._model.forward(
-                inputs.token_ids, inputs.positions, inputs.locations, self.backend, wanted=places
-            )
-        )
-
-    @torch.inference_mode()
-    def compute(self, inputs: StepInputs, backend: AttentionBackend) -> Hidden:
-        """As ``forward``, by a backend that is prepared."""
-        return Hidden(*self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, backend))
+        self.backend = self._backend_over(pool)
 
     def room(self, tokens: int, *shape: int) -> torch.Tensor:
         """Zeros [tokens, *shape] in the model's type."""
@@ -118,15 +70,14 @@ class ModelRunner:
     def hidden_size(self) -> int:
         return self._model_config.hidden_size
 
-    @property
-    def query_shape(self) -> tuple[int, int]:
-        """Heads and dimensions of a token's queries on this rank."""
-        return self._model.heads.local_query(self._group.size), self._model.heads.size
-
-    @torch.inference_mode()
-    def logits(self, wanted: Wanted) -> torch.Tensor:
-        """Logits [S, vocab] of S of a step's tokens, in the model's type (on a CPU, float32)."""
-        return self._model.logits(wanted.output, wanted.residual)
+    def _backend_over(self, pool: KVPool) -> AttentionBackend:
+        return make_backend(
+            self._config.attention,
+            pool,
+            query_heads=self.query_shape[0],
+            longest=longest(self._config, self._model_config),
+            few_tokens=host_bound_tokens(self._model_config, self._group.size),
+        )
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
         loaded = make_model(model, placement, max_positions=longest(self._config, model))

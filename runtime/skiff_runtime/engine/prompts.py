@@ -15,7 +15,8 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.engine.batch import InputBatch
-from skiff_runtime.engine.model_runner import Hidden, ModelRunner
+from skiff_runtime.engine.forward import Hidden
+from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import empty_inputs
 from skiff_runtime.step import StepPlan
 
@@ -49,7 +50,7 @@ class PromptStep:
         return plan.tokens <= self.sizes[-1]
 
     def run(self, batch: InputBatch) -> Hidden:
-        """Compute a step of T tokens as ``ModelRunner.forward`` does; what it returns is overwritten by the next."""
+        """Compute a step of T tokens as ``ForwardPass.forward`` does; what it returns is overwritten by the next."""
         made = batch.tokens
         count = len(made.token_ids)
         size = self.sizes[int(self._size_of[count])]

@@ -6,8 +6,7 @@ Triton's driver is one that compiles for the architecture it is told of, and lau
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,14 +20,14 @@ from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, Triton
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
-from skiff_runtime.engine.model_runner import Hidden, ModelRunner, Wanted, longest
+from skiff_runtime.engine.forward import ForwardPass
+from skiff_runtime.engine.model_runner import longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
@@ -61,9 +60,8 @@ class _Stage:
         quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
         dtype: torch.dtype = getattr(torch, config.dtype)
         context = longest(config, model)
-        self._model = make_model(
-            model, Placement(dtype, self._device, quantization=quantization), max_positions=context
-        )
+        placement = Placement(dtype, self._device, quantization=quantization)
+        built = make_model(model, placement, max_positions=context)
         layout = KVLayout(
             layers=model.num_layers,
             kv_heads=model.num_kv_heads,
@@ -72,36 +70,12 @@ class _Stage:
             dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
         )
         pool = KVPool(layout, 1, self._device)
-        self._backend = HybridAttention(
-            pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context)
-        )
+        backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context))
+        self._pass = ForwardPass(built, backend, self._device)
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
-        self._tables.share_prefixes(0 if config.disable_shared_decode else self._backend.shared_rows)
+        self._tables.share_prefixes(0 if config.disable_shared_decode else backend.shared_rows)
         self._sampler = Sampler(config.max_running_requests, torch.device("cpu"))
-        runner = SimpleNamespace(device=self._device, forward=self.forward, logits=self.logits)
-        self.decode = DecodeStep(
-            cast(ModelRunner, runner), self._tables, self._sampler, rows=config.running_limit
-        )
-
-    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> Hidden:
-        """As a model runner's."""
-        self._backend.prepare(attention)
-        return Hidden(
-            *self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, self._backend)
-        )
-
-    def forward_at(self, inputs: StepInputs, attention: AttentionBatch, places: torch.Tensor) -> Wanted:
-        """As a model runner's."""
-        self._backend.prepare(attention)
-        return Wanted(
-            *self._model.forward(
-                inputs.token_ids, inputs.positions, inputs.locations, self._backend, wanted=places
-            )
-        )
-
-    def logits(self, wanted: Wanted) -> torch.Tensor:
-        """As a model runner's."""
-        return self._model.logits(wanted.output, wanted.residual)
+        self.decode = DecodeStep(self._pass, self._tables, self._sampler, rows=config.running_limit)
 
     def mix(self, decode_rows: int, chunk: int) -> None:
         """A step of decode rows and one chunk of a prompt."""
@@ -121,7 +95,7 @@ class _Stage:
             block_table=None,
         )
         sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
-        logits = self.logits(self.forward_at(made, attention, sampled[0]))
+        logits = self._pass.logits(self._pass.forward_at(made, attention, sampled[0]))
         self.choose(logits, sampled)
         gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
 
