@@ -6,9 +6,10 @@ import torch
 import triton
 
 from skiff_runtime.kernels.fused import decode_attention
-from skiff_runtime.kernels.fused.attend import LOG2_E
+from skiff_runtime.kernels.fused.attend import FEW_HEADS
 from skiff_runtime.kernels.fused.launch import Repeated, Sides
 from skiff_runtime.kernels.fused.overlap import launch_options
+from skiff_runtime.kernels.fused.softmax import LOG2_E
 from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
 from skiff_runtime.kernels.fused.widen import has_assembly
 from skiff_runtime.kernels.prefixes import SharedPrefixes
@@ -20,8 +21,8 @@ MIN_SPLIT: Final = 256
 """Tokens of the longest context for which another split pays."""
 GROUP_HEADS: Final = 64
 """Query heads that read a prefix together, at most, as one tile of the tensor cores."""
-FEW_HEADS: Final = 16
-"""So few of them take a smaller tile."""
+LEAST_HEADS: Final = 8
+"""Which the tensor cores multiply at least."""
 
 
 def splits_of(rows: int, kv_heads: int, longest: int) -> int:
@@ -74,7 +75,7 @@ class Decode:
                 decode_attention.decode_prefixes,
                 (kv, room, 1),
                 *(*numbers, room),
-                FEW=max(FEW_HEADS, triton.next_power_of_2(group)),
+                FEW=max(FEW_HEADS.value, triton.next_power_of_2(group)),
                 MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
                 **sizes,
                 **prefix_tiles(queries.dtype, block),
@@ -84,7 +85,7 @@ class Decode:
             decode_attention.decode_rows,
             (kv, splits, rows),
             *numbers,
-            GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+            GROUP_BLOCK=max(LEAST_HEADS, triton.next_power_of_2(group)),
             WHOLE=places == 1,
             SKIPS=shared is not None,
             **sizes,

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fused.attend import LOG2_E, places_of, soften
 from skiff_runtime.kernels.fused.launch import Repeated, Sides
+from skiff_runtime.kernels.fused.places import places_of
+from skiff_runtime.kernels.fused.softmax import LOG2_E, soften
 
 
 @triton.jit(
@@ -59,7 +60,7 @@ def _prefill(
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
         past = seen[None, :] & (token[None, :] <= start + index[:, None])
-        share, kept, total, highest = soften(score, past, total, highest)
+        share, kept, total, highest = soften(score, past, total, highest, 1)
         value = tl.load(
             values + place[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
         )

@@ -7,7 +7,8 @@ import torch
 from skiff_runtime.kernels.e4m3 import E4M3
 
 FEW_ROWS: Final = 4
-"""For which small tiles are the quickest."""
+MANY_SPLITS: Final = 4
+"""Rows so few, or cut into more parts than these, take smaller tiles."""
 
 
 def decode_tiles(
@@ -21,12 +22,11 @@ def decode_tiles(
         return {"BLOCK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if dim_block > 128:
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
-    if rows <= FEW_ROWS:
-        return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4}
-    if cached == E4M3 and splits > 2:
+    if rows <= FEW_ROWS or (cached == E4M3 and splits > MANY_SPLITS):
         return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 2, "num_stages": 3}
-    block = 64 if splits > 4 else 128
-    return {"BLOCK": block, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if splits == 1 else 2}
+    if splits > MANY_SPLITS:
+        return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 2}
+    return {"BLOCK": 128, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
 
 
 def prefix_tiles(dtype: torch.dtype, dim_block: int) -> dict[str, int | str]:
