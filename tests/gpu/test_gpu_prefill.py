@@ -6,12 +6,12 @@ import torch
 from kernel_device import TOLERANCE, error
 
 from skiff_runtime.attention.base import AttentionBatch
+from skiff_runtime.attention.hybrid import LONG_CONTEXT as LONG
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
 
 pytestmark = pytest.mark.gpu
 
 PAGE, KV_HEADS, DIM, HEADS = 16, 2, 128, 8
-LONG = 4096
 DEVICE = torch.device("cuda", 0)
 
 
@@ -37,16 +37,15 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~hidden, -torch.inf).softmax(-1), v)
 
 
-@pytest.mark.parametrize("split, few_tokens", [(False, 0), (True, 0), (False, 1024)])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     "starts, lengths",
     [([0, 17], [40, 130]), ([LONG + 5], [100]), ([3 * LONG, 0, 9], [129, 1, 300])],
     ids=["short", "long", "both"],
 )
-def test_prefill(starts: list[int], lengths: list[int], split: bool, few_tokens: int) -> None:
-    from skiff_runtime.attention.flashinfer import LONG_CONTEXT, FlashInferPrefill  # on GPU machines alone
+def test_prefill(starts: list[int], lengths: list[int], split: bool) -> None:
+    from skiff_runtime.attention.flashinfer import FlashInferPrefill  # on GPU machines alone
 
-    assert LONG == LONG_CONTEXT
     torch.manual_seed(len(starts))
     counts = [-(-(start + length) // PAGE) for start, length in zip(starts, lengths, strict=True)]
     pool = pool_of(sum(counts))
@@ -54,7 +53,7 @@ def test_prefill(starts: list[int], lengths: list[int], split: bool, few_tokens:
     table = torch.full((len(starts), max(counts)), pool.num_pages, dtype=torch.int32, device=DEVICE)
     for row, pages in enumerate(torch.split(order, counts)):
         table[row, : len(pages)] = pages
-    prefill = FlashInferPrefill(pool, HEADS, few_tokens=few_tokens, split=split)
+    prefill = FlashInferPrefill(pool, HEADS, split=split)
     prefill.prepare(batch_of(starts, lengths, table))
     q = torch.randn(sum(lengths), HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
     attended = torch.full_like(q, torch.nan)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from skiff_runtime.attention import torch_backend
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
+from skiff_runtime.attention.hybrid import (
+    LONG_CONTEXT,
+    HybridAttention,
+    Part,
+    PrefillBySize,
+    TritonDecode,
+    TritonPrefill,
+)
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
@@ -141,6 +148,46 @@ def test_decode_rows_beside_chunks(rows: list[tuple[int, int]]) -> None:
     backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
     for layer in (0, 1):
         torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected())
+
+
+class Noted(Part):
+    """Writes its number, and knows how often it was told of a step."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps = 0
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        self.steps += 1
+
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
+        into.fill_(self.number)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "decode_rows", "expected"),
+    [
+        ([0, 0], [40, 60], 0, 1),
+        ([0, 0], [40, 61], 0, 2),
+        ([LONG_CONTEXT - 9], [8], 0, 1),
+        ([LONG_CONTEXT - 8], [8], 0, 2),
+        ([2 * LONG_CONTEXT, 5], [1, 100], 1, 1),
+    ],
+    ids=["few", "many", "not long", "long", "long rows that decode"],
+)
+def test_few_tokens_of_prompts_have_a_kernel_of_their_own(
+    starts: list[int], lengths: list[int], decode_rows: int, expected: int
+) -> None:
+    few, many = Noted(1), Noted(2)
+    prefill = PrefillBySize(few, many, most=100)
+    table = torch.zeros((len(starts), 1), dtype=torch.int32)
+    first, counts = np.array(starts, np.int32), np.array(lengths, np.int32)
+    batch = AttentionBatch(first, counts, decode_rows, table, table[:, 0], table)
+    prefill.prepare(batch)
+    attended = torch.zeros(3)
+    prefill.forward(0, attended, attended)
+    assert attended.tolist() == [expected] * 3
+    assert (few.steps, many.steps) == ((1, 0) if expected == 1 else (0, 1))
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -12,7 +12,7 @@ from flashinfer.jit.attention.modules import get_batch_prefill_uri
 from flashinfer.utils import determine_attention_backend, device_support_pdl
 
 from skiff_runtime.attention.base import AttentionBatch
-from skiff_runtime.attention.hybrid import Part, TritonPrefill
+from skiff_runtime.attention.hybrid import LONG_CONTEXT, Part
 from skiff_runtime.kernels.cache import load_compiled_modules
 from skiff_runtime.kernels.fused.inputs import gather_pages
 from skiff_runtime.kvcache.pool import KVPool
@@ -27,7 +27,6 @@ SPLITTING: Final = "fa2"
 """FlashInfer's kernels that divide a context between programs; those of its choice on Hopper (fa3) do not."""
 TILE_TOKENS: Final = 128
 """What one program of these computes: a chunk of 128 tokens takes them as long as one of 16."""
-LONG_CONTEXT: Final = 4096
 HEAD_DIMS: Final = (64, 128, 256)
 DECODE_PAGE_SIZES: Final = (16, 32, 64, 128)
 DECODE_ARCHITECTURES: Final = (9, 10, 12)
@@ -68,16 +67,8 @@ def prefill_is_built(pool: KVPool, backend: str | None = None) -> bool:
 class FlashInferPrefill(Part):
     """Plans on the engine's thread, while the GPU still computes the step before."""
 
-    def __init__(
-        self, pool: KVPool, query_heads: int, *, few_tokens: int = 0, split: bool | None = None
-    ) -> None:
-        """``few_tokens`` of all chunks, no context being long, are for our kernel, which takes the host less.
-
-        ``split``: a few tokens after long contexts are for kernels that divide a context (None: where built).
-        """
-        self._few_tokens = few_tokens
-        self._ours = TritonPrefill(pool)
-        self._is_ours = False
+    def __init__(self, pool: KVPool, query_heads: int, *, split: bool | None = None) -> None:
+        """``split``: a few tokens after long contexts are for kernels that divide a context (None: where built)."""
         self._pool = pool
         self._layers = _paged(pool)
         self._early = device_support_pdl(pool.device)
@@ -94,10 +85,6 @@ class FlashInferPrefill(Part):
         layout, first = self._pool.layout, batch.decode_rows
         lengths = batch.lengths[first:]
         contexts = batch.starts[first:] + lengths
-        self._is_ours = int(lengths.sum()) <= self._few_tokens and int(contexts.max()) < LONG_CONTEXT
-        if self._is_ours:
-            self._ours.prepare(batch)
-            return
         pages = -(-contexts // layout.page_size)
         self._wrappers = self._split if self._leaves_idle(lengths, contexts) else self._whole
         indptr = _pinned(_indptr(pages))
@@ -129,9 +116,6 @@ class FlashInferPrefill(Part):
         self._planned[self._turn] = planned
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        if self._is_ours:
-            self._ours.forward(layer, q, into)
-            return
         self._wrappers[self._turn].run(q, self._layers[layer], out=into, enable_pdl=self._early)
 
     def _leaves_idle(self, lengths: Int32, contexts: Int32) -> bool:

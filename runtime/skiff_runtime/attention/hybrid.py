@@ -1,6 +1,7 @@
 """Attention on a GPU: decode rows by one kernel, chunks of prompts by another."""
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 import torch
 
@@ -8,6 +9,9 @@ from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kernels.fused.decode_launch import Decode, members_of
 from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kvcache.pool import KVPool
+
+LONG_CONTEXT: Final = 4096
+"""Tokens; from here on attention takes a GPU long, however few tokens attend."""
 
 
 class Part(ABC):
@@ -102,3 +106,22 @@ class TritonPrefill(Part):
                 skipped=first,
             )
         self._launch(q, pool, into)
+
+
+class PrefillBySize(Part):
+    """Chunks of prompts by one of two parts: ``few`` is the quicker to launch, ``many`` the quicker on the GPU."""
+
+    def __init__(self, few: Part, many: Part, *, most: int) -> None:
+        """``few`` takes steps of up to ``most`` tokens of prompts, unless a context is long."""
+        self._few, self._many, self._most = few, many, most
+        self._chosen = many
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        lengths = batch.lengths[batch.decode_rows :]
+        contexts = batch.starts[batch.decode_rows :] + lengths
+        are_few = int(lengths.sum()) <= self._most and int(contexts.max()) < LONG_CONTEXT
+        self._chosen = self._few if are_few else self._many
+        self._chosen.prepare(batch)
+
+    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
+        self._chosen.forward(layer, q, into)

@@ -16,8 +16,8 @@ def make_backend(
 ) -> AttentionBackend:
     """The backend ``name`` over ``pool``; ``auto`` takes the best one for the pool's device.
 
-    Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. With ``auto``, so ``few_tokens``
-    of prompts in a step are for what takes the host the least. Raises ConfigError for what is unknown, or cannot serve
+    Layers have ``query_heads`` on this rank, and no sequence exceeds ``longest`` tokens. With ``auto``, steps of up to
+    ``few_tokens`` of prompts are for what is quickest to launch. Raises ConfigError for what is unknown, or cannot serve
     this model on this device.
     """
     chosen = _default(pool, query_heads) if name == AUTO else name
@@ -50,18 +50,23 @@ def _with_flashinfer(
             "--attention flashinfer needs the package flashinfer-python: pip install 'skiff[gpu]'"
         )
     from skiff_runtime.attention.flashinfer import FlashInferDecode, FlashInferPrefill, obstacle
-    from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
+    from skiff_runtime.attention.hybrid import (
+        HybridAttention,
+        Part,
+        PrefillBySize,
+        TritonDecode,
+        TritonPrefill,
+    )
 
     for part, is_decode in ((prefill, False), (decode, True)):
         if part == _FLASHINFER and (reason := obstacle(pool, query_heads, decode=is_decode)):
             raise ConfigError(f"--attention {prefill},{decode}: {reason}; use triton there, or auto")
-    return HybridAttention(
-        pool,
-        FlashInferPrefill(pool, query_heads, few_tokens=few_tokens)
-        if prefill == _FLASHINFER
-        else TritonPrefill(pool),
-        FlashInferDecode(pool) if decode == _FLASHINFER else TritonDecode(pool, query_heads, longest),
-    )
+    chunks: Part = TritonPrefill(pool)
+    if prefill == _FLASHINFER:
+        planned = FlashInferPrefill(pool, query_heads)
+        chunks = PrefillBySize(chunks, planned, most=few_tokens) if few_tokens else planned
+    rows = FlashInferDecode(pool) if decode == _FLASHINFER else TritonDecode(pool, query_heads, longest)
+    return HybridAttention(pool, chunks, rows)
 
 
 def _default(pool: KVPool, query_heads: int) -> str:
