@@ -57,9 +57,12 @@ def made(path: Path, samplings: Sequence[SamplingParams], **changes: Any) -> lis
     return outputs
 
 
+ATTENTION = pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 64, which every backend takes."""
+    """Heads of 128, which every backend takes."""
     path = tmp_path_factory.mktemp("model")
     return make_model(
         path,
@@ -68,13 +71,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         dtype=torch.bfloat16,
         hidden_size=256,
         intermediate_size=512,
-        head_dim=64,
+        head_dim=128,
     )
 
 
-def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path) -> None:
+@ATTENTION
+def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, attention: str) -> None:
     crowd = prompts(12)
-    outputs = made(model, [GREEDY] * 12)
+    outputs = made(model, [GREEDY] * 12, attention=attention)
     oracle = load_reference(model, torch.bfloat16).cuda()
     with torch.device("cuda"):
         logits = oracle_logits(oracle, crowd, outputs)
@@ -87,14 +91,11 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path) -> No
     assert different <= len(crowd) * COUNT // 20
 
 
-@pytest.fixture(scope="module")
-def plain(model: Path) -> list[list[int]]:
-    return made(model, SAMPLINGS)
-
-
-@pytest.mark.parametrize("changes", [{"disable_cuda_graphs": True}, {"max_running_requests": 64}], ids=str)
-def test_tokens_do_not_depend_on_graphs(model: Path, plain: list[list[int]], changes: dict[str, Any]) -> None:
-    assert made(model, SAMPLINGS, **changes) == plain
+@ATTENTION
+def test_tokens_do_not_depend_on_graphs(model: Path, attention: str) -> None:
+    plain = made(model, SAMPLINGS, attention=attention)
+    for changes in ({"disable_cuda_graphs": True}, {"max_running_requests": 64}):
+        assert made(model, SAMPLINGS, attention=attention, **changes) == plain, changes
 
 
 def test_tokens_do_not_depend_on_the_page_size(model: Path) -> None:
@@ -102,9 +103,12 @@ def test_tokens_do_not_depend_on_the_page_size(model: Path) -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str) -> None:
-    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16)
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    [("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "flashinfer,triton")],
+)
+def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str, attention: str) -> None:
+    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention=attention)
     engine.warmup()
     outputs = [run(engine, ahead) for ahead in (0, 1, 3)]
     engine.close()

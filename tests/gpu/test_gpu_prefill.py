@@ -7,6 +7,8 @@ from kernel_device import TOLERANCE, error
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import LONG_CONTEXT as LONG
+from skiff_runtime.attention.hybrid import HybridAttention, PrefillBySize
+from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
 
 pytestmark = pytest.mark.gpu
@@ -65,3 +67,19 @@ def test_prefill(starts: list[int], lengths: list[int], split: bool) -> None:
         cells = (table[row, : counts[row]].long()[:, None] * PAGE + places).flatten()
         k, v = (side[cells[: starts[row] + lengths[row]]] for side in pool.tokens(0))
         assert error(found, reference(part, k, v)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("name", "few_tokens", "expected"),
+    [("auto", 9, PrefillBySize), ("auto", 0, None), ("flashinfer,triton", 9, None)],
+)
+def test_few_tokens_of_a_small_model_are_ours(
+    monkeypatch: pytest.MonkeyPatch, name: str, few_tokens: int, expected: type | None
+) -> None:
+    """Where FlashInfer's kernels are built, and nobody asked for them by name."""
+    from skiff_runtime.attention import flashinfer  # on GPU machines alone
+
+    monkeypatch.setattr(flashinfer, "prefill_is_built", lambda *_: True)
+    backend = make_backend(name, pool_of(1), query_heads=HEADS, longest=LONG, few_tokens=few_tokens)
+    assert isinstance(backend, HybridAttention)
+    assert type(backend._prefill) is (expected or flashinfer.FlashInferPrefill)

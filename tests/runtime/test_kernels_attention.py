@@ -9,9 +9,9 @@ from kernel_device import DEVICE, TOLERANCE, error, poison
 
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
-from skiff_runtime.kernels.fused import prefill_attention
-from skiff_runtime.kernels.fused.decode_launch import Decode
+from skiff_runtime.kernels.fused.decode_launch import Decode, distinct_rows
 from skiff_runtime.kernels.fused.launch import Sides
+from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kernels.prefixes import unpack
 
 
@@ -72,12 +72,20 @@ def decode(queries: torch.Tensor, pool: Sides, *tables: Any, **options: Any) -> 
 
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """The interpreter multiplies no matrices of bfloat16."""
-CASES = [(1, 2, 1, 16, torch.float32), (16, 1, 5, 24, HALF), (3, 2, 2, 64, HALF)]
+CASES = [
+    (1, 2, 1, 16, torch.float32),
+    (16, 1, 5, 24, HALF),
+    (3, 2, 2, 64, HALF),
+    (2, 1, 9, 32, HALF),
+    (4, 1, 17, 16, HALF),
+]
+"""Page size, KV heads, query heads of each, dimensions, type. With up to eight query heads tokens come first in products."""
 CACHED = [
     *((*case, case[-1]) for case in CASES),
     (1, 2, 1, 16, torch.float32, E4M3),
     (5, 2, 3, 40, HALF, E4M3),
     (4, 1, 2, 16, HALF, E4M3),
+    (2, 1, 17, 32, HALF, E4M3),
 ]
 """The same, with the type of the cache."""
 
@@ -166,16 +174,30 @@ def test_prefill(page_size: int, kv: int, group: int, dim: int, dtype: torch.dty
     counts = np.subtract(lengths, starts)
     q = torch.randn(counts.sum(), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     rows = np.stack((made.slots.numpy(), starts, counts, np.cumsum(counts) - counts + 2)).astype(np.int32)
-    answer = prefill_attention.prefill(
-        q.to(DEVICE),
-        made.pool,
-        torch.from_numpy(rows).to(DEVICE),
-        made.pages.to(DEVICE),
-        page_size,
-        longest=int(counts.max()),
-        skipped=2,
+    queries = q.to(DEVICE)
+    answer = poison(torch.empty_like(queries))
+    tables = torch.from_numpy(rows).to(DEVICE), made.pages.to(DEVICE)
+    Prefill(queries, made.pool, *tables, page_size, longest=int(counts.max()), skipped=2)(
+        queries, made.pool, answer
     )
     assert error(answer, made.expected(q, starts)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 10, 32])
+def test_every_kernel_of_mixed_steps_is_rehearsed(kv_heads: int) -> None:
+    """Any number of decode rows launches kernels that one of the distinct numbers launches, too."""
+
+    def compiled_for(rows: int) -> tuple[Any, ...]:
+        queries = torch.empty(rows, 2 * kv_heads, 64, dtype=torch.bfloat16)
+        pool = tuple(torch.empty(0, kv_heads, 64, dtype=torch.bfloat16) for _ in range(2))
+        ints = torch.empty(rows, 4, dtype=torch.int32)
+        launch = Decode(queries, (pool[0], pool[1]), ints[:, 0], ints, ints[:, 0], 16, longest=4096)
+        made = [launch._read_rows, *([launch._merge] if launch._places > 1 else [])]
+        return tuple(each._options[name] for each in made for name in sorted(each._options))
+
+    distinct = distinct_rows(256, kv_heads, 4096, torch.bfloat16, torch.bfloat16, 64)
+    assert {compiled_for(rows) for rows in range(1, 257)} == {compiled_for(rows) for rows in distinct}
+    assert len({compiled_for(rows) for rows in distinct}) == len(distinct) < 12
 
 
 def test_results_do_not_depend_on_the_page_size() -> None:

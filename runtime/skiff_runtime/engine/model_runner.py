@@ -71,12 +71,17 @@ class ModelRunner(ForwardPass):
         return self._model_config.hidden_size
 
     def _backend_over(self, pool: KVPool) -> AttentionBackend:
+        weight_bytes = (
+            1 if self._config.quantization == "fp8" else getattr(torch, self._config.dtype).itemsize
+        )
+        host_bound = host_bound_tokens(self._model_config, self._group.size, weight_bytes)
         return make_backend(
             self._config.attention,
             pool,
             query_heads=self.query_shape[0],
             longest=longest(self._config, self._model_config),
-            few_tokens=host_bound_tokens(self._model_config, self._group.size),
+            # The largest step is not among them, so that the profile of memory meets the part for many tokens.
+            few_tokens=min(host_bound, self._config.max_batch_tokens - 1),
         )
 
     def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:

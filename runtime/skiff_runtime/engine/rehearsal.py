@@ -24,6 +24,7 @@ from skiff_runtime.engine.forward import ForwardPass
 from skiff_runtime.engine.model_runner import longest
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.e4m3 import E4M3
+from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
@@ -40,6 +41,8 @@ SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10,
 """That a program may have, by architecture; all others have as many as an H200."""
 MIXED: Final = ((0, 16), (0, 17), (1, 16), (2, 33), (16, 64))
 """Steps of so many decode rows and a chunk of so many tokens."""
+MIXED_CHUNK: Final = 16
+"""Tokens beside each number of decode rows that has kernels of its own."""
 
 
 def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
@@ -50,6 +53,8 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
             stage.decode._compute(*kind)
         for decode_rows, chunk in MIXED:
             stage.mix(min(decode_rows, config.running_limit), chunk)
+        for decode_rows in stage.distinct_rows:
+            stage.mix(decode_rows, MIXED_CHUNK)
 
 
 class _Stage:
@@ -72,6 +77,9 @@ class _Stage:
         pool = KVPool(layout, 1, self._device)
         backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context))
         self._pass = ForwardPass(built, backend, self._device)
+        self.distinct_rows = distinct_rows(
+            *(config.running_limit, model.num_kv_heads, context, dtype, layout.dtype, model.head_dim)
+        )
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
         self._tables.share_prefixes(0 if config.disable_shared_decode else backend.shared_rows)
         self._sampler = Sampler(config.max_running_requests, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Scores, softmax and sum over pages in one pass: the loop of decode attention.
 
-The tensor cores multiply 16 by 8 at least. With tokens as the sixteen, few queries fill up to eight, and half as much is
-computed for nobody as with queries as the sixteen. Many queries are faster as the first side of a product.
+The tensor cores multiply 16 by 8 at least. With tokens as the sixteen, up to eight queries leave half as much to be computed
+for nobody as with queries as the sixteen. More queries are faster as the first side of a product.
 """
 
 import triton
@@ -13,8 +13,8 @@ from skiff_runtime.kernels.fused.softmax import soften
 
 LEAST_PAIRED = tl.constexpr(32)
 """Of a head's numbers, half of which the tensor cores then multiply at a time."""
-FEW_HEADS = tl.constexpr(16)
-"""More queries come first in products."""
+FEW_QUERIES = tl.constexpr(8)
+"""Which the tensor cores multiply at least, behind tokens. More come first in products."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def attend(
         mixed, total, highest = attend_to_pairs(
             query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, ASSEMBLY
         )
-    elif query.shape[0] <= FEW_HEADS:
+    elif query.shape[0] <= FEW_QUERIES:
         mixed, total, highest = _attend_to_numbers(
             query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION
         )

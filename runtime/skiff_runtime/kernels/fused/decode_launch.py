@@ -6,7 +6,7 @@ import torch
 import triton
 
 from skiff_runtime.kernels.fused import decode_attention
-from skiff_runtime.kernels.fused.attend import FEW_HEADS
+from skiff_runtime.kernels.fused.attend import FEW_QUERIES
 from skiff_runtime.kernels.fused.launch import Repeated, Sides
 from skiff_runtime.kernels.fused.overlap import launch_options
 from skiff_runtime.kernels.fused.softmax import LOG2_E
@@ -21,14 +21,31 @@ MIN_SPLIT: Final = 256
 """Tokens of the longest context for which another split pays."""
 GROUP_HEADS: Final = 64
 """Query heads that read a prefix together, at most, as one tile of the tensor cores."""
-LEAST_HEADS: Final = 8
-"""Which the tensor cores multiply at least."""
+FEW_HEADS: Final = 16
+"""So few of them take a smaller tile."""
 
 
 def splits_of(rows: int, kv_heads: int, longest: int) -> int:
     """Into how many parts each row is cut: by what is known before the contexts are."""
     wanted = round(PROGRAMS / (rows * kv_heads))
     return max(1, min(wanted, MAX_SPLITS, -(-longest // MIN_SPLIT)))
+
+
+def distinct_rows(
+    limit: int, kv_heads: int, longest: int, dtype: torch.dtype, cached: torch.dtype, dim: int
+) -> list[int]:
+    """The least number of rows, of up to ``limit``, for each set of kernels that a step without shared prefixes launches."""
+    found: dict[tuple[Any, ...], int] = {}
+    for rows in range(1, limit + 1):
+        splits = splits_of(rows, kv_heads, longest)
+        tiles = decode_tiles(dtype, cached, dim_block(dim), splits, rows)
+        found.setdefault((triton.next_power_of_2(splits), *tiles.values()), rows)
+    return list(found.values())
+
+
+def dim_block(dim: int) -> int:
+    """A head's numbers, filled up to what a kernel can hold."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def members_of(heads: int, kv_heads: int) -> int:
@@ -58,7 +75,7 @@ class Decode:
         its rows.
         """
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
-        block, group = max(16, triton.next_power_of_2(dim)), heads // kv
+        block, group = dim_block(dim), heads // kv
         splits = splits_of(rows, kv, longest)
         places = splits if shared is None else splits + shared.most_parts
         self._shared, self._places = shared, places
@@ -75,7 +92,7 @@ class Decode:
                 decode_attention.decode_prefixes,
                 (kv, room, 1),
                 *(*numbers, room),
-                FEW=max(FEW_HEADS.value, triton.next_power_of_2(group)),
+                FEW=max(FEW_HEADS, triton.next_power_of_2(group)),
                 MANY=max(GROUP_HEADS, triton.next_power_of_2(group)),
                 **sizes,
                 **prefix_tiles(queries.dtype, block),
@@ -85,7 +102,7 @@ class Decode:
             decode_attention.decode_rows,
             (kv, splits, rows),
             *numbers,
-            GROUP_BLOCK=max(LEAST_HEADS, triton.next_power_of_2(group)),
+            GROUP_BLOCK=max(FEW_QUERIES.value, triton.next_power_of_2(group)),
             WHOLE=places == 1,
             SKIPS=shared is not None,
             **sizes,

@@ -8,8 +8,6 @@ import triton
 
 ALIGNMENT: Final = 16
 """Bytes; a kernel compiled for tensors that begin at a multiple of it cannot take others."""
-FIRST_VERSION: Final = (3, 3)
-"""Of Triton, whose compiled kernels take constants among their arguments."""
 
 Grid = tuple[int, int, int]
 Sides = tuple[torch.Tensor, torch.Tensor]
@@ -37,10 +35,6 @@ class Repeated:
         if self._compiled is not None and places == self._places:
             self._compiled[self._grid](*tensors, *self._numbers, *self._constants)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        # Nothing is compiled where kernels are interpreted.
-        self._compiled, self._places = compiled if _takes_constants() else None, places
-
-
-def _takes_constants() -> bool:
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= FIRST_VERSION
+        # None where kernels are interpreted.
+        self._compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        self._places = places

@@ -9,13 +9,9 @@ has finished: each of them waited in all its programs, or was launched in the pl
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from skiff_runtime.kernels.fused.gpu import architecture
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # Triton before 3.4
-    gdc_launch_dependents = gdc_wait = None
 
 FIRST_ARCHITECTURE = 90
 LINE = tl.constexpr(128)
@@ -52,6 +48,6 @@ def prefetch(addresses: tl.tensor, EARLY: tl.constexpr) -> None:
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """What to launch a kernel with that takes ``EARLY``."""
-    if gdc_wait is None or architecture(device) < FIRST_ARCHITECTURE:
+    if architecture(device) < FIRST_ARCHITECTURE:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

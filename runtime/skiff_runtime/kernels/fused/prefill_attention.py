@@ -71,7 +71,10 @@ def _prefill(
 
 
 class Prefill:
-    """What a step launches in each of its layers, found out once."""
+    """Causal attention of chunks of prompts over all that their slots hold up to themselves.
+
+    What a step launches in each of its layers is found out once.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,11 @@ class Prefill:
         longest: int,
         skipped: int,
     ) -> None:
-        """For ``queries`` and a ``pool`` of one layer, and such as are like them; the rest as for ``prefill``."""
+        """For ``queries`` [T, heads, d] and a ``pool`` of one layer, and such as are like them.
+
+        ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter count ``skipped``
+        tokens that are not among the queries. ``pages`` int32[slots, P] is the page table.
+        """
         heads, dim = queries.shape[1:]
         exact = queries.dtype == torch.float32
         dim_block = max(16, triton.next_power_of_2(dim))
@@ -110,23 +117,3 @@ class Prefill:
     def __call__(self, queries: torch.Tensor, pool: Sides, output: torch.Tensor) -> None:
         """Attend with ``queries`` in a layer whose K and V are ``pool``; ``output`` has the shape of the former."""
         self._launch(queries, *pool, *self._tables, output)
-
-
-def prefill(
-    queries: torch.Tensor,
-    pool: Sides,
-    rows: torch.Tensor,
-    pages: torch.Tensor,
-    page_size: int,
-    *,
-    longest: int,
-    skipped: int,
-) -> torch.Tensor:
-    """Causal attention of chunks of prompts over all that their slots hold up to themselves; [T, heads, d].
-
-    ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter
-    count ``skipped`` tokens that are not among ``queries`` [T, heads, d].
-    """
-    output = torch.empty_like(queries)
-    Prefill(queries, pool, rows, pages, page_size, longest=longest, skipped=skipped)(queries, pool, output)
-    return output

@@ -19,7 +19,7 @@ def decode_tiles(
     docs/benchmarks.md has the others.
     """
     if dtype == torch.float32:
-        return {"BLOCK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
+        return _exact(dim_block)
     if dim_block > 128:
         return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     if rows <= FEW_ROWS or (cached == E4M3 and splits > MANY_SPLITS):
@@ -32,11 +32,22 @@ def decode_tiles(
 def prefix_tiles(dtype: torch.dtype, dim_block: int) -> dict[str, int | str]:
     """The same, for rows that read together."""
     if dtype == torch.float32:
-        return {"BLOCK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
+        return _exact(dim_block)
     small = dim_block > 128
     return {
         "BLOCK": 32 if small else 64,
         "PRECISION": "tf32",
         "num_warps": 4,
         "num_stages": 2 if small else 3,
+    }
+
+
+def _exact(dim_block: int) -> dict[str, int | str]:
+    """For float32, of a size that GPUs with little shared memory have, too."""
+    small = dim_block > 128
+    return {
+        "BLOCK": 16 if small else 32,
+        "PRECISION": "ieee",
+        "num_warps": 4,
+        "num_stages": 1 if small else 2,
     }
