@@ -30,6 +30,11 @@ class AttentionBatch:
     block_table: torch.Tensor | None = None
     shared: SharedPrefixes | None = None
 
+    def chunks(self) -> tuple[Int32, Int32]:
+        """Lengths and contexts of the rows that do not decode, int32[R - decode_rows], on the host."""
+        lengths = self.lengths[self.decode_rows :]
+        return lengths, self.starts[self.decode_rows :] + lengths
+
 
 class AttentionBackend(ABC):
     """Causal grouped-query attention over the paged KV cache."""

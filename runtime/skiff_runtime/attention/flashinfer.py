@@ -83,8 +83,7 @@ class FlashInferPrefill(Part):
 
     def prepare(self, batch: AttentionBatch) -> None:
         layout, first = self._pool.layout, batch.decode_rows
-        lengths = batch.lengths[first:]
-        contexts = batch.starts[first:] + lengths
+        lengths, contexts = batch.chunks()
         pages = -(-contexts // layout.page_size)
         self._wrappers = self._split if self._leaves_idle(lengths, contexts) else self._whole
         indptr = _pinned(_indptr(pages))

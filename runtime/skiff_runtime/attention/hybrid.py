@@ -7,6 +7,7 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kernels.fused.decode_launch import Decode, members_of
+from skiff_runtime.kernels.fused.launch import Sides
 from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kvcache.pool import KVPool
 
@@ -59,53 +60,55 @@ class HybridAttention(AttentionBackend):
         return attended
 
 
-class TritonDecode(Part):
-    """Our kernel: any page size, any type, no plan."""
-
-    def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
-        self._pool = pool
-        self._longest = longest
-        self.shared_rows = members_of(query_heads, pool.layout.kv_heads)
-        self._batch: AttentionBatch | None = None
-        self._launch: Decode | None = None
-
-    def prepare(self, batch: AttentionBatch) -> None:
-        self._batch, self._launch = batch, None
-
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        pool, batch = self._pool.tokens(layer), self._batch
-        if self._launch is None:
-            assert batch is not None
-            self._launch = Decode(
-                *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
-                longest=self._longest,
-                shared=batch.shared,
-            )
-        self._launch(q, pool, into)
-
-
-class TritonPrefill(Part):
-    """Our kernel: any page size, any type, no plan."""
+class _TritonPart(Part):
+    """Our kernels: any page size, any type, no plan. What a step launches is found out in its first layer."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._launch: Prefill | None = None
+        self._launch: Decode | Prefill | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch, self._launch = batch, None
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        pool, batch = self._pool.tokens(layer), self._batch
+        pool = self._pool.tokens(layer)
         if self._launch is None:
-            assert batch is not None
-            first = batch.decode_rows
-            self._launch = Prefill(
-                *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
-                longest=int(batch.lengths[first:].max()),
-                skipped=first,
-            )
+            assert self._batch is not None
+            self._launch = self._launch_for(self._batch, q, pool)
         self._launch(q, pool, into)
+
+    @abstractmethod
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Decode | Prefill:
+        """What the layers of a step launch, by the queries and the cache of one of them."""
+
+
+class TritonDecode(_TritonPart):
+    """One token a row."""
+
+    def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
+        super().__init__(pool)
+        self._longest = longest
+        self.shared_rows = members_of(query_heads, pool.layout.kv_heads)
+
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Decode:
+        return Decode(
+            *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
+            longest=self._longest,
+            shared=batch.shared,
+        )
+
+
+class TritonPrefill(_TritonPart):
+    """Chunks of prompts."""
+
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Prefill:
+        first = batch.decode_rows
+        return Prefill(
+            *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
+            longest=int(batch.lengths[first:].max()),
+            skipped=first,
+        )
 
 
 class PrefillBySize(Part):
@@ -117,8 +120,7 @@ class PrefillBySize(Part):
         self._chosen = many
 
     def prepare(self, batch: AttentionBatch) -> None:
-        lengths = batch.lengths[batch.decode_rows :]
-        contexts = batch.starts[batch.decode_rows :] + lengths
+        lengths, contexts = batch.chunks()
         are_few = int(lengths.sum()) <= self._most and int(contexts.max()) < LONG_CONTEXT
         self._chosen = self._few if are_few else self._many
         self._chosen.prepare(batch)

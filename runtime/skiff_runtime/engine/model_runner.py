@@ -19,7 +19,7 @@ from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
-from skiff_runtime.models.footprint import working_bytes
+from skiff_runtime.models.footprint import DTYPE_BYTES, working_bytes
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.models.weights import load_weights, weight_bytes
 
@@ -45,7 +45,7 @@ class ModelRunner(ForwardPass):
         loaded = self._load(model, placement, on_phase)
         on_phase("kv_cache", 0.0)
         group.minimum(0)  # every rank holds its weights from here on
-        self._kv_layout = self._layout(loaded, placement)
+        self._kv_layout = kv_layout(config, loaded, placement.dtype, ranks=group.size)
         self.query_shape = loaded.heads.local_query(group.size), loaded.heads.size
         """Heads and dimensions of a token's queries on this rank."""
         self.pool = KVPool(self._kv_layout, 1, group.device)
@@ -71,10 +71,8 @@ class ModelRunner(ForwardPass):
         return self._model_config.hidden_size
 
     def _backend_over(self, pool: KVPool) -> AttentionBackend:
-        weight_bytes = (
-            1 if self._config.quantization == "fp8" else getattr(torch, self._config.dtype).itemsize
-        )
-        host_bound = host_bound_tokens(self._model_config, self._group.size, weight_bytes)
+        element_bytes = 1 if self._config.quantization == "fp8" else DTYPE_BYTES[self._config.dtype]
+        host_bound = host_bound_tokens(self._model_config, self._group.size, element_bytes)
         return make_backend(
             self._config.attention,
             pool,
@@ -99,16 +97,8 @@ class ModelRunner(ForwardPass):
                 f"the weights take {needed / MIB:.4g} MiB on each rank in {self._config.dtype}, but {free / MIB:.4g} MiB "
                 "are free; use a smaller model, a shorter --dtype, more memory, or a larger --tp"
             )
-        self._capacity(self._layout(ghost, placement), free - needed)
-
-    def _layout(self, model: DecoderModel, placement: Placement) -> KVLayout:
-        return KVLayout(
-            layers=model.config.num_layers,
-            kv_heads=model.heads.local_kv(self._group.size),
-            head_dim=model.config.head_dim,
-            page_size=self._config.page_size,
-            dtype=E4M3 if self._config.kv_cache_dtype == "fp8_e4m3" else placement.dtype,
-        )
+        layout = kv_layout(self._config, ghost, placement.dtype, ranks=self._group.size)
+        self._capacity(layout, free - needed)
 
     def _capacity(self, layout: KVLayout, free: int, reserved: int | None = None) -> int:
         """Pages on each rank, when its weights leave ``free`` bytes."""
@@ -132,3 +122,14 @@ class ModelRunner(ForwardPass):
 def longest(config: Config, model: ModelConfig) -> int:
     """Tokens of the longest sequence that is served."""
     return config.max_model_len or model.max_position_embeddings
+
+
+def kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, ranks: int) -> KVLayout:
+    """How each of ``ranks`` ranks keeps K and V of a model in ``dtype``."""
+    return KVLayout(
+        layers=model.config.num_layers,
+        kv_heads=model.heads.local_kv(ranks),
+        head_dim=model.config.head_dim,
+        page_size=config.page_size,
+        dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
+    )

@@ -21,15 +21,14 @@ from skiff_runtime.config import Config, Quantization
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.forward import ForwardPass
-from skiff_runtime.engine.model_runner import longest
+from skiff_runtime.engine.model_runner import kv_layout, longest
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kvcache.pool import KVLayout, KVPool
+from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
@@ -39,10 +38,10 @@ ADDRESS: Final = 1 << 20
 """Where every fake storage begins: as well aligned as a GPU's are."""
 SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
 """That a program may have, by architecture; all others have as many as an H200."""
-MIXED: Final = ((0, 16), (0, 17), (1, 16), (2, 33), (16, 64))
-"""Steps of so many decode rows and a chunk of so many tokens."""
+MIXED: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
+"""Steps of so many decode rows and a chunk of so many tokens, beside those of ``MIXED_CHUNK``."""
 MIXED_CHUNK: Final = 16
-"""Tokens beside each number of decode rows that has kernels of its own."""
+"""Tokens beside each number of decode rows that has kernels of its own, a single one among them."""
 
 
 def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
@@ -67,13 +66,7 @@ class _Stage:
         context = longest(config, model)
         placement = Placement(dtype, self._device, quantization=quantization)
         built = make_model(model, placement, max_positions=context)
-        layout = KVLayout(
-            layers=model.num_layers,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            page_size=config.page_size,
-            dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
-        )
+        layout = kv_layout(config, built, dtype, ranks=1)
         pool = KVPool(layout, 1, self._device)
         backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context))
         self._pass = ForwardPass(built, backend, self._device)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from skiff_runtime.kernels.fused.attend_pairs import attend_to_pairs
 from skiff_runtime.kernels.fused.places import places_of
-from skiff_runtime.kernels.fused.softmax import soften
+from skiff_runtime.kernels.fused.softmax import nothing_seen, soften
 
 LEAST_PAIRED = tl.constexpr(32)
 """Of a head's numbers, half of which the tensor cores then multiply at a time."""
@@ -76,12 +76,9 @@ def _attend_to_numbers(
     inside = column < DIM
     query = tl.trans(query)
     mixed = tl.zeros((DIM_BLOCK, HEADS), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    highest = tl.full((HEADS,), -float("inf"), tl.float32)
+    total, highest = nothing_seen(HEADS)
     for first in range(begin, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        seen = token < end
-        place = places_of(token, seen, table, kv_head, KV, DIM, PAGE)
+        _, seen, place = places_of(first, end, table, kv_head, KV, DIM, PAGE, BLOCK)
         key = tl.load(keys + place[:, None] + column[None, :], seen[:, None] & inside[None, :], 0.0)
         score = tl.dot(key.to(query.dtype), query, input_precision=PRECISION) * scale
         share, kept, total, highest = soften(score, seen[:, None], total, highest, 0)
@@ -112,12 +109,9 @@ def _attend_with_many(
     column = tl.arange(0, query.shape[1])
     inside = column < DIM
     mixed = tl.zeros(query.shape, tl.float32)
-    total = tl.zeros((query.shape[0],), tl.float32)
-    highest = tl.full((query.shape[0],), -float("inf"), tl.float32)
+    total, highest = nothing_seen(query.shape[0])
     for first in range(begin, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        seen = token < end
-        place = places_of(token, seen, table, kv_head, KV, DIM, PAGE)
+        _, seen, place = places_of(first, end, table, kv_head, KV, DIM, PAGE, BLOCK)
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & inside[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
         share, kept, total, highest = soften(score, seen[None, :], total, highest, 1)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.fused.places import places_of
-from skiff_runtime.kernels.fused.softmax import soften
+from skiff_runtime.kernels.fused.softmax import nothing_seen, soften
 from skiff_runtime.kernels.fused.widen import widen_pairs
 
 
@@ -35,12 +35,9 @@ def attend_to_pairs(
     query_even, query_odd = tl.trans(query_even), tl.trans(query_odd)
     mixed_even = tl.zeros((PAIRS, HEADS), tl.float32)
     mixed_odd = tl.zeros((PAIRS, HEADS), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    highest = tl.full((HEADS,), -float("inf"), tl.float32)
+    total, highest = nothing_seen(HEADS)
     for first in range(begin, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        seen = token < end
-        place = places_of(token, seen, table, kv_head, KV, DIM // 2, PAGE)
+        _, seen, place = places_of(first, end, table, kv_head, KV, DIM // 2, PAGE, BLOCK)
         key = tl.load(keys + place[:, None] + column[None, :], seen[:, None] & inside[None, :], 0)
         key_even, key_odd = widen_pairs(key, ASSEMBLY)
         score = tl.dot(key_odd, query_odd, tl.dot(key_even, query_even)) * scale

@@ -10,7 +10,7 @@ from skiff_runtime.kernels.fused.attend import FEW_QUERIES
 from skiff_runtime.kernels.fused.launch import Repeated, Sides
 from skiff_runtime.kernels.fused.overlap import launch_options
 from skiff_runtime.kernels.fused.softmax import LOG2_E
-from skiff_runtime.kernels.fused.tiles import decode_tiles, prefix_tiles
+from skiff_runtime.kernels.fused.tiles import decode_tiles, dim_block, prefix_tiles
 from skiff_runtime.kernels.fused.widen import has_assembly
 from skiff_runtime.kernels.prefixes import SharedPrefixes
 
@@ -41,11 +41,6 @@ def distinct_rows(
         tiles = decode_tiles(dtype, cached, dim_block(dim), splits, rows)
         found.setdefault((triton.next_power_of_2(splits), *tiles.values()), rows)
     return list(found.values())
-
-
-def dim_block(dim: int) -> int:
-    """A head's numbers, filled up to what a kernel can hold."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def members_of(heads: int, kv_heads: int) -> int:

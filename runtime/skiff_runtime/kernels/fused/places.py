@@ -1,4 +1,4 @@
-"""Where a paged cache has K and V."""
+"""Where a paged cache has the K and V of some tokens."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def places_of(
-    token: tl.tensor,
-    seen: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
     KV: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
-) -> tl.tensor:
-    """Where K and V of tokens begin, for heads that are so wide."""
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(The tokens from ``first`` on, which of them are before ``end``, where their K and V begin), for heads so wide."""
+    token = first + tl.arange(0, BLOCK)
+    seen = token < end
     page = tl.load(table + token // PAGE, seen, 0).to(tl.int64)
-    return (page * PAGE + token % PAGE) * (KV * WIDTH) + kv_head * WIDTH
+    return token, seen, (page * PAGE + token % PAGE) * (KV * WIDTH) + kv_head * WIDTH

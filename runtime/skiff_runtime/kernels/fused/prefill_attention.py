@@ -6,7 +6,8 @@ import triton.language as tl
 
 from skiff_runtime.kernels.fused.launch import Repeated, Sides
 from skiff_runtime.kernels.fused.places import places_of
-from skiff_runtime.kernels.fused.softmax import LOG2_E, soften
+from skiff_runtime.kernels.fused.softmax import LOG2_E, nothing_seen, soften
+from skiff_runtime.kernels.fused.tiles import dim_block
 
 
 @triton.jit(
@@ -50,13 +51,10 @@ def _prefill(
     used = (index < length)[:, None] & (column < DIM)[None, :]
     query = tl.load(queries + place_of[:, None] + column[None, :], used, 0.0)
     mixed = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total, highest = nothing_seen(ROWS)
     end = start + tl.minimum(at + ROWS, length)
     for first in range(0, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        seen = token < end
-        place = places_of(token, seen, table, kv_head, KV, DIM, PAGE)
+        token, seen, place = places_of(first, end, table, kv_head, KV, DIM, PAGE, BLOCK)
         key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
         past = seen[None, :] & (token[None, :] <= start + index[:, None])
@@ -94,8 +92,8 @@ class Prefill:
         """
         heads, dim = queries.shape[1:]
         exact = queries.dtype == torch.float32
-        dim_block = max(16, triton.next_power_of_2(dim))
-        small = exact or dim_block > 128
+        dims = dim_block(dim)
+        small = exact or dims > 128
         block = 32 if small else 128
         self._tables = *rows.unbind(), pages
         self._launch = Repeated(
@@ -105,7 +103,7 @@ class Prefill:
             HEADS=heads,
             KV=pool[0].shape[1],
             DIM=dim,
-            DIM_BLOCK=dim_block,
+            DIM_BLOCK=dims,
             PAGE=page_size,
             ROWS=block,
             BLOCK=32 if small else 64,

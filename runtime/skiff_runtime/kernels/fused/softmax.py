@@ -10,6 +10,12 @@ LOG2_E: Final = 1.4426950408889634
 
 
 @triton.jit
+def nothing_seen(QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(Total, highest score), both [Q], before the first token."""
+    return tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), -float("inf"), tl.float32)
+
+
+@triton.jit
 def soften(
     score: tl.tensor, seen: tl.tensor, total: tl.tensor, highest: tl.tensor, TOKENS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:

@@ -10,44 +10,43 @@ FEW_ROWS: Final = 4
 MANY_SPLITS: Final = 4
 """Rows so few, or cut into more parts than these, take smaller tiles."""
 
+Tile = dict[str, int | str]
+"""Tokens at a time, precision, warps and stages, by the names that launches have for them."""
 
-def decode_tiles(
-    dtype: torch.dtype, cached: torch.dtype, dim_block: int, splits: int, rows: int
-) -> dict[str, int | str]:
-    """For queries of ``dtype`` over a ``cached`` one: of the shapes tried on an H200, the fastest.
+
+def dim_block(dim: int) -> int:
+    """A head's numbers, filled up to what a kernel can hold."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def decode_tiles(dtype: torch.dtype, cached: torch.dtype, dims: int, splits: int, rows: int) -> Tile:
+    """For queries of ``dtype`` over a ``cached`` one, heads of ``dims`` filled up: of the shapes tried on an H200, the fastest.
 
     docs/benchmarks.md has the others.
     """
     if dtype == torch.float32:
-        return _exact(dim_block)
-    if dim_block > 128:
-        return {"BLOCK": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
+        return _exact_tile(dims)
+    if dims > 128:
+        return _tile(32, warps=4, stages=3)
     if rows <= FEW_ROWS or (cached == E4M3 and splits > MANY_SPLITS):
-        return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 2, "num_stages": 3}
+        return _tile(64, warps=2, stages=3)
     if splits > MANY_SPLITS:
-        return {"BLOCK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 2}
-    return {"BLOCK": 128, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
+        return _tile(64, warps=4, stages=2)
+    return _tile(128, warps=4, stages=3)
 
 
-def prefix_tiles(dtype: torch.dtype, dim_block: int) -> dict[str, int | str]:
+def prefix_tiles(dtype: torch.dtype, dims: int) -> Tile:
     """The same, for rows that read together."""
     if dtype == torch.float32:
-        return _exact(dim_block)
-    small = dim_block > 128
-    return {
-        "BLOCK": 32 if small else 64,
-        "PRECISION": "tf32",
-        "num_warps": 4,
-        "num_stages": 2 if small else 3,
-    }
+        return _exact_tile(dims)
+    return _tile(32, warps=4, stages=2) if dims > 128 else _tile(64, warps=4, stages=3)
 
 
-def _exact(dim_block: int) -> dict[str, int | str]:
+def _exact_tile(dims: int) -> Tile:
     """For float32, of a size that GPUs with little shared memory have, too."""
-    small = dim_block > 128
-    return {
-        "BLOCK": 16 if small else 32,
-        "PRECISION": "ieee",
-        "num_warps": 4,
-        "num_stages": 1 if small else 2,
-    }
+    block, stages = (16, 1) if dims > 128 else (32, 2)
+    return _tile(block, warps=4, stages=stages, precision="ieee")
+
+
+def _tile(block: int, *, warps: int, stages: int, precision: str = "tf32") -> Tile:
+    return {"BLOCK": block, "PRECISION": precision, "num_warps": warps, "num_stages": stages}
