@@ -1,7 +1,8 @@
-# The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch 2.6 or later, such as
-# pytorch/pytorch for CUDA, or the torch-cpu stage of base.Dockerfile. EXTRAS="runtime gpu" adds the CUDA
-# attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU kernels the image is to hold
-# compiled, for compute capability ARCH: no GPU is needed; with a base that has nvcc, FlashInfer's are among them.
+# The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch, such as
+# pytorch/pytorch for CUDA (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
+# EXTRAS="runtime gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
+# kernels the image is to hold compiled, for compute capability ARCH: no GPU is needed; with a base that has nvcc,
+# FlashInfer's are among them.
 ARG BASE
 
 FROM ${BASE} AS build

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from paths import REPOSITORY
 
 SCRIPT = REPOSITORY / "images" / "requirements.py"
+DEBIANS_TORCH = "2.6.0+debian"
 # The Python that runs the tests plays the base image: it holds pytest, and no package named skiff-absent.
 PROJECT = """
 [project]
@@ -43,3 +46,10 @@ def test_a_base_without_the_right_torch_ends_the_build(tmp_path: Path, torch: st
     assert done.returncode != 0
     assert "--build-arg BASE" in done.stderr
     assert "torch>=999" in done.stderr
+
+
+def test_a_base_of_debians_own_torch_serves_a_cpu() -> None:
+    """The torch-cpu stage of images/base.Dockerfile; what a GPU needs of a newer one is asked for by its own extra."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [wanted] = [each for each in map(Requirement, extras["runtime"]) if each.name == "torch"]
+    assert wanted.specifier.contains(DEBIANS_TORCH)
