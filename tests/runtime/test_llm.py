@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from llm_ranks import ranks_of
 from tiny_models import greedy_tokens, load_reference, make_model
 
 from skiff_runtime import LLM
@@ -99,7 +99,7 @@ def test_a_chat_may_come_from_another_thread(llm: LLM) -> None:
 
 def test_after_the_death_of_a_rank_every_call_fails(model: Path) -> None:
     with LLM(str(model), kv_cache_tokens=1024) as llm:
-        [rank] = psutil.Process().children()[-1:]
+        [rank] = ranks_of(llm)
         rank.kill()
         for _ in range(2):
             with pytest.raises(Unavailable, match="rank0 was killed by SIGKILL"):

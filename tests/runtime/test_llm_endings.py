@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from interrupts import heed_interrupts
+from llm_ranks import ranks_of
 from tiny_models import make_model
 
 from skiff_runtime import LLM
@@ -80,7 +81,7 @@ def test_an_ending_that_fails_in_part_is_done_in_all_others(
 ) -> None:
     """Ctrl-C may come in the middle of a change to what is to be closed."""
     llm = LLM(str(model), kv_cache_tokens=1024, cpu_threads=1)
-    children = psutil.Process().children()[-1:]
+    children = ranks_of(llm)
 
     def fail(compilations: Compilations) -> None:
         raise KeyError("closed in the middle of a change")
@@ -95,7 +96,7 @@ def test_an_ending_that_fails_in_part_is_done_in_all_others(
 def test_a_rank_that_hangs_is_an_error(model: Path) -> None:
     with LLM(str(model), tp=2, kv_cache_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
         assert llm.generate([1], max_tokens=1, ignore_eos=True)
-        ranks = psutil.Process().children()[-2:]
+        ranks = ranks_of(llm)
         ranks[1].send_signal(signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"rank\d has been silent for 5 s"):
             llm.generate([1, 2], max_tokens=50, ignore_eos=True)
@@ -124,7 +125,7 @@ def test_beats_of_a_long_idle_never_fill_a_queue(tmp_path: Path, monkeypatch: py
 def test_closing_twice_and_the_garbage_collector_do_no_harm(model: Path) -> None:
     llm = LLM(str(model), kv_cache_tokens=1024, cpu_threads=1)
     backend: Backend = llm._backend
-    [rank] = psutil.Process().children()[-1:]
+    [rank] = ranks_of(llm)
     del llm
     backend.close()
     backend.close()
