@@ -38,7 +38,7 @@ class StepPlan:
     Row i computes ``lengths[i]`` tokens of slot ``slots[i]`` at positions ``starts[i]`` ...;
     ``samples[i]`` tells whether its last position yields a token, which the engine also
     writes into the slot's token row at position ``starts[i] + lengths[i]``.
-    ``page_slots/page_columns/page_ids`` [W] are cells of the page table to set before the step.
+    ``page_slots/page_columns/page_ids`` [W] are cells of the page table to set before the step, none of them twice.
     """
 
     number: int

@@ -126,6 +126,29 @@ def test_a_rewrite_that_is_due_spares_the_next_request_in_the_slot(overlap: bool
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_rewrite_that_is_due_spares_who_comes_back_at_once(overlap: bool) -> None:
+    """Request 4 finds its last page cached, is retracted in the next plan, loses that page to others, and goes on
+    before request 3, which was retracted with it, because more of its prompt is cached."""
+    bench = SchedulerBench(
+        num_pages=11, mixed_prefill_tokens=1, queue_order="prefix", disable_overlap=not overlap
+    )
+    prompt, stem = list(range(16)), list(range(12))
+    bench.put(generate(0, prompt, max_tokens=1))
+    bench.finish()
+    prompts = {1: [*stem, *range(20, 24)], 2: [30] * 4, 3: [31] * 4}
+    bench.put(*(generate(uid, each, max_tokens=6) for uid, each in prompts.items()))
+    bench.turn()
+    bench.put(generate(4, prompt, max_tokens=2))
+    bench.finish()
+    assert max(stats.retracted for stats in bench.stats) == 2
+    comeback = next(plan for plan in bench.engine.plans if plan.opened and len(plan.opened[0].tokens) == 17)
+    assert rows(comeback)[-1] == (comeback.opened[0].slot, 12, 1, False)
+    assert bench.replies[4].tokens == continuation(prompt, 2)
+    for uid, each in prompts.items():
+        assert bench.replies[uid].tokens == continuation(each, 6)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_the_youngest_is_retracted_and_comes_back_first(overlap: bool) -> None:
     bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2, disable_overlap=not overlap)
     prompts = [[1, 2], [3, 4], [5, 6]]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paper_engine import continuation, thought
 from scheduler_bench import EOS, UNKNOWN, Reply, SchedulerBench, generate
 
+from skiff_runtime.kvcache.base import Int32
 from skiff_runtime.messages import AbortRequest, CompiledGrammar, Finish, FlushCache, GenerateRequest
 from skiff_runtime.scheduler.batching import Planned
 
@@ -158,9 +159,10 @@ def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) ->
 
 def watch_plans(bench: SchedulerBench) -> None:
     """Let each plan be checked as it is made: no request that decodes is left out of a step, but for the retracted,
-    and no step computes more than its budget. So a prompt delays decoding by one step's budget at most."""
+    and no step computes more than its budget. So a prompt delays decoding by one step's budget at most. And what
+    it sets in the page table is right."""
     batcher, slots = bench.scheduler._batcher, bench.scheduler._slots
-    make = batcher.plan
+    make, table = batcher.plan, np.full_like(slots.pages, -1)
 
     def plan() -> Planned | None:
         due = np.flatnonzero(slots.decoding).tolist()
@@ -172,9 +174,43 @@ def watch_plans(bench: SchedulerBench) -> None:
         assert planned.step.lengths[: planned.step.decode_rows].tolist() == [1] * len(decoding)
         assert set(decoding) <= set(due) and len(due) - len(decoding) <= planned.retracted
         assert planned.step.tokens <= bench.config.max_batch_tokens
+        judge_cells(bench, planned, table)
         return planned
 
     batcher.plan = plan  # type: ignore[method-assign]
+
+
+def judge_cells(bench: SchedulerBench, planned: Planned, table: Int32) -> None:
+    """The plan makes of ``table``, the engine's, the pages that the requests hold.
+
+    But what this step computes though the cache has it, it still writes to pages of its own.
+    """
+    step, slots = planned.step, bench.scheduler._slots
+    table[step.page_slots, step.page_columns] = step.page_ids
+    expected = slots.pages.copy()
+    for (request, columns, _), own in zip(
+        bench.scheduler._batcher._rewrites.cells, planned.duplicates, strict=True
+    ):
+        expected[request.slot, columns] = own
+    for request in slots.requests():
+        row = slice(slots.held[request.slot])
+        assert table[request.slot, row].tolist() == expected[request.slot, row].tolist()
+
+
+def retract_after(bench: SchedulerBench, steps: list[int]) -> None:
+    """Let memory seem short after so many steps, until a request has been retracted, which then may come back at once."""
+    batcher, slots = bench.scheduler._batcher, bench.scheduler._slots
+    starved, retract, due = batcher.starved, batcher._retract, set(steps)
+
+    def seems_starved() -> bool:
+        return starved() or (len(bench.engine.plans) in due and slots.running > 0)
+
+    def retract_once() -> None:
+        due.discard(len(bench.engine.plans))
+        retract()
+
+    batcher.starved = seems_starved  # type: ignore[method-assign]
+    batcher._retract = retract_once  # type: ignore[method-assign]
 
 
 @settings(max_examples=LIVES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -185,6 +221,19 @@ def test_every_client_gets_its_tokens_and_one_end(
     bench = SchedulerBench(**options)
     watch_plans(bench)
     live(bench, population, flushes)
+    for uid, client in enumerate(population):
+        judge(client, bench.replies[uid], options)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(options=options, population=crowds, steps=st.lists(st.integers(1, 30), min_size=1, max_size=8))
+def test_a_retraction_after_any_step_loses_nothing(
+    options: dict[str, Any], population: list[Client], steps: list[int]
+) -> None:
+    bench = SchedulerBench(**options)
+    retract_after(bench, steps)
+    watch_plans(bench)
+    live(bench, population, [])
     for uid, client in enumerate(population):
         judge(client, bench.replies[uid], options)
 

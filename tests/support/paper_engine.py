@@ -98,6 +98,8 @@ class PaperEngine:
         assert plan.number == len(self.plans) + 1
         columns = (plan.slots, plan.starts, plan.lengths, plan.page_slots, plan.page_columns, plan.page_ids)
         assert all(column.dtype == np.int32 for column in columns) and plan.samples.dtype == np.bool_
+        places = list(zip(plan.page_slots.tolist(), plan.page_columns.tolist(), strict=True))
+        assert len(set(places)) == len(places), "a cell of the page table is set twice"
         self.plans.append(plan)
         self._pending.append(PaperStep(self, plan))
         return self._pending[-1]

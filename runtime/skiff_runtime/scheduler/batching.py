@@ -190,7 +190,7 @@ class Batcher:
         Not those of this step: it still writes, and reads, the duplicates.
         """
         for request, columns, pages in self._rewrites.cells[:due]:
-            if self._slots.holds(request):  # else its row may be another's by now
+            if self._slots.holds(request):  # else it has ended, and its row may be another's by now
                 draft.cells(np.full(len(columns), request.slot), columns, pages)
         del self._rewrites.cells[:due]
 
@@ -205,6 +205,7 @@ class Batcher:
         request.tokens = slots.tokens[slot, : slots.known[slot]].copy()
         request.looked_up = NEVER
         self._tenancy.leave(request)
+        self._rewrites.forget(request)
         self._admission.after_retraction(slots)
         self._queue.push(request)
 

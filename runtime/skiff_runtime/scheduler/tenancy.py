@@ -23,6 +23,10 @@ class Rewrites:
     duplicates: list[Int32] = field(default_factory=list)
     """The request's own pages there: free once the step that writes them has retired."""
 
+    def forget(self, request: Request) -> None:
+        """Drop the cells of a request that leaves but may come back, to other pages and perhaps to another row."""
+        self.cells = [cells for cells in self.cells if cells[0] is not request]
+
 
 class Tenancy:
     """Moves pages between allocator, requests and cache."""
