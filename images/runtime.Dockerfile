@@ -1,8 +1,8 @@
 # The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch, such as
 # pytorch/pytorch for CUDA (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
 # EXTRAS="runtime gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
-# kernels the image is to hold compiled, for compute capability ARCH: no GPU is needed; with a base that has nvcc,
-# FlashInfer's are among them.
+# kernels the image is to hold compiled, for compute capability ARCH and each number of ranks in TP ("1 4"): no GPU is
+# needed; with a base that has nvcc, FlashInfer's are among them.
 ARG BASE
 
 FROM ${BASE} AS build
@@ -45,9 +45,11 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
 FROM application AS kernels
 ARG PREBUILD=""
 ARG ARCH=9.0a
+ARG TP=1
 ENV SKIFF_KERNEL_CACHE_DIR=/opt/skiff-kernels PYTHONPATH=/opt/app PATH=/opt/app/bin:/opt/skiff/bin:${PATH}
 RUN mkdir -p /opt/skiff-kernels \
-    && for model in ${PREBUILD}; do skiff prebuild --model-config "$model" --arch ${ARCH} || exit 1; done \
+    && for model in ${PREBUILD}; do for tp in ${TP}; do \
+        skiff prebuild --model-config "$model" --arch ${ARCH} --tp "$tp" || exit 1; done; done \
     && find /opt/skiff-kernels -name '*.o' -delete \
     && chmod -R a+rX /opt/skiff-kernels
 

@@ -30,6 +30,7 @@ _USED: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "tp",
     "attention",
     "kernel_cache_dir",
     "max_running_requests",

@@ -17,7 +17,7 @@ import zmq
 from skiff_runtime import log
 from skiff_runtime.children import Children, Ended, make_run_dir
 from skiff_runtime.config import Config
-from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED
+from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED, PHASES
 from skiff_runtime.launch import Launch, Role
 from skiff_runtime.messages import (
     Beats,
@@ -69,6 +69,8 @@ class Supervisor:
         self._failures: dict[str, str] = {}
         """What processes said of their end."""
         self._told_beats = 0.0
+        self._phases: dict[str, str] = {}
+        """The start phase that each process was last heard to be in."""
         self._ready: dict[str, Ready] = {}
         self._serving = False
         self._signals = 0
@@ -133,13 +135,21 @@ class Supervisor:
         self._last_beat[message.process] = time.monotonic()
         if isinstance(message, PhaseReport):
             self._api.send(message)
+            self._log_phase(message.process, message.phase)
         elif isinstance(message, ProcessFailed):
             self._failures[message.process] = message.message
         elif isinstance(message, Ready):
             self._ready[message.process] = message
-            log.event("process_ready", process=message.process)
+            seconds = time.monotonic() - self._started
+            log.event("process_ready", process=message.process, seconds=seconds)
             if not self._serving and len(self._ready) == len(self._children.running):
                 self._begin_serving()
+
+    def _log_phase(self, process: str, phase: str) -> None:
+        """Log a phase as it begins; what else is reported of it is progress. Of the last, ``process_ready`` tells."""
+        if phase not in (self._phases.get(process), PHASES[-1]):
+            self._phases[process] = phase
+            log.event("phase_begun", process=process, phase=phase, seconds=time.monotonic() - self._started)
 
     def _tell_beats(self) -> None:
         """Let the api process know, once a turn's length, when each process was last heard of."""

@@ -1,6 +1,7 @@
 """Eight-bit weights and KV cache: the arithmetic, checkpoints that have it already, and what becomes of tokens."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ COMPRESSED: dict[str, Any] = {
 }
 FBGEMM: dict[str, Any] = {
     "quant_method": "fbgemm_fp8",
-    "activation_scale_ub": None,
+    "activation_scale_ub": 1200.0,
     "modules_to_not_convert": ["lm_head"],
 }
 
@@ -81,6 +82,14 @@ def test_rounding_keeps_three_bits_and_the_largest(row: list[float]) -> None:
     assert ((back - values.double()).abs() <= values.double().abs() / 16 + step).all()
     if values.abs().max() > 1e-8:
         assert back.abs().max().item() == pytest.approx(values.abs().max().item(), rel=1e-5)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.floats(0.5, 1e6, width=32))
+def test_what_a_row_holds_beyond_the_bound_becomes_the_bound(row: list[float], bound: float) -> None:
+    values = torch.tensor([row])
+    rounded, scales = round_rows(values, bound)
+    cut, wanted = round_rows(values.clamp(-bound, bound))
+    assert torch.equal(rounded.float(), cut.float()) and torch.equal(scales, wanted)
 
 
 def test_what_is_too_large_becomes_the_largest() -> None:
@@ -175,7 +184,8 @@ def test_scales_are_required_beside_eight_bit_weights(tmp_path: Path) -> None:
             {**COMPRESSED, "config_groups": {"0": {**GROUP, "input_activations": None}}},
             "has 'num_bits' of input_activations None",
         ),
-        ({**FBGEMM, "activation_scale_ub": 1200.0}, "activation_scale_ub"),
+        ({**FBGEMM, "activation_scale_ub": 0}, "'activation_scale_ub' must be more than 0, not 0"),
+        ({**FBGEMM, "activation_scale_ub": "high"}, "'activation_scale_ub' must be a number, not 'high'"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
@@ -192,6 +202,26 @@ def test_a_quantized_checkpoint_cannot_be_served_in_its_old_type(tmp_path: Path)
         resolve(Config(model=str(path), device="cpu", quantization="none"))
 
 
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        (FBGEMM, 1200.0),
+        ({**FBGEMM, "activation_scale_ub": 3}, 3.0),
+        ({**FBGEMM, "activation_scale_ub": None}, None),
+        ({"quant_method": "fbgemm_fp8"}, 1200.0),
+        (COMPRESSED, None),
+        (None, None),
+    ],
+)
+def test_bound_of_activations_is_that_of_fbgemm(
+    tmp_path: Path, config: dict[str, Any] | None, bound: float | None
+) -> None:
+    """Where a checkpoint is silent, transformers takes 1200."""
+    path = make_model(tmp_path)
+    edit_json(path / "config.json", quantization_config=config)
+    assert read_model_config(path).activation_bound == bound
+
+
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3"])
 def test_reckoned_bytes_are_those_of_the_model(tmp_path: Path, family: str, quantization: Any) -> None:
@@ -202,8 +232,8 @@ def test_reckoned_bytes_are_those_of_the_model(tmp_path: Path, family: str, quan
         assert reckoned(model, size, element_bytes=2, quantization=quantization) == weight_bytes(built)
 
 
-def _round_linear_layers(oracle: Any) -> None:
-    """Make transformers compute with rounded weights and activations, in float32."""
+def _round_linear_layers(oracle: Any, bound: float = math.inf) -> None:
+    """Make transformers compute with rounded weights and, cut at a bound, activations, in float32."""
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         flat, scales = round_rows(values.flatten(0, -2))
@@ -212,7 +242,7 @@ def _round_linear_layers(oracle: Any) -> None:
     for name, module in oracle.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.weight.data = rounded(module.weight.data)
-            module.register_forward_pre_hook(lambda _module, given: (rounded(given[0]),))
+            module.register_forward_pre_hook(lambda _module, given: (rounded(given[0].clamp(-bound, bound)),))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -224,6 +254,19 @@ def test_tokens_are_those_of_transformers_with_rounded_numbers(tmp_path: Path, f
     oracle = load_reference(path)
     _round_linear_layers(oracle)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
+
+
+def test_tokens_of_an_fbgemm_checkpoint_are_those_of_activations_cut_at_its_bound(tmp_path: Path) -> None:
+    plain, ready = (make_model(tmp_path / name) for name in ("plain", "ready"))
+    quantize(ready, {**FBGEMM, "activation_scale_ub": 2.0})
+    engine = make_engine(ready, quantization="fp8", page_size=16)
+    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
+    engine.close()
+    unbound, oracle = load_reference(plain), load_reference(plain)
+    _round_linear_layers(unbound)
+    _round_linear_layers(oracle, 2.0)
+    assert oracle_choices(oracle, PROMPTS, outputs) == outputs
+    assert oracle_choices(unbound, PROMPTS, outputs) != outputs
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])

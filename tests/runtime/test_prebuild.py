@@ -54,6 +54,26 @@ def test_heads_of_sixteen_numbers_over_a_cache_in_eight_bits(tmp_path: Path) -> 
     assert "decode_rows" in kernels(tmp_path / "kernels")
 
 
+def test_a_rank_of_several_has_kernels_of_its_own(tmp_path: Path) -> None:
+    """Where its sizes are in them; the others it has in common with a rank that is alone."""
+    model = make_model(tmp_path / "model", num_hidden_layers=1, head_dim=16)
+    compiled = []
+    for ranks in ("1", "2"):
+        done = prebuild(model, tmp_path / ranks, "--tp", ranks)
+        assert done.returncode == 0, done.stderr
+        folder = tmp_path / ranks / cache.TRITON_FOLDER
+        compiled.append({(path.stem, path.parent.name) for path in folder.glob("*/*.cubin")})
+    assert {name for name, _ in compiled[0]} == {name for name, _ in compiled[1]}
+    own = {name for name, _ in compiled[1] - compiled[0]}
+    assert own >= {"decode_rows", "_prefill", "_place", "_one_token", "_silu_and_mul"}
+    assert not own & {"_rms_norm", "_step_inputs", "_write_cells"}
+
+
+def test_ranks_that_the_model_cannot_be_cut_over_are_refused(tmp_path: Path) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", "--tp", "3")
+    assert done.returncode == 2 and "--tp 3 does not divide" in done.stderr
+
+
 def test_architectures_are_checked(tmp_path: Path) -> None:
     done = prebuild(tmp_path, tmp_path, "--arch", "hopper")
     assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr

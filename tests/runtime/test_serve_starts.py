@@ -58,6 +58,18 @@ def test_what_cannot_be_served_is_named(
         assert "Traceback" not in service.log_text()
 
 
+def test_each_phase_of_each_rank_is_logged_once_as_it_begins(tmp_path: Path) -> None:
+    with running_service(make_model(tmp_path), "--tp", "2") as service:
+        text = service.log_text()
+    [served] = re.findall(r" service_ready .*seconds=(\S+)", text)
+    for rank in ("rank0", "rank1"):
+        told = re.findall(rf" supervisor phase_begun process={rank} phase=(\w+) seconds=(\S+)", text)
+        assert [phase for phase, _ in told] == ["config", "weights", "kv_cache", "warmup"]
+        told += re.findall(rf" supervisor (process_ready) process={rank} seconds=(\S+)", text)
+        seconds = [0.0, *(float(each) for _, each in told), float(served)]
+        assert len(told) == 5 and seconds == sorted(seconds)
+
+
 def test_a_child_that_dies_during_the_start_ends_it(tmp_path: Path) -> None:
     with running_service(make_model(tmp_path), ready=False) as service:
         wait_until(lambda: "process=api" in service.log_text())

@@ -55,10 +55,10 @@ class TensorParallel:
             return tensor
         if tensor.device.type == "cpu" and tensor.dtype != torch.float32:
             total = tensor.float()
-            dist.all_reduce(total)
+            self._sum(total)
             return total.to(tensor.dtype)
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor)
+        self._sum(tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class TensorParallel:
             return tensor
         rows, columns = tensor.shape
         gathered = torch.empty((self.size * rows, columns), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(gathered, tensor.contiguous())
+        self._gather(gathered, tensor.contiguous())
         return gathered.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def minimum(self, value: int) -> int:
@@ -82,6 +82,24 @@ class TensorParallel:
         """Leave the group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        """Make ``tensor`` the sum over ranks."""
+        dist.all_reduce(tensor)
+
+    def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fill ``gathered`` [size * N, C] with ``tensor`` [N, C] of every rank, one below the other."""
+        dist.all_gather_into_tensor(gathered, tensor)
+
+
+class LoneRank(TensorParallel):
+    """A rank that computes its share and never meets the others: sums are its own part, what they would send is anything."""
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        """Leave the rank's own part."""
+
+    def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Leave what is there."""
 
 
 def _join(rank: int, size: int, device: torch.device, store: Path, timeout: timedelta) -> None:

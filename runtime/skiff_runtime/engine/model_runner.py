@@ -1,5 +1,6 @@
 """One rank's model over its KV pool: loads it, sizes the pool, and computes logits of a step."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -38,8 +39,7 @@ class ModelRunner(ForwardPass):
         self._config = config
         self._model_config = model
         self._group = group
-        quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
-        placement = Placement(getattr(torch, config.dtype), group.device, group, quantization)
+        placement = placement_of(config, model, group)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
         loaded = self._load(model, placement, on_phase)
@@ -122,6 +122,13 @@ class ModelRunner(ForwardPass):
 def longest(config: Config, model: ModelConfig) -> int:
     """Tokens of the longest sequence that is served."""
     return config.max_model_len or model.max_position_embeddings
+
+
+def placement_of(config: Config, model: ModelConfig, group: TensorParallel) -> Placement:
+    """Where and how a rank of ``group`` keeps the model, by a resolved configuration."""
+    quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
+    bound = math.inf if model.activation_bound is None else model.activation_bound
+    return Placement(getattr(torch, config.dtype), group.device, group, quantization, bound)
 
 
 def kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, ranks: int) -> KVLayout:

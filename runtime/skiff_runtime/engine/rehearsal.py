@@ -17,11 +17,12 @@ from triton.backends.driver import DriverBase
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
-from skiff_runtime.config import Config, Quantization
+from skiff_runtime.config import Config
+from skiff_runtime.distributed.group import LoneRank
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.forward import ForwardPass
-from skiff_runtime.engine.model_runner import kv_layout, longest
+from skiff_runtime.engine.model_runner import kv_layout, longest, placement_of
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
@@ -29,7 +30,6 @@ from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.kvcache.pool import KVPool
-from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 
@@ -45,7 +45,10 @@ MIXED_CHUNK: Final = 16
 
 
 def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
-    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0)."""
+    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0).
+
+    That is rank 0 of its ``tp``: shares are of one size on all ranks, so the others launch the same.
+    """
     with _compiling(architecture), FakeTensorMode(), torch.inference_mode():
         stage = _Stage(config, model)
         for kind in stage.decode.kinds:
@@ -57,21 +60,20 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
 
 
 class _Stage:
-    """A model, its cache and its tables, all fake."""
+    """A rank's model, its cache and its tables, all fake."""
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
-        quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        context = longest(config, model)
-        placement = Placement(dtype, self._device, quantization=quantization)
+        context, ranks = longest(config, model), config.tp
+        placement = placement_of(config, model, LoneRank(0, ranks, self._device))
         built = make_model(model, placement, max_positions=context)
-        layout = kv_layout(config, built, dtype, ranks=1)
+        layout = kv_layout(config, built, placement.dtype, ranks=ranks)
         pool = KVPool(layout, 1, self._device)
-        backend = HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, model.num_heads, context))
+        decode = TritonDecode(pool, built.heads.local_query(ranks), context)
+        backend = HybridAttention(pool, TritonPrefill(pool), decode)
         self._pass = ForwardPass(built, backend, self._device)
         self.distinct_rows = distinct_rows(
-            *(config.running_limit, model.num_kv_heads, context, dtype, layout.dtype, model.head_dim)
+            *(config.running_limit, layout.kv_heads, context, placement.dtype, layout.dtype, model.head_dim)
         )
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
         self._tables.share_prefixes(0 if config.disable_shared_decode else backend.shared_rows)

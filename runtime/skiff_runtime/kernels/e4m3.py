@@ -1,5 +1,6 @@
 """Numbers in eight bits (e4m3: 4 bits of exponent, 3 of fraction; Micikevicius et al., 2022), with a scale for each row."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,14 +54,16 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.float().clamp_(-LARGEST, LARGEST).to(E4M3)
 
 
-def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, n] -> e4m3 [N, n], and float32 [N, 1] by which each row is to be multiplied: its largest becomes 448.
 
-    In plain torch, which any thread may call.
+    So does ``bound``, where the largest is beyond it, and all that is beyond it, too. In plain torch, which any thread
+    may call.
     """
     wide = values.float()
     largest = torch.full(
         (1, 1), LARGEST, device=values.device
     )  # a division by a plain number is rounded otherwise
-    scales = (wide.abs().amax(1, keepdim=True) / largest).clamp_(min=SMALLEST_SCALE)
+    reached = wide.abs().amax(1, keepdim=True).clamp_(max=bound)
+    scales = (reached / largest).clamp_(min=SMALLEST_SCALE)
     return to_e4m3(wide * scales.reciprocal()), scales

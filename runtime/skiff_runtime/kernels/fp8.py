@@ -1,10 +1,12 @@
 """Layers whose matrices and activations are in e4m3, on any device.
 
 A matrix is kept with one scale for each output, activations are rounded with one scale for each token, and their
-product is scaled back by both. A CPU has no such product, and that of a GPU is in bfloat16: on the one, and for models
-in float32 on the other, the rounded numbers are multiplied in float32.
+product is scaled back by both. What a token has beyond a ``bound`` is rounded to the bound. A CPU has no such product,
+and that of a GPU is in bfloat16: on the one, and for models in float32 on the other, the rounded numbers are multiplied
+in float32.
 """
 
+import math
 from typing import Final
 
 import torch
@@ -20,34 +22,34 @@ ALIGNMENT: Final = 16
 Activations = torch.Tensor | Rounded
 
 
-def round_activations(x: torch.Tensor) -> Rounded:
+def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
     """x [T, n], rounded."""
     if x.device.type == "cuda":
         from skiff_runtime.kernels.fused import fp8
 
-        return fp8.round_activations(x)
-    return Rounded(*round_rows(x), x.dtype)
+        return fp8.round_activations(x, bound)
+    return Rounded(*round_rows(x, bound), x.dtype)
 
 
 def add_norm_and_round(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float = math.inf
 ) -> tuple[Rounded, torch.Tensor]:
     """(``rms_norm`` of the sum, rounded; the sum) of x and residual, both [T, n]."""
     if x.device.type == "cuda":
         from skiff_runtime.kernels.fused import fp8
 
-        return fp8.add_norm_and_round(x, residual, weight, eps)
+        return fp8.add_norm_and_round(x, residual, weight, eps, bound)
     normed, total = add_rms_norm(x, residual, weight, eps)
-    return round_activations(normed), total
+    return round_activations(normed, bound), total
 
 
-def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
+def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounded:
     """[T, 2n] -> [T, n]: silu of the first half times the second, rounded."""
     if gate_up.device.type == "cuda":
         from skiff_runtime.kernels.fused import fp8
 
-        return fp8.silu_mul_and_round(gate_up)
-    return round_activations(silu_and_mul(gate_up))
+        return fp8.silu_mul_and_round(gate_up, bound)
+    return round_activations(silu_and_mul(gate_up), bound)
 
 
 def scaled_linear(x: Activations, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:

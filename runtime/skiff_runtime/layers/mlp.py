@@ -16,6 +16,7 @@ class GatedMLP:
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement) -> None:
         cuts = [even_cut(name, intermediate_size, placement) for name in ("gate_proj", "up_proj")]
         self._rounds = placement.quantization == "fp8"
+        self._bound = placement.activation_bound
         self._gate_up = ColumnParallelLinear(hidden_size, cuts, bias=bias, placement=placement)
         self._down = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, placement=placement
@@ -23,7 +24,9 @@ class GatedMLP:
 
     def __call__(self, x: Activations) -> torch.Tensor:
         gate_up = self._gate_up(x)
-        return self._down(silu_mul_and_round(gate_up) if self._rounds else silu_and_mul(gate_up))
+        if self._rounds:
+            return self._down(silu_mul_and_round(gate_up, self._bound))
+        return self._down(silu_and_mul(gate_up))
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this block."""

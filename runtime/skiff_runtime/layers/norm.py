@@ -32,15 +32,16 @@ class InputNorm:
         self.weight = placement.empty(size)
         self._eps = eps
         self._rounds = placement.quantization == "fp8"
+        self._bound = placement.activation_bound
 
     def __call__(self, x: torch.Tensor) -> Activations:
         normed = rms_norm(x, self.weight, self._eps)
-        return round_activations(normed) if self._rounds else normed
+        return round_activations(normed, self._bound) if self._rounds else normed
 
     def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
         """(normalized x + residual, x + residual)."""
         if self._rounds:
-            return add_norm_and_round(x, residual, self.weight, self._eps)
+            return add_norm_and_round(x, residual, self.weight, self._eps, self._bound)
         return add_rms_norm(x, residual, self.weight, self._eps)
 
     def pieces(self, name: str) -> Iterator[Piece]:

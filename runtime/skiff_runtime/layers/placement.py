@@ -1,5 +1,6 @@
 """Where a rank's weights live, and how a checkpoint's tensor is cut for it."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -10,12 +11,16 @@ from skiff_runtime.distributed.group import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices."""
+    """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices.
+
+    Where there is one, what these are multiplied with is cut at ``activation_bound`` when it is rounded.
+    """
 
     dtype: torch.dtype
     device: torch.device
     group: TensorParallel = field(default_factory=TensorParallel)
     quantization: Quantization = "none"
+    activation_bound: float = math.inf
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialized weight."""

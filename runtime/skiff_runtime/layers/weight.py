@@ -8,7 +8,7 @@ import torch
 
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.e4m3 import empty_matrix
-from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, scaled_linear
+from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, round_activations, scaled_linear
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.placement import Placement
 
@@ -58,11 +58,13 @@ class Fp8Weight(Weight):
                 f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
                 f"{outputs} x {inputs}; use another --tp, or --quantization none"
             )
+        self._bound = placement.activation_bound
         self.matrix = empty_matrix(outputs, inputs, placement.device)
 
     def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The scaled product; x is rounded if it is not."""
-        return scaled_linear(x, self.matrix, bias)
+        rounded = round_activations(x, self._bound) if isinstance(x, torch.Tensor) else x
+        return scaled_linear(rounded, self.matrix, bias)
 
     def split(self, sizes: Sequence[int]) -> list[Rows]:
         """Views of values and scales."""

@@ -11,7 +11,7 @@ from typing import Final
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.models.json_file import Fields, read_json
-from skiff_runtime.models.quantization import read_quantization
+from skiff_runtime.models.quantization import read_activation_bound, read_quantization
 from skiff_runtime.models.rope import RopeScaling, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -47,7 +47,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder model. Sizes are of the whole model, not of a rank's share."""
+    """One decoder model. Sizes are of the whole model, not of a rank's share.
+
+    ``activation_bound``, if there is one, is where a quantized checkpoint wants activations to be cut.
+    """
 
     path: Path
     architecture: str
@@ -67,6 +70,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     quantization: Quantization
+    activation_bound: float | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
@@ -112,6 +116,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
         quantization=read_quantization(config),
+        activation_bound=read_activation_bound(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
         ),

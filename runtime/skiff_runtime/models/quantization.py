@@ -1,7 +1,7 @@
 """What a ``config.json`` says of quantized weights; no torch.
 
 Served is e4m3 with one scale for each output, whose activations are rounded token by token as they come. Checkpoints
-of it are written by compressed-tensors (its float-quantized format) and by FBGEMM.
+of it are written by compressed-tensors (its float-quantized format) and by FBGEMM, which bounds activations besides.
 """
 
 from typing import Any, Final
@@ -12,6 +12,10 @@ from skiff_runtime.models.json_file import Fields
 
 _UNTOUCHED: Final = ("lm_head", "embed_tokens", "model.embed_tokens")
 """What this runtime never quantizes either."""
+_FBGEMM: Final = "fbgemm_fp8"
+_BOUND: Final = "activation_scale_ub"
+_DEFAULT_BOUND: Final = 1200.0
+"""Of FBGEMM's checkpoints that do not say, in transformers."""
 _WEIGHTS: Final = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 _ACTIVATIONS: Final = {
     "num_bits": 8,
@@ -31,13 +35,28 @@ def read_quantization(config: Fields) -> Quantization:
     if method == "compressed-tensors":
         _check_groups(told)
         _check_left_out(told, "ignore")
-    elif method == "fbgemm_fp8":
-        if told.get("activation_scale_ub") is not None:
-            _refuse(told, "bounds the scales of activations ('activation_scale_ub')")
+    elif method == _FBGEMM:
         _check_left_out(told, "modules_to_not_convert")
     else:
         _refuse(told, f"is by the method {method!r}")
     return "fp8"
+
+
+def read_activation_bound(config: Fields) -> float | None:
+    """Where activations are cut before they are rounded, if anywhere. Raises ``ModelError`` for what is no bound.
+
+    FBGEMM computes the scale of a token from its largest number or the bound, whichever is less, and makes what then is
+    beyond e4m3 the largest there. A null is no bound.
+    """
+    told = config.object("quantization_config")
+    if told is None or told.get("quant_method") != _FBGEMM:
+        return None
+    if told.has(_BOUND) and told.get(_BOUND) is None:
+        return None
+    bound = told.number(_BOUND, _DEFAULT_BOUND)
+    if bound <= 0:
+        raise ModelError(f"{told.source}: {_BOUND!r} must be more than 0, not {bound:g}")
+    return bound
 
 
 def _check_groups(told: Fields) -> None:

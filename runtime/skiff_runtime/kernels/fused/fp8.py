@@ -1,5 +1,6 @@
 """Rounding to e4m3 with one scale for each row: of what is there, or of what is made in the same launch."""
 
+import math
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ def _store_row(
     scales: tl.tensor,
     row: tl.tensor,
     columns: tl.tensor,
+    bound: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
-    scale = _scale_of(tl.max(tl.abs(value), 0))
+    scale = _scale_of(tl.max(tl.abs(value), 0), bound)
     _store(value, scale, rounded, row, columns, WIDTH)
     _store_scale(scale, rounded, scales, row)
 
 
 @triton.jit
-def _scale_of(largest: tl.tensor) -> tl.tensor:
-    return tl.maximum(tl.div_rn(largest, _LARGEST), _SMALLEST_SCALE)
+def _scale_of(largest: tl.tensor, bound: tl.tensor) -> tl.tensor:
+    return tl.maximum(tl.div_rn(tl.minimum(largest, bound), _LARGEST), _SMALLEST_SCALE)
 
 
 @triton.jit
@@ -66,6 +68,7 @@ def _round(
     rounded: tl.tensor,
     scales: tl.tensor,
     stride: tl.tensor,
+    bound: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -75,7 +78,7 @@ def _round(
     columns = tl.arange(0, BLOCK)
     await_previous(EARLY)
     value = tl.load(values + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
-    _store_row(value, rounded, scales, row, columns, WIDTH)
+    _store_row(value, rounded, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -84,6 +87,7 @@ def _silu_mul_and_round(
     rounded: tl.tensor,
     scales: tl.tensor,
     stride: tl.tensor,
+    bound: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -103,7 +107,7 @@ def _silu_mul_and_round(
         others = BLOCK + tl.arange(0, REST)
         beside = silu_mul(gate_up + row * stride, others, WIDTH).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(beside), 0))
-    scale = _scale_of(largest)
+    scale = _scale_of(largest, bound)
     _store(value, scale, rounded, row, columns, WIDTH)
     if REST:
         _store(beside, scale, rounded, row, others, WIDTH)
@@ -121,6 +125,7 @@ def _add_norm_and_round(
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
+    bound: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -139,27 +144,28 @@ def _add_norm_and_round(
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     normed = ((value * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
-    _store_row(normed, rounded, scales, row, columns, WIDTH)
+    _store_row(normed, rounded, scales, row, columns, bound, WIDTH)
 
 
-def round_activations(x: torch.Tensor) -> Rounded:
+def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
     """As ``kernels.fp8.round_activations``."""
     rounded = _empty(x, x.shape[1])
     if x.shape[0]:
-        _round[(x.shape[0],)](x, rounded.values, rounded.scales, x.stride(0), **_shape(x, x.shape[1]))
+        numbers = x.stride(0), bound
+        _round[(x.shape[0],)](x, rounded.values, rounded.scales, *numbers, **_shape(x, x.shape[1]))
     return rounded
 
 
-def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
+def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounded:
     """As ``kernels.fp8.silu_mul_and_round``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if rows == 1:  # which one program would take longer for than many, and a second launch
-        return round_activations(silu_and_mul(gate_up))
+        return round_activations(silu_and_mul(gate_up), bound)
     rounded = _empty(gate_up, width)
     if rows:
         block = 1 << (width.bit_length() - 1)
         _silu_mul_and_round[(rows,)](
-            *(gate_up, rounded.values, rounded.scales, gate_up.stride(0)),
+            *(gate_up, rounded.values, rounded.scales, gate_up.stride(0), bound),
             WIDTH=width,
             BLOCK=block,
             REST=triton.next_power_of_2(width - block) if width > block else 0,
@@ -169,7 +175,7 @@ def silu_mul_and_round(gate_up: torch.Tensor) -> Rounded:
 
 
 def add_norm_and_round(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float = math.inf
 ) -> tuple[Rounded, torch.Tensor]:
     """As ``kernels.fp8.add_norm_and_round``."""
     rows, width = x.shape
@@ -186,6 +192,7 @@ def add_norm_and_round(
             x.stride(0),
             residual.stride(0),
             eps,
+            bound,
             **_shape(x, width),
         )
     return rounded, total
