@@ -10,8 +10,10 @@ from rank_processes import on_ranks
 from tiny_models import load_reference, make_model, oracle_choices
 from tiny_tokenizer import VOCAB_SIZE
 
-from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.distributed.group import LoneRank, TensorParallel
 from skiff_runtime.errors import StartupError
+from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
+from skiff_runtime.layers.placement import Placement
 
 COUNT = 8
 
@@ -24,6 +26,7 @@ def test_collectives_of_two_ranks(tmp_path: Path) -> None:
         "short": [3.0, 3.0],
         "dtype": "torch.bfloat16",
         "gathered": [[1.0, 0.0, 2.0, 0.0], [10.0, 1.0, 20.0, 1.0]],
+        "placed": [[1.0, 0.0, 2.0, 0.0], [10.0, 1.0, 20.0, 1.0]],
         "minimum": 9,
     }
 
@@ -35,6 +38,26 @@ def test_one_rank_needs_no_process_group() -> None:
     assert group.all_gather(tensor) is tensor
     assert group.minimum(7) == 7
     assert not torch.distributed.is_initialized()
+
+
+class Echo(LoneRank):
+    """All other ranks send what this one does."""
+
+    def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        gathered.copy_(tensor.repeat(self.size, 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_logits_are_put_where_there_is_room(ranks: int) -> None:
+    placement = Placement(torch.float32, torch.device("cpu"), Echo(0, ranks))
+    embedding = VocabParallelEmbedding(37, 16, placement)
+    embedding.weight.normal_(generator=torch.Generator().manual_seed(0))
+    head = OutputHead(embedding, 37, placement)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    room = head.room(8)
+    logits = head(hidden, room[:5])
+    assert logits.shape == (5, 37) and logits.data_ptr() == room.data_ptr()
+    torch.testing.assert_close(logits, head(hidden))
 
 
 def test_a_rank_that_is_alone_gives_up(tmp_path: Path) -> None:

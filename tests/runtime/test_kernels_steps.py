@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_device import DEVICE
+from kernel_device import DEVICE, poison_allocations
 
 from skiff_runtime.kernels.fused import inputs as fused_inputs
 from skiff_runtime.kernels.fused import sampling as fused_sampling
@@ -15,6 +15,11 @@ from skiff_runtime.kernels.step_inputs import StepInputs, empty_inputs
 
 SLOTS, LENGTH = 7, 90
 NAMES = ("token_ids", "positions", "locations", "contexts")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_allocations(monkeypatch)
 
 
 @pytest.fixture(params=[1, 3, 16])
@@ -83,8 +88,8 @@ def test_cells_and_pages(tables: tuple[torch.Tensor, torch.Tensor, int]) -> None
 
 
 @pytest.mark.parametrize("vocab", [50, 8193])
-@pytest.mark.parametrize("floors", [False, True])
-def test_choices_are_those_of_the_reference(vocab: int, floors: bool) -> None:
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (40, 1.0), (0, 0.6), (30, 0.9)])
+def test_choices_are_those_of_the_reference(vocab: int, top_k: int, top_p: float) -> None:
     """Greedy, with a seed at both ends of its range, hot, cold, with min_p; and rows of which much is masked."""
     generator = torch.Generator().manual_seed(vocab)
     filters = torch.tensor(
@@ -96,10 +101,10 @@ def test_choices_are_those_of_the_reference(vocab: int, floors: bool) -> None:
     logits = torch.randn(7, vocab, generator=generator) * 4
     logits[1, 5:] = -torch.inf
     logits[3] = logits[3].round()
-    least = torch.full((7,), 1.0) if floors else None
+    filters[1:5, 1], filters[1:5, 2] = top_k, top_p
     history = torch.zeros(6, LENGTH, dtype=torch.int32)
     wanted_history = history.clone()
-    wanted = choose(logits, slots, positions, seeds, filters, least, wanted_history)
+    wanted = choose(logits, slots, positions, seeds, filters, wanted_history)
     written = history.to(DEVICE)
     chosen = fused_sampling.choose(
         logits.to(DEVICE),
@@ -107,7 +112,6 @@ def test_choices_are_those_of_the_reference(vocab: int, floors: bool) -> None:
         positions.to(DEVICE),
         seeds.to(DEVICE),
         filters.to(DEVICE),
-        None if least is None else least.to(DEVICE),
         written,
     )
     assert chosen.tolist() == wanted.tolist()

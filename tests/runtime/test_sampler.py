@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.engine.sampler import NARROW_TOP_K, Sampler
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.floors import NARROW_TOP_K
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import SlotOpened

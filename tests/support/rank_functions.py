@@ -13,11 +13,13 @@ from skiff_runtime.messages import SamplingParams
 def collectives(group: TensorParallel) -> dict[str, Any]:
     """Every collective once, with values that tell the ranks apart."""
     mine = float(group.rank + 1)
+    own = torch.tensor([[mine, 0.0], [mine * 10, 1.0]])
     return {
         "sum": group.all_reduce(torch.full((2,), mine)).tolist(),
         "short": group.all_reduce(torch.full((2,), mine, dtype=torch.bfloat16)).tolist(),
         "dtype": str(group.all_reduce(torch.ones(1, dtype=torch.bfloat16)).dtype),
-        "gathered": group.all_gather(torch.tensor([[mine, 0.0], [mine * 10, 1.0]])).tolist(),
+        "gathered": group.all_gather(own).tolist(),
+        "placed": group.all_gather(own, torch.zeros(2, 4)).tolist(),
         "minimum": group.minimum(10 - group.rank),
     }
 

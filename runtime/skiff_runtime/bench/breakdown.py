@@ -20,7 +20,10 @@ _PATTERNS: Final = (
         "matrix work",
         r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|_one_token|_few_tokens|aten::(mm|addmm|bmm|baddbmm)\b",
     ),
-    ("sampling", r"_choose|_find_maxima|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial"),
+    (
+        "sampling",
+        r"_choose|_find_maxima|_find_floors|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial",
+    ),
 )
 """In this order: the first that fits."""
 

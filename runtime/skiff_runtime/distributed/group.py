@@ -61,14 +61,17 @@ class TensorParallel:
         self._sum(tensor)
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[N, C] of every rank, side by side: [N, size * C], the same bits on every rank."""
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, C] of every rank, side by side: [N, size * C], in ``out`` if given, the same bits on every rank."""
         if self.size == 1:
-            return tensor
+            return tensor if out is None else out.copy_(tensor)
         rows, columns = tensor.shape
         gathered = torch.empty((self.size * rows, columns), dtype=tensor.dtype, device=tensor.device)
         self._gather(gathered, tensor.contiguous())
-        return gathered.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+        beside = gathered.view(self.size, rows, columns).transpose(0, 1)
+        if out is None:
+            return beside.reshape(rows, -1)
+        return out.view(rows, self.size, columns).copy_(beside).view(rows, -1)
 
     def minimum(self, value: int) -> int:
         """The least value of all ranks; also a barrier."""

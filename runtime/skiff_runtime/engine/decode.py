@@ -65,6 +65,8 @@ class DecodeStep:
             2 * largest + packed_size(largest), dtype=torch.int32, device=forward_pass.device
         )
         self._inputs = empty_inputs(largest, largest, forward_pass.device)
+        self._logits = forward_pass.logits_room(largest)
+        """Of any step: graphs that each kept their own would hold a gigabyte, with 256 rows of 150,000 tokens."""
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._results: dict[Kind, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory: Any = None
@@ -74,7 +76,7 @@ class DecodeStep:
         return plan.decode_rows == len(plan.slots) <= self.sizes[-1]
 
     def run(self, plan: StepPlan) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
-        """The rows, their logits [S, vocab], and tokens int32[S] as chosen by temperature, seed and min_p alone.
+        """The rows, their logits [S, vocab], and tokens int32[S], chosen from these logits as they are.
 
         These tokens stand in the table already. All is overwritten by the next step.
         """
@@ -146,7 +148,7 @@ class DecodeStep:
             shared=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
         )
         hidden = self._pass.forward(made, attention)
-        logits = self._pass.logits(hidden.at(slice(None)))
+        logits = self._pass.logits(hidden.at(slice(None)), self._logits[:size])
         tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
         return logits, tokens
 

@@ -179,8 +179,8 @@ class Engine:
         return hidden.at(batch.last_tokens), prompts
 
     def _plain(self, slots: Int32) -> bool:
-        """Whether temperature, seed and min_p are all that these slots ask for."""
-        return all(each.plain(slots) for each in (self._sampler, self._edits, self._guide, self._logprobs))
+        """Whether these slots ask for no more than how a token is to be drawn."""
+        return all(each.plain(slots) for each in (self._edits, self._guide, self._logprobs))
 
     def _choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
         """Each row's next token, from logits [S, vocab]; ``NO_TOKEN`` where no token would be right."""

@@ -58,7 +58,11 @@ class ForwardPass:
         """As ``forward``, by a backend that is prepared."""
         return Hidden(*self._model.forward(inputs.token_ids, inputs.positions, inputs.locations, backend))
 
+    def logits_room(self, rows: int) -> torch.Tensor:
+        """Where ``logits`` of so many tokens can be put."""
+        return self._model.logits_room(rows)
+
     @torch.inference_mode()
-    def logits(self, wanted: Wanted) -> torch.Tensor:
-        """Logits [S, vocab] of S of a step's tokens, in the model's type (on a CPU, float32)."""
-        return self._model.logits(wanted.output, wanted.residual)
+    def logits(self, wanted: Wanted, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of S of a step's tokens, in the model's type (on a CPU, float32); in ``room`` if given."""
+        return self._model.logits(wanted.output, wanted.residual, room)

@@ -87,8 +87,8 @@ def _largest(config: Config, tables: Tables) -> StepPlan:
 def _graphs(make: Callable[[], DecodeStep | PromptStep], config: Config, most: int) -> int:
     """Of steps of one kind, with what these hold beside them.
 
-    From what the two largest take: the others lie in the memory of the largest, but for their nodes. Those are the
-    driver's, at most ``most`` bytes of one size, which can only be told from what is free on the GPU.
+    From what the two largest take: the others lie in the memory of the largest, but for their nodes and what they return
+    beside logits. Nodes are the driver's, at most ``most`` bytes of one size, which can only be told from what is free on the GPU.
     """
     seen = [_memory()]
     step = make()

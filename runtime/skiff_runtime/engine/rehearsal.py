@@ -103,10 +103,9 @@ class _Stage:
         gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
 
     def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Tokens of rows int32[3, R], by what the decode graphs heed, and by all that a request can ask for."""
-        floors = torch.empty(len(logits), device=self._device)
-        for wide, least in ((logits, None), (logits.float(), None), (logits.float(), floors)):
-            choose(wide, sampled[1], sampled[2], *self._sampler.parameters, least)
+        """Tokens of rows int32[3, R], from logits as they are, and as edits, grammars and log-probabilities want them."""
+        for wide in (logits, logits.float()):
+            choose(wide, sampled[1], sampled[2], *self._sampler.parameters)
         for table in (self._tables.tokens, self._tables.pages):
             write_cells(table, sampled)
 

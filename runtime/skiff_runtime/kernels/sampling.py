@@ -2,6 +2,7 @@
 
 import torch
 
+from skiff_runtime.kernels.floors import find_floors
 from skiff_runtime.kernels.gumbel import add_gumbel
 
 
@@ -11,25 +12,21 @@ def choose(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     filters: torch.Tensor,
-    floors: torch.Tensor | None = None,
     history: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Tokens int[S] from logits [S, vocab]: the likeliest where the temperature is 0, else a draw.
 
     ``seeds`` int64[slots] and ``filters`` float32[slots, 4] (temperature, top_k, top_p, min_p) are those of ``slots``
-    int[S]; ``positions`` int[S] are where the tokens will stand. top_k and top_p are not looked at: ``floors``
-    float32[S] are the least scaled logits that they keep. Where ``history`` int32[slots, n] is given, the
+    int[S]; ``positions`` int[S] are where the tokens will stand. Where ``history`` int32[slots, n] is given, the
     tokens are written there at once.
     """
     if logits.device.type == "cuda":
         from skiff_runtime.kernels.fused import sampling
 
-        return sampling.choose(logits, slots, positions, seeds, filters, floors, history)
+        return sampling.choose(logits, slots, positions, seeds, filters, history)
     temperature, _, _, min_p = filters[slots].unbind(1)
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    lowest = scaled.amax(-1) + min_p.log()
-    if floors is not None:
-        lowest = torch.maximum(lowest, floors)
+    lowest = torch.maximum(scaled.amax(-1) + min_p.log(), find_floors(logits, slots, filters))
     greedy = scaled.argmax(-1)
     scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
     drawn = add_gumbel(scaled, seeds[slots], positions).argmax(-1)

@@ -43,8 +43,17 @@ class OutputHead:
         self._vocab_size = vocab_size
         self._group = placement.group
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self._embedding.weight)
-        if logits.device.type == "cpu":
+    def room(self, rows: int) -> torch.Tensor:
+        """Where the logits of so many vectors can be put: [rows, at least vocab_size], in the model's type."""
+        share = self._embedding.weight
+        return share.new_empty((rows, len(share) * self._group.size))
+
+    def __call__(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        """With ``room`` for S vectors, the logits are put there, also on a CPU in the model's type."""
+        weight = self._embedding.weight
+        if room is not None and self._group.size == 1:
+            return torch.mm(hidden, weight.T, out=room)[:, : self._vocab_size]
+        logits = F.linear(hidden, weight)
+        if room is None and logits.device.type == "cpu":
             logits = logits.float()
-        return self._group.all_gather(logits)[:, : self._vocab_size]
+        return self._group.all_gather(logits, room)[:, : self._vocab_size]

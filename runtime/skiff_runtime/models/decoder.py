@@ -102,9 +102,15 @@ class DecoderModel(ABC):
             x, residual = layer(x, residual, rotation, backend)
         return last(x, residual, rotation, backend, wanted)
 
-    def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """What ``forward`` returned, for S chosen tokens -> logits [S, vocab_size] in the model's type."""
-        return self._head(self._norm.after_sum(x, residual)[0])
+    def logits_room(self, rows: int) -> torch.Tensor:
+        """Where ``logits`` of so many tokens can be put."""
+        return self._head.room(rows)
+
+    def logits(
+        self, x: torch.Tensor, residual: torch.Tensor, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What ``forward`` returned, for S chosen tokens -> logits [S, vocab_size] in the model's type, in ``room`` if given."""
+        return self._head(self._norm.after_sum(x, residual)[0], room)
 
     def pieces(self) -> Iterator[Piece]:
         """Parts of the checkpoint that fill this rank's model."""

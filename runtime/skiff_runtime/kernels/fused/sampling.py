@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from skiff_runtime.kernels.fused.floors import find_floors
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 BLOCK = 2048
@@ -107,7 +108,6 @@ def _choose_parts(
     PARTS: tl.constexpr,
     MAXIMA: tl.constexpr,
     MAXIMA_BLOCK: tl.constexpr,
-    FLOORS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
@@ -124,13 +124,12 @@ def _choose_parts(
     if temperature > 0:
         min_p = tl.load(filters + slot * 4 + 3)
         noise = _noise(tl.load(seeds + slot), tl.load(positions + row), token, FAST)
+        floor = tl.load(floors + row)
         kept = score * tl.div_rn(_LOG2_E, temperature) + noise
-        if (min_p > 0) | FLOORS:  # which want a quotient as exact as their own
+        if (min_p > 0) | (floor > -float("inf")):  # which want a quotient as exact as their own
             parts = tl.arange(0, MAXIMA_BLOCK)
             largest = tl.load(maxima + row * MAXIMA + parts, parts < MAXIMA, -float("inf"))
-            floor = tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf"))
-            if FLOORS:
-                floor = tl.maximum(floor, tl.load(floors + row))
+            floor = tl.maximum(floor, tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf")))
             kept = tl.where(tl.div_rn(score, temperature + tl.zeros_like(score)) < floor, -float("inf"), kept)
         score = kept
     top = tl.max(score, 0)
@@ -174,7 +173,6 @@ def choose(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     filters: torch.Tensor,
-    floors: torch.Tensor | None = None,
     history: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``kernels.sampling.choose``; logits of any type, with rows at any stride."""
@@ -187,6 +185,7 @@ def choose(
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return tokens
+    floors = find_floors(logits, slots, filters)
     stride, options = logits.stride(0), launch_options(device)
     _find_maxima[(rows, maxima_parts)](
         logits,
@@ -206,7 +205,7 @@ def choose(
         positions,
         seeds,
         filters,
-        maxima if floors is None else floors,
+        floors,
         maxima,
         best,
         chosen,
@@ -215,7 +214,6 @@ def choose(
         PARTS=parts,
         MAXIMA=maxima_parts,
         MAXIMA_BLOCK=triton.next_power_of_2(maxima_parts),
-        FLOORS=floors is not None,
         BLOCK=BLOCK,
         FAST=device.type == "cuda",
         num_warps=4,
