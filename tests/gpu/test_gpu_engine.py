@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Driver, generate, make_engine
-from tiny_models import load_reference, make_model, oracle_logits
+from half_engine import SETTINGS, TIE, make_wide_model, request, serve
+from tiny_models import load_reference, oracle_logits
 
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import StepHandle
 
 pytestmark = pytest.mark.gpu
 
-TIE = 4 * torch.finfo(torch.bfloat16).eps
-"""A token may differ from the oracle's where the oracle's logits of the two differ by at most this share of the row's
-largest logit. To round one to bfloat16 costs it eps / 2 of its magnitude at most, and as much again is granted for what
-was rounded on the way to it, which makes eps. Two logits change places when the errors of both, in both engines, come
-together: 4 eps."""
 COUNT = 24
+BUDGET = 64
+"""Tokens of a step."""
 SAMPLINGS = [
     GREEDY,
     SamplingParams(max_tokens=COUNT, seed=1, temperature=0.8),
@@ -41,7 +39,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def made(path: Path, samplings: Sequence[SamplingParams], **changes: Any) -> list[list[int]]:
     """Tokens of a crowd in mixed steps, from an engine that has warmed up."""
-    settings = {"dtype": "bfloat16", "device": "cuda", "page_size": 16, "max_running_requests": 8, **changes}
+    settings = {**SETTINGS, "max_running_requests": 8, "max_batch_tokens": BUDGET, **changes}
     engine = make_engine(path, **settings)
     engine.warmup()
     outputs = generate(
@@ -49,7 +47,7 @@ def made(path: Path, samplings: Sequence[SamplingParams], **changes: Any) -> lis
         prompts(len(samplings)),
         COUNT,
         page_size=settings["page_size"],
-        budget=64,
+        budget=BUDGET,
         slots=8,
         samplings=samplings,
     )
@@ -57,25 +55,16 @@ def made(path: Path, samplings: Sequence[SamplingParams], **changes: Any) -> lis
     return outputs
 
 
-ATTENTION = pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
+ATTENTION = pytest.mark.parametrize("attention", ["triton", "flashinfer,triton", "flashinfer"])
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 128, which every backend takes."""
-    path = tmp_path_factory.mktemp("model")
-    return make_model(
-        path,
-        request.param,
-        seed=41,
-        dtype=torch.bfloat16,
-        hidden_size=256,
-        intermediate_size=512,
-        head_dim=128,
-    )
+    return make_wide_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-@ATTENTION
+@pytest.mark.parametrize("attention", ["triton", "flashinfer,triton", "flashinfer", "triton,flashinfer"])
 def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, attention: str) -> None:
     crowd = prompts(12)
     outputs = made(model, [GREEDY] * 12, attention=attention)
@@ -98,14 +87,41 @@ def test_tokens_do_not_depend_on_graphs(model: Path, attention: str) -> None:
         assert made(model, SAMPLINGS, attention=attention, **changes) == plain, changes
 
 
-def test_tokens_do_not_depend_on_the_page_size(model: Path) -> None:
-    outputs = [made(model, SAMPLINGS, page_size=size, attention="triton") for size in (1, 16, 64)]
+@pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
+def test_tokens_do_not_depend_on_the_page_size(model: Path, attention: str) -> None:
+    """With FlashInfer's prefill neither: on Hopper it knows tokens alone, elsewhere it divides no context of up to 128."""
+    outputs = [made(model, SAMPLINGS, page_size=size, attention=attention) for size in (1, 16, 64)]
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
+def test_greedy_tokens_are_the_same_however_the_same_steps_are_run(model: Path, attention: str) -> None:
+    """To the last one: behind a scheduler that plans ahead or not, with graphs or without, over pages of any size.
+
+    Only steps of the same rows have the same last bits. So all requests come at once, no two begin alike, each has a
+    slot, and how long its answer is does not depend on what it says.
+    """
+    sampling = SamplingParams(max_tokens=COUNT, seed=0, temperature=0.0, ignore_eos=True)
+    asked = [request(uid, [uid + 2, *prompt], sampling) for uid, prompt in enumerate(prompts(8))]
+    kinds: list[dict[str, Any]] = [{}, {"disable_overlap": True}, {"disable_cuda_graphs": True}]
+    kinds += [{"page_size": 1}, {"page_size": 64, "disable_overlap": True}]
+    first, *others = (
+        serve(model, asked, attention=attention, max_batch_tokens=BUDGET, **changes) for changes in kinds
+    )
+    assert all(len(first.replies[each.uid].tokens) == COUNT for each in asked)
+    for changes, other in zip(kinds[1:], others, strict=True):
+        assert other.steps == first.steps, changes
+        assert other.replies == first.replies, changes
 
 
 @pytest.mark.parametrize(
     ("dtype", "attention"),
-    [("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "flashinfer,triton")],
+    [
+        ("float32", "triton"),
+        ("bfloat16", "triton"),
+        ("bfloat16", "flashinfer,triton"),
+        ("bfloat16", "flashinfer"),
+    ],
 )
 def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str, attention: str) -> None:
     engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention=attention)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from kernel_device import TOLERANCE, error
+from paged_contexts import PagedContexts, causal_attention
 
-from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import LONG_CONTEXT as LONG
 from skiff_runtime.attention.hybrid import HybridAttention, PrefillBySize
 from skiff_runtime.attention.registry import make_backend
@@ -13,30 +13,9 @@ from skiff_runtime.kvcache.pool import KVLayout, KVPool
 
 pytestmark = pytest.mark.gpu
 
-PAGE, KV_HEADS, DIM, HEADS = 16, 2, 128, 8
+PAGE_SIZES = (1, 16, 64)
+KV_HEADS, DIM, HEADS, DTYPE = 2, 128, 8, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
-
-
-def pool_of(pages: int) -> KVPool:
-    pool = KVPool(KVLayout(1, KV_HEADS, DIM, PAGE, torch.bfloat16), pages, DEVICE)
-    for side in pool.tokens(0):
-        side.normal_()
-    return pool
-
-
-def batch_of(starts: list[int], lengths: list[int], table: torch.Tensor) -> AttentionBatch:
-    host = [np.array(each, np.int32) for each in (range(len(starts)), starts, lengths)]
-    firsts = np.cumsum(host[2], dtype=np.int32) - host[2]
-    rows = torch.from_numpy(np.stack((*host, firsts))).to(DEVICE)
-    return AttentionBatch(host[1], host[2], 0, rows, rows[1] + rows[2], table)
-
-
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64: the last len(q) of len(k) tokens ask."""
-    k, v = (each.double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * DIM**-0.5
-    hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(q))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~hidden, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -46,27 +25,34 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     ids=["short", "long", "both"],
 )
 def test_prefill(starts: list[int], lengths: list[int], split: bool) -> None:
+    """Over pages of any size; what takes whole contexts on Hopper gives the very same numbers for all of them.
+
+    It reads K and V in tiles of tokens, wherever their pages are (FlashInfer's hopper/sparse_mainloop.cuh), and its plan
+    knows tokens alone (PrefillSM90Plan). What divides contexts, does so between two pages (PrefillSplitQOKVIndptr).
+    """
+    from flashinfer.utils import determine_attention_backend
+
     from skiff_runtime.attention.flashinfer import FlashInferPrefill  # on GPU machines alone
 
     torch.manual_seed(len(starts))
-    counts = [-(-(start + length) // PAGE) for start, length in zip(starts, lengths, strict=True)]
-    pool = pool_of(sum(counts))
-    order = torch.randperm(sum(counts), dtype=torch.int32, device=DEVICE)
-    table = torch.full((len(starts), max(counts)), pool.num_pages, dtype=torch.int32, device=DEVICE)
-    for row, pages in enumerate(torch.split(order, counts)):
-        table[row, : len(pages)] = pages
-    prefill = FlashInferPrefill(pool, HEADS, split=split)
-    prefill.prepare(batch_of(starts, lengths, table))
-    q = torch.randn(sum(lengths), HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-    attended = torch.full_like(q, torch.nan)
-    prefill.forward(0, q, attended)
-    places = torch.arange(PAGE, device=DEVICE)
-    for row, (part, found) in enumerate(
-        zip(torch.split(q, lengths), torch.split(attended, lengths), strict=True)
-    ):
-        cells = (table[row, : counts[row]].long()[:, None] * PAGE + places).flatten()
-        k, v = (side[cells[: starts[row] + lengths[row]]] for side in pool.tokens(0))
-        assert error(found, reference(part, k, v)) < TOLERANCE[torch.bfloat16]
+    totals = np.add(starts, lengths).tolist()
+    contexts = [torch.randn(2, total, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for total in totals]
+    q = torch.randn(sum(lengths), HEADS, DIM, dtype=DTYPE, device=DEVICE)
+    parts = zip(torch.split(q, lengths), contexts, strict=True)
+    wanted = [causal_attention(part, *context) for part, context in parts]
+    in_tiles = determine_attention_backend(DEVICE, 0, False, False, DTYPE, DTYPE) == "fa3"
+    alike = []
+    for page_size in PAGE_SIZES:
+        paged = PagedContexts(contexts, page_size)
+        prefill = FlashInferPrefill(paged.pool, HEADS, split=split)
+        prefill.prepare(paged.batch(starts, lengths))
+        attended = torch.full_like(q, torch.nan)
+        prefill.forward(0, q, attended)
+        for found, expected in zip(torch.split(attended, lengths), wanted, strict=True):
+            assert error(found, expected) < TOLERANCE[DTYPE], page_size
+        if in_tiles and prefill._wrappers is prefill._whole:
+            alike.append(attended)
+    assert all(torch.equal(each, alike[0]) for each in alike)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +66,7 @@ def test_few_tokens_of_a_small_model_are_ours(
     from skiff_runtime.attention import flashinfer  # on GPU machines alone
 
     monkeypatch.setattr(flashinfer, "prefill_is_built", lambda *_: True)
-    backend = make_backend(name, pool_of(1), query_heads=HEADS, longest=LONG, few_tokens=few_tokens)
+    pool = KVPool(KVLayout(1, KV_HEADS, DIM, 16, DTYPE), 1, DEVICE)
+    backend = make_backend(name, pool, query_heads=HEADS, longest=LONG, few_tokens=few_tokens)
     assert isinstance(backend, HybridAttention)
     assert type(backend._prefill) is (expected or flashinfer.FlashInferPrefill)

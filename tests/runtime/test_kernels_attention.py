@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_device import DEVICE, TOLERANCE, error, poison
+from kernel_device import DEVICE, TOLERANCE, error, poison, poison_allocations
 
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
@@ -13,6 +13,11 @@ from skiff_runtime.kernels.fused.decode_launch import Decode, distinct_rows
 from skiff_runtime.kernels.fused.launch import Sides
 from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kernels.prefixes import unpack
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_allocations(monkeypatch)
 
 
 class Paged:

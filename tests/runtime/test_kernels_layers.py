@@ -3,12 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_device import DEVICE, TOLERANCE, error, poison
+from kernel_device import DEVICE, TOLERANCE, error, poison, poison_allocations
 
 from skiff_runtime.kernels import heads as reference
+from skiff_runtime.kernels.e4m3 import E4M3, to_e4m3
 from skiff_runtime.kernels.fused import activation, heads, norm
 
 TYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_allocations(monkeypatch)
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -72,3 +78,39 @@ def test_place_heads(query: int, kv: int, dim: int, normed: bool, dtype: torch.d
     for side, expected in zip(pool, wide, strict=True):
         assert error(side.cpu()[written], expected[written]) < 2 * TOLERANCE[dtype]
         assert torch.isnan(side.cpu()[~written]).all()
+
+
+def hard_to_round(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of e4m3, what is halfway between two of them and right beside that, what is too large, and NaN."""
+    every = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    halves = ((every[1:] + every[:-1]) / 2).to(dtype)
+    bits = halves.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    large = torch.tensor([450.0, 463.0, 464.0, 466.0, 480.0, 1000.0, 60_000.0, torch.inf])
+    numbers = torch.cat(
+        (every.to(dtype), halves, *((bits + step).view(dtype) for step in (-1, 1)), large.to(dtype))
+    )
+    return torch.cat((numbers, -numbers, torch.tensor([torch.nan], dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
+def test_heads_in_eight_bits(dtype: torch.dtype) -> None:
+    """Each number of K and V becomes the nearest one of e4m3, and none beyond its largest becomes NaN or another one."""
+    query, kv, dim = 3, 2, 32
+    numbers = hard_to_round(dtype)
+    tokens = -(-len(numbers) // (kv * dim))
+    sides = torch.zeros(2, tokens * kv * dim, dtype=dtype)
+    sides[0, : len(numbers)], sides[1, : len(numbers)] = numbers.flip(0), numbers
+    sides[0][~sides[0].isfinite()] = 0  # which would make others of its head NaN, even where it is not turned
+    k, v = sides.view(2, tokens, kv * dim)
+    qkv = torch.cat((torch.ones(tokens, query * dim, dtype=dtype), k, v), 1).to(DEVICE)
+    unturned = torch.tensor([1.0, 0.0], dtype=dtype, device=DEVICE)[:, None].expand(1, 2, dim).contiguous()
+    pool = tuple(poison(torch.empty(tokens + 2, kv, dim, dtype=E4M3, device=DEVICE)) for _ in range(2))
+    places = torch.randperm(tokens + 2, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    positions = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+    q = heads.place_heads(qkv, unturned, positions, None, 1e-6, (pool[0], pool[1]), places.to(DEVICE))
+    assert (q == 1).all() and q.dtype == dtype
+    others = torch.ones(tokens + 2, dtype=torch.bool).index_fill_(0, places, False)
+    for side, given in zip(pool, (k, v), strict=True):
+        found, wanted = side.float().cpu(), to_e4m3(given).float().view(tokens, kv, dim)
+        torch.testing.assert_close(found[places], wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.isnan(found[others]).all()

@@ -1,8 +1,10 @@
 """Products of few tokens and roundings to e4m3 in Triton, against float64: odd shapes, strides, every element written."""
 
+import math
+
 import pytest
 import torch
-from kernel_device import DEVICE, TOLERANCE, error
+from kernel_device import DEVICE, TOLERANCE, error, poison_allocations
 
 from skiff_runtime.kernels import e4m3
 from skiff_runtime.kernels import fp8 as reference
@@ -11,6 +13,11 @@ from skiff_runtime.kernels.fused import fp8, gemv, short_gemv, streamed
 SHORT = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """Triton's interpreter multiplies bfloat16 matrices as if their bits were whole numbers."""
 TYPES = (torch.float32, SHORT)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_allocations(monkeypatch)
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -174,8 +181,21 @@ def test_what_is_made_and_rounded_at_once(rows: int, width: int, dtype: torch.dt
     x, residual = noise(rows, 2 * width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
     weight = noise(width, dtype=dtype, seed=2)
     x[0, width - 1] = x[-1, 0] = 20  # the largest of a row, and so its scale, may be at either end
-    same_rounding(fp8.silu_mul_and_round(x), reference.silu_mul_and_round(x.cpu()))
-    found, total = fp8.add_norm_and_round(x[:, :width], residual, weight, 1e-5)
-    wanted, summed = reference.add_norm_and_round(x[:, :width].cpu(), residual.cpu(), weight.cpu(), 1e-5)
-    same_rounding(found, wanted)
-    assert torch.equal(total.cpu(), summed)
+    for bound in (math.inf, 0.75):
+        same_rounding(fp8.silu_mul_and_round(x, bound), reference.silu_mul_and_round(x.cpu(), bound))
+        found, total = fp8.add_norm_and_round(x[:, :width], residual, weight, 1e-5, bound)
+        wanted, summed = reference.add_norm_and_round(
+            x[:, :width].cpu(), residual.cpu(), weight.cpu(), 1e-5, bound
+        )
+        same_rounding(found, wanted)
+        assert torch.equal(total.cpu(), summed)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rounding_within_a_bound(rows: int) -> None:
+    """Rows beyond it have its scale, and the others their own."""
+    values = noise(rows, 300, dtype=torch.float32)
+    values[0] *= 10
+    values[1:] /= 10
+    found = fp8.round_activations(values, 2.0)
+    same_rounding(found, reference.round_activations(values.cpu().clamp(-2, 2)))

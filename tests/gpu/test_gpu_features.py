@@ -1,0 +1,159 @@
+"""All that a request can ask for, in bfloat16 on a GPU: every token against transformers' logits, but for ties.
+
+A tie is a matter of logits. So a request's edits, its temperature and its noise, which are known to the last bit, are
+applied to the oracle's logits in float64; the token that was taken must then have the best score there is, but for what
+the logits of two tokens may be off.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from grammar_maker import GrammarMaker
+from half_engine import TIE, make_wide_model, request, serve
+from scheduler_bench import UNKNOWN, Thought
+from tiny_models import load_reference, oracle_logits
+from tiny_tokenizer import EOS_ID, VOCAB_SIZE
+
+from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.messages import Finish, SamplingParams
+from skiff_runtime.scheduler import admission
+
+pytestmark = pytest.mark.gpu
+
+COUNT: Final = 40
+ASKED: Final[list[dict[str, Any]]] = [
+    {"temperature": 0.0},
+    {},
+    {"seed": 1 << 63, "temperature": 0.6, "logprobs": 0},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.2, "top_k": 12, "seed": -7},
+    {"temperature": 0.0, "repetition_penalty": 1.8, "logprobs": 3},
+    {"temperature": 0.0, "presence_penalty": 2.0},
+    {"temperature": 0.3, "frequency_penalty": 1.2},
+    {
+        "temperature": 1.0,
+        "repetition_penalty": 0.8,
+        "logit_bias": ((40, 5.0), (77, -3.0)),
+        "prompt_logprobs": 2,
+    },
+    {"temperature": 0.0, "logit_bias": ((EOS_ID, 100.0),), "min_tokens": 7},
+    {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 0},
+]
+"""Each one's seed is its number, if it names none."""
+PATTERNS: Final = ("[a-f]{9,20}", "(yes|no|perhaps){2,5}", '\\{"n": [0-9]{1,9}\\}')
+ABORTED: Final = (1, 6)
+"""They may hear no more than has been computed by then."""
+
+
+@pytest.mark.parametrize("attention", ["flashinfer,triton", "triton"])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_every_answer_is_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, crowded: bool
+) -> None:
+    """Crowded: few pages, so that requests are retracted, and two that are cancelled."""
+    monkeypatch.setattr(admission, "INITIAL_SHARE", 0.1)  # of what may still be wanted: it lets too many in
+    path = make_wide_model(tmp_path, "llama", seed=37)
+    maker, rng = GrammarMaker(path), np.random.default_rng(9)
+    samplings = [
+        SamplingParams(**{"max_tokens": COUNT, "seed": at, **asked}) for at, asked in enumerate(ASKED)
+    ]
+    free = len(samplings)
+    samplings += [
+        SamplingParams(max_tokens=60, seed=at, temperature=at * 0.8, top_p=0.9, logprobs=at)
+        for at in range(len(PATTERNS))
+    ]
+    prompts = [rng.integers(5, VOCAB_SIZE, int(rng.integers(1, 70))).tolist() for _ in samplings]
+    grammars = [*[None] * free, *map(maker.regex, PATTERNS)]
+    asked = [request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))]
+    few: dict[str, Any] = {"kv_cache_tokens": 192, "max_batch_tokens": 48, "aborted": ABORTED}
+    served = serve(path, asked, attention=attention, **(few if crowded else {"max_batch_tokens": 256}))
+    assert served.lost_pages == 0 and (served.retracted > 0) is crowded
+    replies = [served.replies[uid] for uid in range(len(asked))]
+    for uid in ABORTED if crowded else ():
+        assert replies[uid].finish == Finish.ABORT and 0 < len(replies[uid].tokens) < COUNT
+    for reply, pattern in zip(replies[free:], PATTERNS, strict=True):
+        assert reply.finish == Finish.STOP and reply.tokens[-1] == EOS_ID
+        assert re.fullmatch(pattern.encode(), maker.written(reply.tokens[:-1]))
+    oracle = load_reference(path, torch.bfloat16).cuda()
+    with torch.device("cuda"):
+        logits = oracle_logits(oracle, prompts, [reply.tokens for reply in replies])
+        read = oracle_logits(oracle, [prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts])
+    different = 0
+    for uid, (prompt, sampling, reply) in enumerate(zip(prompts, samplings, replies, strict=True)):
+        rows = logits[uid].cpu().double()
+        if uid < free:
+            different += sum(assert_chosen(rows, prompt, reply.tokens, sampling))
+        told_of = sampling.logprobs is not None
+        assert_told(reply.thoughts, reply.tokens if told_of else [], rows, sampling.logprobs or 0)
+        foretold = read[uid].cpu().double()
+        if sampling.prompt_logprobs is not None:
+            assert reply.prompt[0] == (prompt[0], *UNKNOWN)
+            assert_told(reply.prompt[1:], prompt[1:], foretold, sampling.prompt_logprobs)
+    assert different <= free * COUNT // 10
+
+
+def assert_chosen(
+    rows: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams
+) -> list[bool]:
+    """Each token of the output has the best score, by the oracle's logits float64 [N, vocab]; where it is another's."""
+    missed = []
+    for at, (row, token) in enumerate(zip(rows, output, strict=True)):
+        tie = TIE * float(row.abs().max()) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
+        scores = edited(row, prompt, output[:at], sampling)
+        assert scores[token] > -torch.inf
+        if sampling.temperature > 0:
+            scores, tie = scores / sampling.temperature, tie / sampling.temperature
+            floor = scores.max() + np.log(sampling.min_p) if sampling.min_p else scores.min()
+            floor = max(floor, scores.topk(sampling.top_k).values[-1]) if sampling.top_k else floor
+            assert scores[token] >= floor - tie
+            place = torch.tensor([signed(sampling.seed)]), torch.tensor([len(prompt) + at])
+            noise = add_gumbel(torch.zeros(1, VOCAB_SIZE), *place)[0].double()
+            scores = (
+                (scores + noise)
+                .masked_fill(scores < floor + tie, -torch.inf)
+                .index_put_((torch.tensor([token]),), scores[token] + noise[token])
+            )
+        assert scores[token] >= scores.max() - tie, (at, sampling)
+        missed.append(int(scores.argmax()) != token)
+    return missed
+
+
+def edited(row: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams) -> torch.Tensor:
+    """One row by definition."""
+    scores = row.clone()
+    for token, bias in sampling.logit_bias:
+        scores[token] += bias
+    for token in {*prompt, *output}:
+        penalty = sampling.repetition_penalty
+        scores[token] *= 1 / penalty if scores[token] > 0 else penalty
+    for token in set(output):
+        scores[token] -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty
+    if len(output) < sampling.min_tokens:
+        scores[EOS_ID] = -torch.inf
+    return scores
+
+
+def signed(seed: int) -> int:
+    """As 64 bits with a sign."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def assert_told(thoughts: list[Thought], tokens: list[int], rows: torch.Tensor, top: int) -> None:
+    """Log-probabilities are the oracle's: of the tokens, and of the likeliest.
+
+    Of so many, each with the errors of two logits, some are off by more than makes a tie, but none by twice as much, and
+    in the mean of their squares they are by less than half of it.
+    """
+    assert [token for token, *_ in thoughts] == tokens
+    off = [np.zeros(1)]
+    for row, (token, value, ids, values) in zip(rows, thoughts, strict=False):
+        assert len(ids) == len(set(ids)) == top and values == sorted(values, reverse=True)
+        known = row.log_softmax(-1)
+        wanted = torch.cat((known[[token, *ids]], known.topk(top).values))
+        off.append((np.array([value, *values, *values]) - wanted.numpy()) / float(row.abs().max()))
+    errors = np.concatenate(off)
+    assert np.abs(errors).max() < 2 * TIE and np.square(errors).mean() ** 0.5 < TIE / 2

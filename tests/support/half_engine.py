@@ -1,0 +1,115 @@
+"""Engines in bfloat16 with heads of 128, which FlashInfer takes, behind a scheduler; and how far their numbers can be off."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from engine_driver import make_config, make_engine
+from scheduler_bench import MemoryChannel, Replies
+from tiny_models import make_model
+from tiny_tokenizer import EOS_ID
+
+from skiff_runtime.messages import (
+    AbortRequest,
+    CompiledGrammar,
+    FlushCache,
+    GenerateRequest,
+    SamplingParams,
+    TextOptions,
+    TokenBatch,
+    Wire,
+)
+from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.step import StepHandle, StepPlan
+
+TIE: Final = 4 * torch.finfo(torch.bfloat16).eps
+"""A token may differ from the oracle's where the oracle's logits of the two differ by at most this share of the row's
+largest logit. To round one to bfloat16 costs it eps / 2 of its magnitude at most, and as much again is granted for what
+was rounded on the way to it, which makes eps. Two logits change places when the errors of both, in both engines, come
+together: 4 eps."""
+SETTINGS: Final[dict[str, Any]] = {"dtype": "bfloat16", "device": "cuda", "page_size": 16}
+FLUSH: Final = -2
+
+
+def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
+    """A model in bfloat16 with four query heads of 128 for each KV head."""
+    return make_model(
+        directory,
+        family,
+        seed=seed,
+        dtype=torch.bfloat16,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=128,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+
+
+def request(
+    uid: int, prompt: Sequence[int], sampling: SamplingParams, grammar: CompiledGrammar | None = None
+) -> GenerateRequest:
+    tokens = np.array(prompt, Wire.TOKEN).tobytes()
+    return GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar)
+
+
+@dataclass
+class Served:
+    """What the clients heard, the rows of each step (starts and lengths), and what became of the memory."""
+
+    replies: Replies = field(default_factory=Replies)
+    steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    retracted: int = 0
+    lost_pages: int = -1
+
+    def take(self, batch: TokenBatch) -> None:
+        self.replies.take(batch)
+        self.retracted += batch.stats.retracted
+        self.lost_pages = batch.stats.pages_total - batch.stats.pages_free
+
+
+class _Watched:
+    """An engine whose steps are noted."""
+
+    def __init__(self, engine: Any, served: Served) -> None:
+        self._engine = engine
+        self._served = served
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._served.steps.append((plan.starts.tolist(), plan.lengths.tolist()))
+        handle: StepHandle = self._engine.launch(plan)
+        return handle
+
+
+def serve(
+    path: Path, asked: Sequence[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+) -> Served:
+    """Answer requests that come at once; the ``aborted`` end in the turn after their first token. Then the cache is emptied."""
+    settings = {**SETTINGS, "log_level": "debug", **changes}
+    config, engine = make_config(path, **settings), make_engine(path, **settings)
+    engine.warmup()
+    served, channel, left = Served(), MemoryChannel(), list(aborted)
+    scheduler = Scheduler(
+        config,
+        eos_token_ids=(EOS_ID,),
+        num_pages=engine.num_pages,
+        engine=_Watched(engine, served),
+        channel=channel,
+    )
+    channel.arriving.extend(asked)
+    while channel.arriving or not scheduler.idle:
+        scheduler.turn()
+        while channel.sent:
+            served.take(channel.sent.popleft())
+        due = [uid for uid in left if uid in served.replies and served.replies[uid].tokens]
+        left = [uid for uid in left if uid not in due]
+        channel.arriving.extend(AbortRequest(uid) for uid in due)
+    channel.arriving.append(FlushCache(FLUSH))
+    scheduler.turn()
+    served.take(channel.sent.popleft())
+    scheduler.check()
+    engine.close()
+    return served
