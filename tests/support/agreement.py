@@ -25,7 +25,12 @@ CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
     "both": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
 """The others are compared with the first."""
-WIDE: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 6}
+WIDE: Final[dict[str, Any]] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 6,
+}
 LENGTH: Final = 200
 
 
