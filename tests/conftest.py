@@ -3,5 +3,15 @@
 import os
 from pathlib import Path
 
+import pytest
+
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test of kernels allocates shows where it was not written."""
+    from kernel_device import poison_allocations  # which imports Triton
+
+    poison_allocations(monkeypatch)

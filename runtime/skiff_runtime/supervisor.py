@@ -140,8 +140,7 @@ class Supervisor:
             self._failures[message.process] = message.message
         elif isinstance(message, Ready):
             self._ready[message.process] = message
-            seconds = time.monotonic() - self._started
-            log.event("process_ready", process=message.process, seconds=seconds)
+            log.event("process_ready", process=message.process, seconds=self._elapsed())
             if not self._serving and len(self._ready) == len(self._children.running):
                 self._begin_serving()
 
@@ -149,7 +148,11 @@ class Supervisor:
         """Log a phase as it begins; what else is reported of it is progress. Of the last, ``process_ready`` tells."""
         if phase not in (self._phases.get(process), PHASES[-1]):
             self._phases[process] = phase
-            log.event("phase_begun", process=process, phase=phase, seconds=time.monotonic() - self._started)
+            log.event("phase_begun", process=process, phase=phase, seconds=self._elapsed())
+
+    def _elapsed(self) -> float:
+        """Seconds since the service's start."""
+        return time.monotonic() - self._started
 
     def _tell_beats(self) -> None:
         """Let the api process know, once a turn's length, when each process was last heard of."""
@@ -172,7 +175,7 @@ class Supervisor:
         self._api.send(ServiceReady(kv_tokens=tokens))
         host, port = self._config.host, self._ready[_API].port
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        log.event("service_ready", url=url, kv_tokens=tokens, seconds=time.monotonic() - self._started)
+        log.event("service_ready", url=url, kv_tokens=tokens, seconds=self._elapsed())
 
     def _check(self) -> int | None:
         """Fail when a child has ended, is silent or late."""

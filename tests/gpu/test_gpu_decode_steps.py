@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine_driver import GREEDY, Driver, Row, make_engine
 from half_engine import SETTINGS, make_wide_model
+from prefix_cuts import note_cuts
 
-from skiff_runtime.engine import sharing
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import StepHandle
@@ -36,15 +36,7 @@ def test_they_allocate_nothing_and_wait_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, common: int
 ) -> None:
     """Rows that are drawn in every way, of which each begins pages; with ``common`` tokens that are read once for all."""
-    shared: list[int] = []
-    cut = sharing.cut
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        shared.append(options["rows"])
-        return cut(*arguments, **options)
-
-    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 0)
-    monkeypatch.setattr(sharing, "cut", noted)
+    shared = note_cuts(monkeypatch)
     path = make_wide_model(tmp_path, "llama")
     sizes: dict[str, Any] = {"max_running_requests": 16, "kv_cache_tokens": 4096, "max_batch_tokens": 1024}
     engine = make_engine(path, attention=attention, **SETTINGS, **sizes)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Driver, generate, make_engine
-from half_engine import SETTINGS, TIE, make_wide_model, request, serve
+from half_engine import SETTINGS, TIE, make_wide_model, serve
+from scheduler_bench import request
 from tiny_models import load_reference, oracle_logits
 
 from skiff_runtime.messages import SamplingParams

@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from edit_definition import edited_row
 from grammar_maker import GrammarMaker
-from half_engine import TIE, make_wide_model, request, serve
-from scheduler_bench import UNKNOWN, Thought
+from half_engine import TIE, make_wide_model, serve
+from scheduler_bench import UNKNOWN, Thought, request
 from tiny_models import load_reference, oracle_logits
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
@@ -103,7 +104,7 @@ def assert_chosen(
     missed = []
     for at, (row, token) in enumerate(zip(rows, output, strict=True)):
         tie = TIE * float(row.abs().max()) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
-        scores = edited(row, prompt, output[:at], sampling)
+        scores = edited_row(row, prompt, output[:at], sampling, ends=[EOS_ID], banned=-torch.inf)
         assert scores[token] > -torch.inf
         if sampling.temperature > 0:
             scores, tie = scores / sampling.temperature, tie / sampling.temperature
@@ -120,21 +121,6 @@ def assert_chosen(
         assert scores[token] >= scores.max() - tie, (at, sampling)
         missed.append(int(scores.argmax()) != token)
     return missed
-
-
-def edited(row: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams) -> torch.Tensor:
-    """One row by definition."""
-    scores = row.clone()
-    for token, bias in sampling.logit_bias:
-        scores[token] += bias
-    for token in {*prompt, *output}:
-        penalty = sampling.repetition_penalty
-        scores[token] *= 1 / penalty if scores[token] > 0 else penalty
-    for token in set(output):
-        scores[token] -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty
-    if len(output) < sampling.min_tokens:
-        scores[EOS_ID] = -torch.inf
-    return scores
 
 
 def signed(seed: int) -> int:

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_driver import Driver, make_engine
+from prefix_cuts import note_cuts
 from tiny_models import make_model
-
-from skiff_runtime.engine import sharing
 
 pytestmark = pytest.mark.gpu
 
@@ -18,15 +17,7 @@ KINDS: list[dict[str, Any]] = [{}, {"disable_cuda_graphs": True}, {"disable_shar
 
 def test_tokens_do_not_depend_on_who_reads_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model(tmp_path, "llama", seed=7, hidden_size=256, intermediate_size=512, head_dim=64)
-    cuts: list[int] = []
-    cut = sharing.cut
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        cuts.append(options["rows"])
-        return cut(*arguments, **options)
-
-    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 0)
-    monkeypatch.setattr(sharing, "cut", counted)
+    cuts = note_cuts(monkeypatch)
     outputs = []
     for changes in KINDS:
         cuts.clear()

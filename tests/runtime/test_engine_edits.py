@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from edit_definition import edited_row
 from engine_driver import Driver, generate, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,24 +52,6 @@ def edited(
     return result
 
 
-def naive(
-    logits: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams
-) -> torch.Tensor:
-    """One row by definition, one token after another, in float64."""
-    row = logits.double().tolist()
-    for token, bias in sampling.logit_bias:
-        row[token] += bias
-    for token in {*prompt, *output}:
-        penalty = sampling.repetition_penalty
-        row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
-    for token in set(output):
-        row[token] -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty
-    if len(output) < sampling.min_tokens:
-        for token in (*EOS, *sampling.stop_token_ids):
-            row[token] = BANNED
-    return torch.tensor(row, dtype=torch.float64)
-
-
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=18)
 ASKED = st.fixed_dictionaries(
     {},
@@ -99,7 +82,7 @@ def test_each_row_by_definition_whatever_its_batch(
     for row, (prompt, output, sampling) in enumerate(texts):
         alone = edited(logits[row : row + 1], [(prompt, output, sampling)])[0]
         assert torch.equal(together[row], alone)
-        expected = naive(logits[row], prompt, output, sampling)
+        expected = edited_row(logits[row], prompt, output, sampling, ends=EOS, banned=BANNED)
         torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
         if params() == sampling:
             assert torch.equal(alone, logits[row])
@@ -172,19 +155,14 @@ def test_a_whole_model_in_mixed_batches_and_after_a_retraction(model: Path) -> N
     logits = oracle_logits(load_reference(model), prompts, outputs)
     for number, (prompt, output, sampling) in enumerate(zip(prompts, outputs, samplings, strict=True)):
         wanted = [
-            int(naive_model(logits[number][at], prompt, output[:at], sampling).argmax()) for at in range(16)
+            int(
+                edited_row(
+                    logits[number][at], prompt, output[:at], sampling, ends=[EOS_ID], banned=-torch.inf
+                ).argmax()
+            )
+            for at in range(16)
         ]
         assert output == wanted
-
-
-def naive_model(
-    logits: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams
-) -> torch.Tensor:
-    """As ``naive``, with the end token of the model in place of ``EOS``."""
-    row = naive(logits, prompt, output, params(**{**asdict(sampling), "min_tokens": 0}))
-    if len(output) < sampling.min_tokens:
-        row[EOS_ID] = -torch.inf
-    return row
 
 
 def asdict(sampling: SamplingParams) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_device import DEVICE, TOLERANCE, error, poison, poison_allocations
+from kernel_device import DEVICE, TOLERANCE, error, poison
+from paged_contexts import causal_attention
 
 from skiff_runtime.engine.sharing import cut
 from skiff_runtime.kernels.e4m3 import E4M3
@@ -14,10 +15,7 @@ from skiff_runtime.kernels.fused.launch import Sides
 from skiff_runtime.kernels.fused.prefill_attention import Prefill
 from skiff_runtime.kernels.prefixes import unpack
 
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_allocations(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 class Paged:
@@ -55,17 +53,10 @@ class Paged:
             self.contexts[row][:, :count] = self.contexts[leader][:, :count]
 
     def expected(self, q: torch.Tensor, starts: list[int]) -> torch.Tensor:
-        """softmax(q k / sqrt(d)) v of each row's last tokens, row by row; q [T, heads, d]."""
-        answers, at = [], 0
-        for (keys, values), start in zip(self.contexts, starts, strict=True):
-            count = keys.shape[0] - start
-            rows = q[at : at + count].double().view(count, self.kv, -1, self.dim)
-            scores = torch.einsum("tkgd,skd->tkgs", rows, keys) / self.dim**0.5
-            future = torch.arange(keys.shape[0]) > torch.arange(start, keys.shape[0])[:, None]
-            weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(-1)
-            answers.append(torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2))
-            at += count
-        return torch.cat(answers)
+        """Of each row's last tokens, row by row; q [T, heads, d]."""
+        counts = [context.shape[1] - start for context, start in zip(self.contexts, starts, strict=True)]
+        rows = zip(torch.split(q, counts), self.contexts, strict=True)
+        return torch.cat([causal_attention(row, *context) for row, context in rows])
 
 
 def decode(queries: torch.Tensor, pool: Sides, *tables: Any, **options: Any) -> torch.Tensor:

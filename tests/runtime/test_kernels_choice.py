@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_device import DEVICE, poison_allocations
+from kernel_device import DEVICE
 from numpy.typing import NDArray
 
 from skiff_runtime.kernels.fused.sampling import choose
@@ -15,9 +15,7 @@ ASKED = [(0.0, 0.0), (0.05, 0.0), (0.3, 0.2), (1.0, 0.0), (1.0, 0.02), (1.7, 0.5
 SEEDS = np.array([0, 3, -7, -(1 << 63), (1 << 63) - 1, 1 << 40, 11])
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_allocations(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def exact_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], vocab: int) -> NDArray[np.float64]:

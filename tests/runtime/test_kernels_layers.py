@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_device import DEVICE, TOLERANCE, error, poison, poison_allocations
+from kernel_device import DEVICE, TOLERANCE, error, poison
 
 from skiff_runtime.kernels import heads as reference
 from skiff_runtime.kernels.e4m3 import E4M3, to_e4m3
@@ -12,9 +12,7 @@ from skiff_runtime.kernels.fused import activation, heads, norm
 TYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_allocations(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_device import DEVICE, TOLERANCE, error, poison_allocations
+from kernel_device import DEVICE, TOLERANCE, error
 
 from skiff_runtime.kernels import e4m3
 from skiff_runtime.kernels import fp8 as reference
@@ -15,9 +15,7 @@ SHORT = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 TYPES = (torch.float32, SHORT)
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_allocations(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

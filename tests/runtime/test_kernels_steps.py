@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_device import DEVICE, poison_allocations
+from kernel_device import DEVICE
 
 from skiff_runtime.kernels.fused import inputs as fused_inputs
 from skiff_runtime.kernels.fused import sampling as fused_sampling
@@ -17,9 +17,7 @@ SLOTS, LENGTH = 7, 90
 NAMES = ("token_ids", "positions", "locations", "contexts")
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_allocations(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(params=[1, 3, 16])

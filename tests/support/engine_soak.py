@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import torch
 from engine_driver import make_config
+from scheduler_bench import request
 
 from skiff_runtime.distributed.group import TensorParallel
 from skiff_runtime.engine.engine import Engine
@@ -18,7 +19,6 @@ from skiff_runtime.messages import (
     FlushCache,
     GenerateRequest,
     SamplingParams,
-    TextOptions,
     TokenBatch,
     Wire,
 )
@@ -142,7 +142,7 @@ class Crowd(Channel):
             self._leaving.append((uid, uid + int(random.integers(1, AHEAD))))
         self.ledger.running[uid] = count
         sampling = SamplingParams(max_tokens=count, seed=uid, ignore_eos=True, **KINDS[uid % len(KINDS)])
-        return GenerateRequest(uid, prompt.astype(Wire.TOKEN).tobytes(), sampling, TextOptions())
+        return request(uid, prompt, sampling)
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from engine_driver import make_config, make_engine
 from scheduler_bench import MemoryChannel, Replies
 from tiny_models import make_model
 from tiny_tokenizer import EOS_ID
 
-from skiff_runtime.messages import (
-    AbortRequest,
-    CompiledGrammar,
-    FlushCache,
-    GenerateRequest,
-    SamplingParams,
-    TextOptions,
-    TokenBatch,
-    Wire,
-)
+from skiff_runtime.messages import AbortRequest, FlushCache, GenerateRequest, TokenBatch
 from skiff_runtime.scheduler.loop import Scheduler
 from skiff_runtime.step import StepHandle, StepPlan
 
@@ -47,13 +37,6 @@ def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
         num_attention_heads=8,
         num_key_value_heads=2,
     )
-
-
-def request(
-    uid: int, prompt: Sequence[int], sampling: SamplingParams, grammar: CompiledGrammar | None = None
-) -> GenerateRequest:
-    tokens = np.array(prompt, Wire.TOKEN).tobytes()
-    return GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar)
 
 
 @dataclass

@@ -28,9 +28,22 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.scheduler.channel import Channel, Item
 from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.step import Int32
 
 EOS: Final = VOCAB - 1
 MAX_TURNS: Final = 20_000
+
+
+def request(
+    uid: int,
+    prompt: Sequence[int] | Int32,
+    sampling: SamplingParams,
+    grammar: CompiledGrammar | None = None,
+    priority: int = 0,
+) -> GenerateRequest:
+    """As it comes to the scheduler, of token ids."""
+    token_ids = np.array(prompt, Wire.TOKEN).tobytes()
+    return GenerateRequest(uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar)
 
 
 def generate(
@@ -55,8 +68,7 @@ def generate(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    token_ids = np.array(prompt, Wire.TOKEN).tobytes()
-    return GenerateRequest(uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar)
+    return request(uid, prompt, sampling, grammar, priority)
 
 
 Thought = tuple[int, float, list[int], list[float]]

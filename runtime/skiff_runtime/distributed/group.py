@@ -62,9 +62,12 @@ class TensorParallel:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, C] of every rank, side by side: [N, size * C], in ``out`` if given, the same bits on every rank."""
+        """[N, C] of every rank, side by side: [N, size * C], the same bits on every rank.
+
+        Of one rank that is ``tensor``; of several it is put into ``out``, if given.
+        """
         if self.size == 1:
-            return tensor if out is None else out.copy_(tensor)
+            return tensor
         rows, columns = tensor.shape
         gathered = torch.empty((self.size * rows, columns), dtype=tensor.dtype, device=tensor.device)
         self._gather(gathered, tensor.contiguous())

@@ -37,11 +37,10 @@ class Sampler:
         if not opened:
             return
         slots = np.array([each.slot for each in opened], dtype=np.int64)
-        for each in opened:
-            self._draws[each.slot] = not _greedy(each.sampling)
         where = upload(slots, self._device)
         seeds = np.array([_signed(each.sampling.seed) for each in opened], dtype=np.int64)
         filters = np.array([_row(each.sampling) for each in opened], dtype=np.float32)
+        self._draws[slots] = filters[:, 0] > 0
         self._seeds.index_copy_(0, where, upload(seeds, self._device))
         self._filters.index_copy_(0, where, upload(filters, self._device))
 
@@ -66,14 +65,11 @@ class Sampler:
         return choose(logits, rows.slots, rows.positions, *self.parameters)
 
 
-def _greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
-
-
 def _row(sampling: SamplingParams) -> tuple[float, int, float, float]:
     """Temperature, top_k, top_p, min_p; a temperature of 0 stands for greedy."""
+    greedy = sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
     return (
-        0.0 if _greedy(sampling) else sampling.temperature,
+        0.0 if greedy else sampling.temperature,
         min(sampling.top_k, MAX_TOP_K),
         sampling.top_p,
         sampling.min_p,

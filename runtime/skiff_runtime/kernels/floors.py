@@ -1,36 +1,34 @@
-"""What top_k and top_p leave of each row of logits: the least of it, on any device."""
+"""What top_k and top_p leave of each row of scaled logits: the least of it, by ranking them.
+
+On a GPU ``kernels.fused.floors`` finds the same.
+"""
 
 from typing import Final
 
 import torch
 
 NARROW_TOP_K: Final = 1024
-"""On a CPU, up to this top_k a partial selection is enough; beyond, rows are sorted."""
+"""Up to this top_k a partial selection is enough; beyond, rows are sorted."""
 
 
-def find_floors(logits: torch.Tensor, slots: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """The least scaled logits that top_k, then top_p, keep of logits [S, vocab]: float32[S].
+def find_floors(scaled: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
+    """The least scaled logits that top_k, then top_p, keep of scaled [S, vocab]: float32[S].
 
-    ``slots`` and ``filters`` as ``kernels.sampling.choose`` takes them. Rows that ask for neither have -inf, and cost next
-    to nothing. top_p keeps the fewest tokens whose share of what top_k left reaches it; ties are kept.
+    ``filters`` float32[S, 4] as ``kernels.sampling.choose`` takes them, of the rows. Rows that ask for neither have -inf, and cost
+    next to nothing. top_p keeps the fewest tokens whose share of what top_k left reaches it; ties are kept.
     """
-    if logits.device.type == "cuda":
-        from skiff_runtime.kernels.fused import floors
-
-        return floors.find_floors(logits, slots, filters)
-    temperature, top_k, top_p, _ = filters[slots].unbind(1)
-    found = torch.full(logits.shape[:1], -torch.inf)
-    asks = (temperature > 0) & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1))
+    temperature, top_k, top_p, _ = filters.unbind(1)
+    found = torch.full(scaled.shape[:1], -torch.inf)
+    asks = (temperature > 0) & (((top_k > 0) & (top_k < scaled.shape[1])) | (top_p < 1))
     narrow = asks & (top_k > 0) & (top_k <= NARROW_TOP_K)
     for chosen in (narrow, asks & ~narrow):
         where = chosen.nonzero().squeeze(1)
         if len(where) == 0:
             continue
-        scaled = logits[where].float() / temperature[where, None]
         if chosen is narrow:
-            ranked = scaled.topk(min(int(top_k[where].max()), scaled.shape[1]), dim=-1).values
+            ranked = scaled[where].topk(min(int(top_k[where].max()), scaled.shape[1]), dim=-1).values
         else:
-            ranked = scaled.sort(dim=-1, descending=True).values
+            ranked = scaled[where].sort(dim=-1, descending=True).values
         found[where] = _lowest_kept(ranked, top_k[where].long(), top_p[where])
     return found
 

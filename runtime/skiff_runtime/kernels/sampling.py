@@ -24,9 +24,10 @@ def choose(
         from skiff_runtime.kernels.fused import sampling
 
         return sampling.choose(logits, slots, positions, seeds, filters, history)
-    temperature, _, _, min_p = filters[slots].unbind(1)
+    filters = filters[slots]
+    temperature, _, _, min_p = filters.unbind(1)
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    lowest = torch.maximum(scaled.amax(-1) + min_p.log(), find_floors(logits, slots, filters))
+    lowest = torch.maximum(scaled.amax(-1) + min_p.log(), find_floors(scaled, filters))
     greedy = scaled.argmax(-1)
     scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
     drawn = add_gumbel(scaled, seeds[slots], positions).argmax(-1)

@@ -52,8 +52,9 @@ class OutputHead:
         """With ``room`` for S vectors, the logits are put there, also on a CPU in the model's type."""
         weight = self._embedding.weight
         if room is not None and self._group.size == 1:
-            return torch.mm(hidden, weight.T, out=room)[:, : self._vocab_size]
-        logits = F.linear(hidden, weight)
+            logits = torch.mm(hidden, weight.T, out=room)
+        else:
+            logits = F.linear(hidden, weight)
         if room is None and logits.device.type == "cpu":
             logits = logits.float()
         return self._group.all_gather(logits, room)[:, : self._vocab_size]

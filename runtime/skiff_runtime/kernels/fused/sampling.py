@@ -10,13 +10,14 @@ from triton.language.extra import libdevice
 
 from skiff_runtime.kernels.fused.floors import find_floors
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
+from skiff_runtime.kernels.fused.softmax import LOG2_E
 
 BLOCK = 2048
 """Logits of a row that one program chooses from."""
 MAXIMA_BLOCK = 8192
 """Logits of a row whose largest one program finds; most have nothing to find, so they should be few."""
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E = tl.constexpr(LOG2_E)
 _ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0; those of a fraction below them make a number from 1 to 2."""
 _BELOW_ONE = tl.constexpr(1 - 2.0**-24)
