@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SHRINK, SMALLEST_SCALE, Rounded
-from skiff_runtime.kernels.fused.activation import silu_and_mul, silu_mul
+from skiff_runtime.kernels.fused.activation import silu_mul
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -16,6 +16,9 @@ _SHRINK = tl.constexpr(SHRINK)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 MAX_WARPS = 32
 WARP_ELEMENTS = 512
+PART = 1024
+PART_WARPS = 4
+"""Of a single row, how much a program works on, and by how many warps."""
 
 
 @triton.jit
@@ -115,6 +118,49 @@ def _silu_mul_and_round(
 
 
 @triton.jit
+def _silu_mul_and_compare(
+    gate_up: tl.tensor,
+    values: tl.tensor,
+    largest: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    let_next_start(EARLY)
+    part = tl.program_id(0)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    await_previous(EARLY)
+    value = silu_mul(gate_up, columns, WIDTH)
+    tl.store(values + columns, value, columns < WIDTH)
+    tl.store(largest + part, tl.max(tl.abs(value.to(tl.float32)), 0))
+
+
+@triton.jit
+def _round_part(
+    values: tl.tensor,
+    largest: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    bound: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    let_next_start(EARLY)
+    part = tl.program_id(0)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    each = tl.arange(0, PARTS_BLOCK)
+    await_previous(EARLY)
+    value = tl.load(values + columns, columns < WIDTH, 0.0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.load(largest + each, each < PARTS, 0.0), 0), bound)
+    _store(value, scale, rounded, 0, columns, WIDTH)
+    if part == 0:
+        _store_scale(scale, rounded, scales, 0)
+
+
+@triton.jit
 def _add_norm_and_round(
     x: tl.tensor,
     residual: tl.tensor,
@@ -142,9 +188,19 @@ def _add_norm_and_round(
     value = value.to(kind)
     tl.store(total + row * WIDTH + columns, value, inside)
     value = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    normed = ((value * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
-    _store_row(normed, rounded, scales, row, columns, bound, WIDTH)
+    squares, largest = tl.reduce((value * value, tl.abs(value * weights)), 0, _add_and_compare)
+    root = tl.rsqrt(squares / WIDTH + eps)
+    normed = ((value * root).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
+    scale = _scale_of((largest * root).to(kind).to(tl.float32), bound)
+    _store(normed, scale, rounded, row, columns, WIDTH)
+    _store_scale(scale, rounded, scales, row)
+
+
+@triton.jit
+def _add_and_compare(
+    sum_: tl.tensor, largest: tl.tensor, addend: tl.tensor, other: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    return sum_ + addend, tl.maximum(largest, other)
 
 
 def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
@@ -159,9 +215,10 @@ def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
 def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounded:
     """As ``kernels.fp8.silu_mul_and_round``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if rows == 1:  # which one program would take longer for than many, and a second launch
-        return round_activations(silu_and_mul(gate_up), bound)
     rounded = _empty(gate_up, width)
+    if rows == 1:  # which one program would take longer for than many do in two launches
+        _of_one_row(gate_up, rounded, bound)
+        return rounded
     if rows:
         block = 1 << (width.bit_length() - 1)
         _silu_mul_and_round[(rows,)](
@@ -172,6 +229,21 @@ def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounde
             **_launch(gate_up, width),
         )
     return rounded
+
+
+def _of_one_row(gate_up: torch.Tensor, rounded: Rounded, bound: float) -> None:
+    width = rounded.values.shape[1]
+    parts = triton.cdiv(width, PART)
+    values = torch.empty(width, dtype=gate_up.dtype, device=gate_up.device)
+    largest = torch.empty(parts, dtype=torch.float32, device=gate_up.device)
+    options = {"WIDTH": width, "BLOCK": PART, "num_warps": PART_WARPS, **launch_options(gate_up.device)}
+    _silu_mul_and_compare[(parts,)](gate_up, values, largest, **options)
+    _round_part[(parts,)](
+        *(values, largest, rounded.values, rounded.scales, bound),
+        PARTS=parts,
+        PARTS_BLOCK=triton.next_power_of_2(parts),
+        **options,
+    )
 
 
 def add_norm_and_round(
