@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Driver, generate, make_engine
-from half_engine import SETTINGS, TIE, make_wide_model, serve
+from half_engine import SETTINGS, error_of, known_logits, make_wide_model, serve, tie_of
 from scheduler_bench import request
-from tiny_models import load_reference, oracle_logits
 
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import StepHandle
@@ -67,18 +66,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer,triton", "flashinfer", "triton,flashinfer"])
 def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, attention: str) -> None:
+    """A tie: transformers' logits of the two tokens differ by no more than what bfloat16 makes of its own.
+
+    What that is, transformers tells in float32. Tokens may differ twice as often as its own two choices do.
+    """
     crowd = prompts(12)
     outputs = made(model, [GREEDY] * 12, attention=attention)
-    oracle = load_reference(model, torch.bfloat16).cuda()
-    with torch.device("cuda"):
-        logits = oracle_logits(oracle, crowd, outputs)
-    different = 0
-    for rows, output in zip(logits, outputs, strict=True):
-        chosen = torch.tensor(output, device=rows.device)
-        gaps = (rows.amax(-1) - rows.gather(1, chosen[:, None]).squeeze(1)) / rows.abs().amax(-1)
-        assert float(gaps.max()) <= TIE
-        different += int((rows.argmax(-1) != chosen).sum())
-    assert different <= len(crowd) * COUNT // 20
+    rounded, exact = (
+        torch.cat(known_logits(model, dtype, crowd, outputs)) for dtype in (torch.bfloat16, torch.float32)
+    )
+    chosen = torch.tensor(sum(outputs, []))
+    gaps = (rounded.amax(-1) - rounded.gather(1, chosen[:, None]).squeeze(1)) / rounded.abs().amax(-1)
+    assert float(gaps.max()) <= tie_of(error_of(rounded, exact))
+    different, unsure = (int((rounded.argmax(-1) != each).sum()) for each in (chosen, exact.argmax(-1)))
+    assert different <= 2 * max(unsure, len(crowd) * COUNT // 100)
 
 
 @ATTENTION

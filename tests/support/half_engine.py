@@ -8,18 +8,15 @@ from typing import Any, Final
 import torch
 from engine_driver import make_config, make_engine
 from scheduler_bench import MemoryChannel, Replies
-from tiny_models import make_model
+from tiny_models import load_reference, make_model, oracle_logits
 from tiny_tokenizer import EOS_ID
 
 from skiff_runtime.messages import AbortRequest, FlushCache, GenerateRequest, TokenBatch
 from skiff_runtime.scheduler.loop import Scheduler
 from skiff_runtime.step import StepHandle, StepPlan
 
-TIE: Final = 4 * torch.finfo(torch.bfloat16).eps
-"""A token may differ from the oracle's where the oracle's logits of the two differ by at most this share of the row's
-largest logit. To round one to bfloat16 costs it eps / 2 of its magnitude at most, and as much again is granted for what
-was rounded on the way to it, which makes eps. Two logits change places when the errors of both, in both engines, come
-together: 4 eps."""
+DEVIATIONS: Final = 4
+"""Standard deviations by which the difference of two errors may be off."""
 SETTINGS: Final[dict[str, Any]] = {"dtype": "bfloat16", "device": "cuda", "page_size": 16}
 FLUSH: Final = -2
 
@@ -37,6 +34,32 @@ def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
         num_attention_heads=8,
         num_key_value_heads=2,
     )
+
+
+def known_logits(
+    path: Path, dtype: torch.dtype, prompts: list[list[int]], outputs: list[list[int]], device: str = "cuda"
+) -> list[torch.Tensor]:
+    """Transformers' logits of each output's tokens, float64 [N, vocab], from a model in ``dtype`` on ``device``."""
+    oracle = load_reference(path, dtype).to(device)
+    with torch.device(device):
+        return [rows.cpu().double() for rows in oracle_logits(oracle, prompts, outputs)]
+
+
+def error_of(rounded: torch.Tensor, exact: torch.Tensor) -> float:
+    """How far off logits [N, vocab] in bfloat16 are of those in float32, as a share of each row's largest logit.
+
+    In the mean of squares, over all of them.
+    """
+    largest = exact.abs().amax(-1, keepdim=True)
+    return float(((rounded.double() - exact) / largest).square().mean().sqrt())
+
+
+def tie_of(error: float) -> float:
+    """How far the logits of two tokens may be apart in one engine, as such a share, of which another takes the lesser.
+
+    Each of the two logits has an ``error`` in each of the two engines, which makes twice the error of one.
+    """
+    return DEVIATIONS * 2 * error
 
 
 @dataclass

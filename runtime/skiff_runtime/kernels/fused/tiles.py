@@ -22,17 +22,16 @@ def dim_block(dim: int) -> int:
 def decode_tiles(dtype: torch.dtype, cached: torch.dtype, dims: int, splits: int, rows: int) -> Tile:
     """For queries of ``dtype`` over a ``cached`` one, heads of ``dims`` filled up: of the shapes tried on an H200, the fastest.
 
-    docs/benchmarks.md has the others.
+    docs/benchmarks.md has the others. For few rows it is a whole step that was timed: a tile with much shared memory is
+    faster by itself, but not where it starts beside the kernel ahead.
     """
     if dtype == torch.float32:
         return _exact_tile(dims)
     if dims > 128:
         return _tile(32, warps=4, stages=3)
-    if rows <= FEW_ROWS or (cached == E4M3 and splits > MANY_SPLITS):
-        return _tile(64, warps=2, stages=3)
-    if splits > MANY_SPLITS:
-        return _tile(64, warps=4, stages=2)
-    return _tile(128, warps=4, stages=3)
+    if rows > FEW_ROWS and splits <= MANY_SPLITS:
+        return _tile(128, warps=4, stages=3)
+    return _tile(64, warps=2, stages=3) if cached == E4M3 else _tile(64, warps=4, stages=2)
 
 
 def prefix_tiles(dtype: torch.dtype, dims: int) -> Tile:
