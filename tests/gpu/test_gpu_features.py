@@ -107,7 +107,9 @@ def assert_chosen(
     """
     missed = []
     for at, (row, token) in enumerate(zip(rows, output, strict=True)):
-        tie = share * float(row.abs().max()) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
+        tie = (
+            share * float(row.abs().max()) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
+        )
         scores = edited_row(row, prompt, output[:at], sampling, ends=[EOS_ID], banned=-torch.inf)
         assert scores[token] > -torch.inf
         if sampling.temperature > 0:

@@ -19,9 +19,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from skiff_runtime.engine import edits
 from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.edits import BANNED, LogitEdits
+from skiff_runtime.kernels import penalties
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import SlotOpened
 
@@ -77,7 +77,7 @@ def test_each_row_by_definition_whatever_its_batch(
     logits = torch.randn(len(texts), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(edits, "SLICE_ELEMENTS", 2 * VOCAB)
+            patch.setattr(penalties, "SLICE_ELEMENTS", 2 * VOCAB)
         together = edited(logits, texts)
     for row, (prompt, output, sampling) in enumerate(texts):
         alone = edited(logits[row : row + 1], [(prompt, output, sampling)])[0]

@@ -20,8 +20,6 @@ from skiff_runtime.step import Float32, Int32, SlotOpened
 
 BANNED: Final = -1e30
 """A banned token's logit: below all others, yet finite, so that a grammar that admits nothing else prevails."""
-SLICE_ELEMENTS: Final = 1 << 22
-"""Most logits, or tokens, that are penalized at a time, which bounds the memory it takes."""
 
 Rows = NDArray[np.int64]
 
@@ -79,9 +77,9 @@ class LogitEdits:
                 self._penalties[slot] = upload(np.array(penalties, np.float32), self._penalties.device)
             self._edited[slot] = self._penalized[slot] or slot in self._biases or slot in self._bans
 
-    def plain(self, slots: Int32) -> bool:
-        """Whether none of these slots asks for an edit."""
-        return not self._edited[slots].any()
+    def asking(self, slots: Int32) -> NDArray[np.bool_]:
+        """Which of these slots ask for an edit."""
+        return self._edited[slots]
 
     def apply(self, logits: torch.Tensor, rows: SampledRows) -> None:
         """Edit logits float32 [S, vocab] in place: bias, then penalties, then bans; other rows are not touched."""
@@ -111,19 +109,12 @@ class LogitEdits:
             logits[_cells(found, logits.device)] = BANNED
 
     def _penalize(self, logits: torch.Tensor, rows: SampledRows, penalized: Rows) -> None:
-        longest = int(rows.host_positions[penalized].max())
-        step = max(1, SLICE_ELEMENTS // max(longest, self._vocab_size))
-        for at in range(0, len(penalized), step):
-            where = upload(penalized[at : at + step], logits.device)
-            slots = rows.slots[where]
-            penalize(
-                logits,
-                where,
-                self._tokens[slots, :longest],
-                self._prompts[slots],
-                rows.positions[where],
-                self._penalties[slots],
-            )
+        where = upload(penalized, logits.device)
+        penalize(
+            *(logits, where, rows.slots[where], rows.positions[where]),
+            *(self._tokens, self._prompts, self._penalties),
+            longest=int(rows.host_positions[penalized].max()),
+        )
 
     def _bias(self, sampling: SamplingParams) -> _Bias:
         """Ids outside the vocabulary mean no token; of an id named twice, the last value counts."""

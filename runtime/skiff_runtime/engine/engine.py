@@ -11,8 +11,9 @@ import torch
 from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.arrival import NO_ROWS, Arrival
-from skiff_runtime.engine.batch import InputBatch, SampledRows, Tables
+from skiff_runtime.engine.arrival import Arrival
+from skiff_runtime.engine.batch import InputBatch, Tables
+from skiff_runtime.engine.choice import TokenChoice
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
@@ -23,11 +24,10 @@ from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.profile import reserve
 from skiff_runtime.engine.prompts import PromptStep
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.engine.staging import upload
-from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
+from skiff_runtime.messages import CompiledGrammar, SamplingParams
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import count_parameters
-from skiff_runtime.step import Int32, SlotOpened, StepHandle, StepPlan, StepResult
+from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
 WARMUP_SAMPLING: Final = SamplingParams(
@@ -84,10 +84,13 @@ class Engine:
         context = longest(config, model)
         self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
         self._logprobs = LogprobReader(config.max_running_requests)
-        self._edits = LogitEdits(
+        edits = LogitEdits(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._sampler = Sampler(config.max_running_requests, group.device)
+        self._choice = TokenChoice(
+            self._tables, self._sampler, logprobs=self._logprobs, edits=edits, guide=self._guide
+        )
         self._decode: DecodeStep | None = None
         self._prompts: PromptStep | None = None
         self._allocate(config, model)
@@ -155,16 +158,14 @@ class Engine:
     def _run(self, plan: StepPlan) -> Arrival:
         self._threads.choose(plan.tokens)
         self._tables.apply(plan)
-        for reader in (self._logprobs, self._edits, self._sampler):
-            reader.open(plan.opened)
+        self._choice.open(plan.opened)
         if self._decode is not None and self._decode.fits(plan):
-            rows, logits, tokens = self._decode.run(plan)
-            return Arrival(tokens) if self._plain(plan.slots) else self._choose(rows, logits, ())
+            return self._choice.choose_again(*self._decode.run(plan))
         batch = self._tables.inputs(plan)
         wanted, prompts = self._compute(plan, batch)
         if len(batch.last_tokens) == 0:
             return Arrival(batch.last_tokens, prompts=prompts)
-        return self._choose(batch.sampled, self._runner.logits(wanted), prompts)
+        return self._choice.choose(batch.sampled, self._runner.logits(wanted), prompts)
 
     def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[ToldChunk]]:
         """What the model made of the sampled rows' last tokens, and log-probabilities of prompts."""
@@ -177,26 +178,6 @@ class Engine:
             return self._runner.forward_at(batch.tokens, batch.attention, batch.last_tokens), ()
         prompts = self._logprobs.prompts(plan, asked, hidden, self._runner, self._tables.tokens)
         return hidden.at(batch.last_tokens), prompts
-
-    def _plain(self, slots: Int32) -> bool:
-        """Whether these slots ask for no more than how a token is to be drawn."""
-        return all(each.plain(slots) for each in (self._edits, self._guide, self._logprobs))
-
-    def _choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
-        """Each row's next token, from logits [S, vocab]; ``NO_TOKEN`` where no token would be right."""
-        if logits.dtype != torch.float32 and not self._plain(rows.host_slots):
-            logits = logits.float()
-        logprobs = self._logprobs.rows(logits, rows)
-        self._edits.apply(logits, rows)
-        stuck = self._guide.restrict(logits, rows)
-        tokens = self._sampler.sample(logits, rows)
-        self._tables.append(rows, tokens)
-        told = None if logprobs is None else logprobs.of(tokens)
-        if len(stuck):
-            tokens[upload(stuck, tokens.device)] = NO_TOKEN
-        arrival = Arrival(tokens, NO_ROWS if logprobs is None else logprobs.rows, told, prompts)
-        self._guide.follow(rows, arrival)
-        return arrival
 
 
 def _row(

@@ -76,9 +76,9 @@ class GrammarGuide:
                 before = self._pending[each.slot]
                 self._pending[each.slot] = self._loader.submit(self._load, each, before)
 
-    def plain(self, slots: Int32) -> bool:
-        """Whether no answer of these slots must match a grammar."""
-        return not self._guided[slots].any()
+    def asking(self, slots: Int32) -> NDArray[np.bool_]:
+        """Of which of these slots the answer must match a grammar."""
+        return self._guided[slots]
 
     def restrict(self, logits: torch.Tensor, rows: SampledRows) -> Rows:
         """Mask logits float32 [S, vocab] in place, where answers must match a grammar.

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.forward import ForwardPass, Hidden
@@ -66,9 +67,9 @@ class LogprobReader:
             self._prompt_tops[each.slot] = _capped(sampling.prompt_logprobs) if fresh else _NOTHING
             self._prompts[each.slot] = each.prompt_tokens
 
-    def plain(self, slots: Int32) -> bool:
-        """Whether none of these slots asks for log-probabilities of its output."""
-        return bool((self._tops[slots] == _NOTHING).all())
+    def asking(self, slots: Int32) -> NDArray[np.bool_]:
+        """Which of these slots ask for log-probabilities of their output."""
+        return self._tops[slots] != _NOTHING
 
     def rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
         """The log-probabilities of rows that ask, from the model's logits float32 [S, vocab]."""

@@ -22,12 +22,15 @@ from skiff_runtime.distributed.group import LoneRank
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.forward import ForwardPass
+from skiff_runtime.engine.guide import MASK_BITS
 from skiff_runtime.engine.model_runner import kv_layout, longest, placement_of
 from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.bitmask import keep_admitted
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
+from skiff_runtime.kernels.penalties import penalize
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.models.config import ModelConfig
@@ -104,8 +107,16 @@ class _Stage:
 
     def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Tokens of rows int32[3, R], from logits as they are, and as edits, grammars and log-probabilities want them."""
-        for wide in (logits, logits.float()):
-            choose(wide, sampled[1], sampled[2], *self._sampler.parameters)
+        _, slots, positions = sampled
+        own = logits.float()
+        for wide in (logits, own):
+            choose(wide, slots, positions, *self._sampler.parameters)
+        where = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        penalties = torch.empty((len(slots), 3), device=self._device)
+        penalize(own, where, slots, positions, self._tables.tokens, where, penalties, longest=1)
+        keep_admitted(
+            own, where, where.new_empty((len(slots), -(-own.shape[1] // MASK_BITS)), dtype=torch.int32)
+        )
         for table in (self._tables.tokens, self._tables.pages):
             write_cells(table, sampled)
 

@@ -6,9 +6,40 @@ import torch
 
 LARGEST_LOGIT: Final = 1e29
 """What penalties may make of a logit at most, so that no later arithmetic overflows."""
+SLICE_ELEMENTS: Final = 1 << 22
+"""Most logits, or tokens, that a CPU penalizes at a time, which bounds the memory it takes."""
 
 
 def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: torch.Tensor,
+    prompts: torch.Tensor,
+    penalties: torch.Tensor,
+    *,
+    longest: int,
+) -> None:
+    """Penalize ``rows`` int64[P] of logits float32 [S, V] in place, each by the text in a slot of its own, ``slots`` int[P].
+
+    The first ``ends`` int[P] of a slot's ``tokens`` int32[slots, n] are the text, ``longest`` the most of them; the first
+    of its ``prompts`` int64[slots] are the prompt. ``penalties`` float32 [slots, 3]
+    are repetition, presence and frequency. Repetition (Keskar et al., 2019) divides positive logits of tokens that
+    the text has anywhere and multiplies negative ones; the other two are OpenAI's, and count the output alone.
+    """
+    if logits.device.type == "cuda":
+        from skiff_runtime.kernels.fused import penalties as fused
+
+        fused.penalize(logits, rows, slots, ends, tokens, prompts, penalties)
+        return
+    step = max(1, SLICE_ELEMENTS // max(longest, logits.shape[1]))
+    for part in torch.arange(len(rows)).split(step):
+        slot = slots[part]
+        _penalize(logits, rows[part], tokens[slot, :longest], prompts[slot], ends[part], penalties[slot])
+
+
+def _penalize(
     logits: torch.Tensor,
     rows: torch.Tensor,
     history: torch.Tensor,
@@ -16,13 +47,7 @@ def penalize(
     ends: torch.Tensor,
     penalties: torch.Tensor,
 ) -> None:
-    """Penalize ``rows`` int64[P] of logits float32 [S, V] in place, each by a text of its own.
-
-    The first ``ends`` int64[P] tokens of ``history`` int[P, L] are the texts, the first ``prompts`` int64[P] of
-    these their prompts; what stands behind is passed over, but must be ids of tokens. ``penalties`` float32 [P, 3]
-    are repetition, presence and frequency. Repetition (Keskar et al., 2019) divides positive logits of tokens that
-    the text has anywhere and multiplies negative ones; the other two are OpenAI's, and count the output alone.
-    """
+    """The same by texts int[P, L]; what stands behind them is passed over, but must be ids of tokens."""
     repetition, presence, frequency = penalties.unsqueeze(1).unbind(2)
     tokens = history.long()
     places = torch.arange(history.shape[1], device=logits.device)

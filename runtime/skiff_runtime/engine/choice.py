@@ -1,0 +1,96 @@
+"""From logits to tokens: rows that ask for no more than a draw all at once, the others behind them, by what they ask for."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from skiff_runtime.engine.arrival import NO_ROWS, Arrival
+from skiff_runtime.engine.batch import SampledRows, Tables
+from skiff_runtime.engine.edits import LogitEdits
+from skiff_runtime.engine.guide import GrammarGuide
+from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
+from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.engine.staging import upload
+from skiff_runtime.messages import NO_TOKEN
+from skiff_runtime.step import Int32, SlotOpened
+
+
+class TokenChoice:
+    """Chooses each row's next token, and enters it into the table; ``NO_TOKEN`` where no token would be right.
+
+    What one row asks for costs no other row anything, and changes nothing of it.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        sampler: Sampler,
+        *,
+        logprobs: LogprobReader,
+        edits: LogitEdits,
+        guide: GrammarGuide,
+    ) -> None:
+        self._tables = tables
+        self._sampler = sampler
+        self._logprobs = logprobs
+        self._edits = edits
+        self._guide = guide
+
+    def open(self, opened: Sequence[SlotOpened]) -> None:
+        """Take note of what newly taken slots ask for. Their grammars the guide knows already."""
+        for reader in (self._logprobs, self._edits, self._sampler):
+            reader.open(opened)
+
+    def choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
+        """For rows of logits [S, vocab]; ``prompts`` arrive with their tokens."""
+        asking = self._asking(rows.host_slots)
+        plain = np.flatnonzero(~asking)
+        if len(plain) == len(asking):
+            tokens = self._sampler.sample(logits, rows)
+            self._tables.append(rows, tokens)
+            return Arrival(tokens, prompts=prompts)
+        tokens = torch.empty(len(asking), dtype=torch.int32, device=logits.device)
+        if len(plain):
+            where = upload(plain, logits.device)
+            part = rows.take(plain, where)
+            chosen = self._sampler.sample(logits[where], part)
+            self._tables.append(part, chosen)
+            tokens[where] = chosen.int()
+        return self._choose_as_asked(rows, logits, tokens, np.flatnonzero(asking), prompts)
+
+    def choose_again(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> Arrival:
+        """For rows whose ``tokens`` int32[S] were chosen from the logits as they are, and stand in the table already."""
+        asking = np.flatnonzero(self._asking(rows.host_slots))
+        return self._choose_as_asked(rows, logits, tokens, asking, ()) if len(asking) else Arrival(tokens)
+
+    def _asking(self, slots: Int32) -> NDArray[np.bool_]:
+        """Which of these slots ask for more than how a token is to be drawn."""
+        return self._edits.asking(slots) | self._guide.asking(slots) | self._logprobs.asking(slots)
+
+    def _choose_as_asked(
+        self,
+        rows: SampledRows,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        asking: NDArray[np.int64],
+        prompts: Sequence[ToldChunk],
+    ) -> Arrival:
+        """Put the tokens of the rows ``asking`` among the others."""
+        where = upload(asking, logits.device)
+        part = rows.take(asking, where)
+        own = logits[where].float()
+        logprobs = self._logprobs.rows(own, part)
+        self._edits.apply(own, part)
+        stuck = self._guide.restrict(own, part)
+        chosen = self._sampler.sample(own, part)
+        self._tables.append(part, chosen)
+        told = None if logprobs is None else logprobs.of(chosen)
+        if len(stuck):
+            chosen[upload(stuck, chosen.device)] = NO_TOKEN
+        tokens[where] = chosen.int()
+        told_rows = NO_ROWS if logprobs is None else asking[logprobs.rows].astype(np.int32)
+        arrival = Arrival(tokens, told_rows, told, prompts)
+        self._guide.follow(rows, arrival)
+        return arrival
