@@ -5,7 +5,7 @@ import torch
 from kernel_device import DEVICE
 from numpy.random import default_rng
 
-from skiff_runtime.kernels.fused.floors import BLOCK, find_floors
+from skiff_runtime.kernels.fused.floors import PART, ROOM, find_floors
 
 ASKED = [
     (1.0, 0, 0.9),
@@ -18,7 +18,7 @@ ASKED = [
     (1.0, 0, 0.01),
 ]
 """Temperature, top_k, top_p."""
-VOCAB = 2 * BLOCK + 300
+VOCAB = PART + ROOM + 300
 SLACK = 1e-5
 """Of the weight that top_p is compared with: sums are rounded, in another order each."""
 
@@ -47,7 +47,7 @@ def test_floors_keep_what_the_definition_keeps(vocab: int, spread: float, dtype:
     logits = torch.from_numpy(numbers).to(dtype)
     logits[:, :3] = -torch.inf
     filters, slots = filters_of(ASKED), torch.arange(len(ASKED), dtype=torch.int32)
-    floors = find_floors(logits.to(DEVICE), slots.to(DEVICE), filters.to(DEVICE)).cpu()
+    floors = find_floors(logits.to(DEVICE), slots.to(DEVICE), filters.to(DEVICE))[0].cpu()
     scaled = logits.float() / filters[:, :1]
     for row, (_, top_k, top_p) in enumerate(ASKED):
         found = int((scaled[row] >= floors[row]).sum())
@@ -64,7 +64,7 @@ def test_only_who_asks_has_a_floor() -> None:
     asked = [(0.0, 5, 0.5), (1.0, 0, 1.0), (1.0, 64, 1.0), (1.0, 1 << 24, 1.0), (1.0, 63, 1.0)]
     logits = torch.arange(64.0).expand(5, -1).contiguous()
     slots = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32)
-    floors = find_floors(logits.to(DEVICE), slots.to(DEVICE), filters_of(asked[::-1]).to(DEVICE))
+    floors, _ = find_floors(logits.to(DEVICE), slots.to(DEVICE), filters_of(asked[::-1]).to(DEVICE))
     assert floors.tolist() == [-torch.inf] * 4 + [1.0]
 
 
@@ -72,7 +72,7 @@ def test_ties_and_negative_logits_of_any_size() -> None:
     """All that is as large as the last one stays; keys are in order from minus infinity to plus zero."""
     row = torch.tensor([-0.0, 0.0, -1e-30, -1e30, -2.0, -2.0, -2.0, -3e38])
     asked = [(1.0, count, 1.0) for count in range(1, 8)]
-    floors = find_floors(
+    floors, _ = find_floors(
         row.expand(7, -1).contiguous().to(DEVICE),
         torch.arange(7, dtype=torch.int32, device=DEVICE),
         filters_of(asked).to(DEVICE),

@@ -80,7 +80,7 @@ class TokenChoice:
         """Put the tokens of the rows ``asking`` among the others."""
         where = upload(asking, logits.device)
         part = rows.take(asking, where)
-        own = logits[where].float()
+        own = (logits if len(asking) == len(logits) else logits.index_select(0, where)).float()
         logprobs = self._logprobs.rows(own, part)
         self._edits.apply(own, part)
         stuck = self._guide.restrict(own, part)

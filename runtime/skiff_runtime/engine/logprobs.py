@@ -69,7 +69,8 @@ class LogprobReader:
 
     def asking(self, slots: Int32) -> NDArray[np.bool_]:
         """Which of these slots ask for log-probabilities of their output."""
-        return self._tops[slots] != _NOTHING
+        asking: NDArray[np.bool_] = self._tops[slots] != _NOTHING
+        return asking
 
     def rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
         """The log-probabilities of rows that ask, from the model's logits float32 [S, vocab]."""

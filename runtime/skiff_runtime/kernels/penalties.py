@@ -34,7 +34,7 @@ def penalize(
         fused.penalize(logits, rows, slots, ends, tokens, prompts, penalties)
         return
     step = max(1, SLICE_ELEMENTS // max(longest, logits.shape[1]))
-    for part in torch.arange(len(rows)).split(step):
+    for part in torch.split(torch.arange(len(rows)), step):
         slot = slots[part]
         _penalize(logits, rows[part], tokens[slot, :longest], prompts[slot], ends[part], penalties[slot])
 

@@ -7,62 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, SHRINK, SMALLEST_SCALE, Rounded
+from skiff_runtime.kernels.e4m3 import E4M3, Rounded
 from skiff_runtime.kernels.fused.activation import silu_mul
+from skiff_runtime.kernels.fused.fp8_row import silu_mul_and_round_row
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
+from skiff_runtime.kernels.fused.rounding import scale_of, store, store_row, store_scale
 
-_LARGEST = tl.constexpr(LARGEST)
-_SHRINK = tl.constexpr(SHRINK)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 MAX_WARPS = 32
 WARP_ELEMENTS = 512
-PART = 1024
-PART_WARPS = 4
-"""Of a single row, how much a program works on, and by how many warps."""
-
-
-@triton.jit
-def _store_row(
-    value: tl.tensor,
-    rounded: tl.tensor,
-    scales: tl.tensor,
-    row: tl.tensor,
-    columns: tl.tensor,
-    bound: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> None:
-    scale = _scale_of(tl.max(tl.abs(value), 0), bound)
-    _store(value, scale, rounded, row, columns, WIDTH)
-    _store_scale(scale, rounded, scales, row)
-
-
-@triton.jit
-def _scale_of(largest: tl.tensor, bound: tl.tensor) -> tl.tensor:
-    return tl.maximum(tl.div_rn(tl.minimum(largest, bound), _LARGEST), _SMALLEST_SCALE)
-
-
-@triton.jit
-def _store(
-    value: tl.tensor,
-    scale: tl.tensor,
-    rounded: tl.tensor,
-    row: tl.tensor,
-    columns: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> None:
-    scaled = value * tl.div_rn(1.0, scale)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
-    short = scaled.to(tl.float8e4nv)
-    if rounded.dtype.element_ty == tl.float16:
-        short = (short.to(tl.float32) / _SHRINK).to(tl.float16)
-    tl.store(rounded + row * WIDTH + columns, short, columns < WIDTH)
-
-
-@triton.jit
-def _store_scale(scale: tl.tensor, rounded: tl.tensor, scales: tl.tensor, row: tl.tensor) -> None:
-    if rounded.dtype.element_ty == tl.float16:
-        scale = scale * _SHRINK
-    tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -81,7 +33,7 @@ def _round(
     columns = tl.arange(0, BLOCK)
     await_previous(EARLY)
     value = tl.load(values + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
-    _store_row(value, rounded, scales, row, columns, bound, WIDTH)
+    store_row(value, rounded, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -110,54 +62,11 @@ def _silu_mul_and_round(
         others = BLOCK + tl.arange(0, REST)
         beside = silu_mul(gate_up + row * stride, others, WIDTH).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(beside), 0))
-    scale = _scale_of(largest, bound)
-    _store(value, scale, rounded, row, columns, WIDTH)
+    scale = scale_of(largest, bound)
+    store(value, scale, rounded, row, columns, WIDTH)
     if REST:
-        _store(beside, scale, rounded, row, others, WIDTH)
-    _store_scale(scale, rounded, scales, row)
-
-
-@triton.jit
-def _silu_mul_and_compare(
-    gate_up: tl.tensor,
-    values: tl.tensor,
-    largest: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    let_next_start(EARLY)
-    part = tl.program_id(0)
-    columns = part * BLOCK + tl.arange(0, BLOCK)
-    await_previous(EARLY)
-    value = silu_mul(gate_up, columns, WIDTH)
-    tl.store(values + columns, value, columns < WIDTH)
-    tl.store(largest + part, tl.max(tl.abs(value.to(tl.float32)), 0))
-
-
-@triton.jit
-def _round_part(
-    values: tl.tensor,
-    largest: tl.tensor,
-    rounded: tl.tensor,
-    scales: tl.tensor,
-    bound: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    let_next_start(EARLY)
-    part = tl.program_id(0)
-    columns = part * BLOCK + tl.arange(0, BLOCK)
-    each = tl.arange(0, PARTS_BLOCK)
-    await_previous(EARLY)
-    value = tl.load(values + columns, columns < WIDTH, 0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.load(largest + each, each < PARTS, 0.0), 0), bound)
-    _store(value, scale, rounded, 0, columns, WIDTH)
-    if part == 0:
-        _store_scale(scale, rounded, scales, 0)
+        store(beside, scale, rounded, row, others, WIDTH)
+    store_scale(scale, rounded, scales, row)
 
 
 @triton.jit
@@ -176,6 +85,7 @@ def _add_norm_and_round(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
+    """The largest number is found beside the sum of squares, from numbers that the norm has not rounded to its type yet."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -191,9 +101,9 @@ def _add_norm_and_round(
     squares, largest = tl.reduce((value * value, tl.abs(value * weights)), 0, _add_and_compare)
     root = tl.rsqrt(squares / WIDTH + eps)
     normed = ((value * root).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
-    scale = _scale_of((largest * root).to(kind).to(tl.float32), bound)
-    _store(normed, scale, rounded, row, columns, WIDTH)
-    _store_scale(scale, rounded, scales, row)
+    scale = scale_of((largest * root).to(kind).to(tl.float32), bound)
+    store(normed, scale, rounded, row, columns, WIDTH)
+    store_scale(scale, rounded, scales, row)
 
 
 @triton.jit
@@ -216,10 +126,9 @@ def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounde
     """As ``kernels.fp8.silu_mul_and_round``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     rounded = _empty(gate_up, width)
-    if rows == 1:  # which one program would take longer for than many do in two launches
-        _of_one_row(gate_up, rounded, bound)
-        return rounded
-    if rows:
+    if rows == 1:
+        silu_mul_and_round_row(gate_up, rounded, bound)
+    elif rows:
         block = 1 << (width.bit_length() - 1)
         _silu_mul_and_round[(rows,)](
             *(gate_up, rounded.values, rounded.scales, gate_up.stride(0), bound),
@@ -229,21 +138,6 @@ def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounde
             **_launch(gate_up, width),
         )
     return rounded
-
-
-def _of_one_row(gate_up: torch.Tensor, rounded: Rounded, bound: float) -> None:
-    width = rounded.values.shape[1]
-    parts = triton.cdiv(width, PART)
-    values = torch.empty(width, dtype=gate_up.dtype, device=gate_up.device)
-    largest = torch.empty(parts, dtype=torch.float32, device=gate_up.device)
-    options = {"WIDTH": width, "BLOCK": PART, "num_warps": PART_WARPS, **launch_options(gate_up.device)}
-    _silu_mul_and_compare[(parts,)](gate_up, values, largest, **options)
-    _round_part[(parts,)](
-        *(values, largest, rounded.values, rounded.scales, bound),
-        PARTS=parts,
-        PARTS_BLOCK=triton.next_power_of_2(parts),
-        **options,
-    )
 
 
 def add_norm_and_round(

@@ -29,7 +29,6 @@ def _count(
     counts: tl.tensor,
     stride: tl.tensor,
     VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -39,7 +38,7 @@ def _count(
     slot = tl.load(slots + row).to(tl.int64)
     end = tl.load(ends + row)
     prompt = tl.load(prompts + slot)
-    for first in range(tl.program_id(1) * BLOCK, end, PARTS * BLOCK):
+    for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < end
         cell = counts + row * VOCAB + tl.load(tokens + slot * stride + place, inside, 0)
@@ -59,7 +58,6 @@ def _change(
     logits_stride: tl.tensor,
     stride: tl.tensor,
     VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -72,7 +70,7 @@ def _change(
     presence = tl.load(penalties + slot * 3 + 1)
     frequency = tl.load(penalties + slot * 3 + 2)
     logits += tl.load(rows + row) * logits_stride
-    for first in range(tl.program_id(1) * BLOCK, end, PARTS * BLOCK):
+    for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < end
         token = tl.load(tokens + slot * stride + place, inside, 0)
@@ -100,7 +98,6 @@ def penalize(
     counts = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
     options = {
         "VOCAB": vocab,
-        "PARTS": PARTS,
         "BLOCK": BLOCK,
         "num_warps": 4,
         **launch_options(logits.device),

@@ -14,8 +14,6 @@ from skiff_runtime.kernels.fused.softmax import LOG2_E
 
 BLOCK = 2048
 """Logits of a row that one program chooses from."""
-MAXIMA_BLOCK = 8192
-"""Logits of a row whose largest one program finds; most have nothing to find, so they should be few."""
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(LOG2_E)
 _ONE = tl.constexpr(0x3F800000)
@@ -67,32 +65,6 @@ def _noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor, FAST: tl.cons
     return _gumbel(mixed ^ (mixed >> 16), FAST)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _find_maxima(
-    logits: tl.tensor,
-    slots: tl.tensor,
-    filters: tl.tensor,
-    maxima: tl.tensor,
-    stride: tl.tensor,
-    VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """The largest scaled logit of each part of the rows that have a min_p."""
-    let_next_start(EARLY)
-    await_previous(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if tl.load(filters + slot * 4 + 3) > 0:
-        temperature = tl.load(filters + slot * 4)
-        if temperature > 0:
-            token = part * BLOCK + tl.arange(0, BLOCK)
-            logit = tl.load(logits + row * stride + token, token < VOCAB, -float("inf")).to(tl.float32)
-            tl.store(maxima + row * PARTS + part, tl.div_rn(tl.max(logit, 0), temperature))
-
-
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _choose_parts(
     logits: tl.tensor,
@@ -130,7 +102,8 @@ def _choose_parts(
         if (min_p > 0) | (floor > -float("inf")):  # which want a quotient as exact as their own
             parts = tl.arange(0, MAXIMA_BLOCK)
             largest = tl.load(maxima + row * MAXIMA + parts, parts < MAXIMA, -float("inf"))
-            floor = tl.maximum(floor, tl.where(min_p > 0, tl.max(largest, 0) + tl.log(min_p), -float("inf")))
+            least = tl.div_rn(tl.max(largest, 0), temperature) + tl.log(min_p)
+            floor = tl.maximum(floor, tl.where(min_p > 0, least, -float("inf")))
             kept = tl.where(tl.div_rn(score, temperature + tl.zeros_like(score)) < floor, -float("inf"), kept)
         score = kept
     top = tl.max(score, 0)
@@ -177,29 +150,15 @@ def choose(
     history: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``kernels.sampling.choose``; logits of any type, with rows at any stride."""
-    rows, vocab = logits.shape
-    parts, maxima_parts = triton.cdiv(vocab, BLOCK), triton.cdiv(vocab, MAXIMA_BLOCK)
-    device = logits.device
+    (rows, vocab), device = logits.shape, logits.device
+    parts = triton.cdiv(vocab, BLOCK)
     best = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    maxima = torch.empty((rows, maxima_parts), dtype=torch.float32, device=device)
     chosen = torch.empty((rows, parts), dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return tokens
-    floors = find_floors(logits, slots, filters)
-    stride, options = logits.stride(0), launch_options(device)
-    _find_maxima[(rows, maxima_parts)](
-        logits,
-        slots,
-        filters,
-        maxima,
-        stride,
-        VOCAB=vocab,
-        PARTS=maxima_parts,
-        BLOCK=MAXIMA_BLOCK,
-        num_warps=8,
-        **options,
-    )
+    floors, maxima = find_floors(logits, slots, filters)
+    options = launch_options(device)
     _choose_parts[(rows, parts)](
         logits,
         slots,
@@ -210,11 +169,11 @@ def choose(
         maxima,
         best,
         chosen,
-        stride,
+        logits.stride(0),
         VOCAB=vocab,
         PARTS=parts,
-        MAXIMA=maxima_parts,
-        MAXIMA_BLOCK=triton.next_power_of_2(maxima_parts),
+        MAXIMA=maxima.shape[1],
+        MAXIMA_BLOCK=triton.next_power_of_2(maxima.shape[1]),
         BLOCK=BLOCK,
         FAST=device.type == "cuda",
         num_warps=4,
