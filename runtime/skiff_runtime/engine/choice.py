@@ -55,7 +55,7 @@ class TokenChoice:
         if len(plain):
             where = upload(plain, logits.device)
             part = rows.take(plain, where)
-            chosen = self._sampler.sample(logits[where], part)
+            chosen = self._sampler.sample(logits.index_select(0, where), part)
             self._tables.append(part, chosen)
             tokens[where] = chosen.int()
         return self._choose_as_asked(rows, logits, tokens, np.flatnonzero(asking), prompts)
