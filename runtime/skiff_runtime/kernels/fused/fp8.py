@@ -85,7 +85,6 @@ def _add_norm_and_round(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """The largest number is found beside the sum of squares, from numbers that the norm has not rounded to its type yet."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -98,19 +97,9 @@ def _add_norm_and_round(
     value = value.to(kind)
     tl.store(total + row * WIDTH + columns, value, inside)
     value = value.to(tl.float32)
-    squares, largest = tl.reduce((value * value, tl.abs(value * weights)), 0, _add_and_compare)
-    root = tl.rsqrt(squares / WIDTH + eps)
-    normed = ((value * root).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
-    scale = scale_of((largest * root).to(kind).to(tl.float32), bound)
-    store(normed, scale, rounded, row, columns, WIDTH)
-    store_scale(scale, rounded, scales, row)
-
-
-@triton.jit
-def _add_and_compare(
-    sum_: tl.tensor, largest: tl.tensor, addend: tl.tensor, other: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    return sum_ + addend, tl.maximum(largest, other)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    normed = ((value * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
+    store_row(normed, rounded, scales, row, columns, bound, WIDTH)
 
 
 def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
