@@ -139,7 +139,7 @@ def assert_told(
 ) -> None:
     """Log-probabilities are the oracle's: of the tokens, and of the likeliest.
 
-    Each has the ``error`` of a logit in either engine: the mean of squares of all is about 1.4 times that, here at most
+    Each has the ``error`` of a logit in either engine: the root of the mean of all squares is about 1.4 times that, here at most
     twice; and of so many one may be off by half more than what makes a tie.
     """
     assert [token for token, *_ in thoughts] == tokens

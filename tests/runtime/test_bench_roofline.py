@@ -96,7 +96,11 @@ def test_rates_of_this_machine() -> None:
         ("_few_tokens", "matrix work"),
         ("aten::addmm", "matrix work"),
         ("aten::add", "rest"),
-        ("_choose_parts", "sampling"),
+        *(
+            (name, "sampling")
+            for name in ("_choose_parts", "_choose", "find_maxima", "weigh_parts", "gather_parts")
+        ),
+        *((name, "sampling") for name in ("_find_floors", "_count_tokens", "_penalize", "_keep_admitted")),
         ("_rms_norm", "rest"),
         ("Memcpy HtoD (Pinned -> Device)", "rest"),
     ],

@@ -5,7 +5,10 @@ import torch
 from kernel_device import DEVICE
 from numpy.random import default_rng
 
+from skiff_runtime.kernels.fused import floors as fused
 from skiff_runtime.kernels.fused.floors import PART, ROOM, find_floors
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ASKED = [
     (1.0, 0, 0.9),
@@ -57,6 +60,26 @@ def test_floors_keep_what_the_definition_keeps(vocab: int, spread: float, dtype:
             <= kept(scaled[row], top_k, min(top_p + SLACK, 1))
         )
         assert (scaled[row] == floors[row]).any(), "the least of what is kept is among the logits"
+
+
+def test_a_row_is_the_same_by_whatever_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five parts, by a program each, by two programs and by one."""
+    vocab = 4 * PART + 70
+    numbers = default_rng(1).standard_normal((3, vocab)) * 4
+    logits = torch.from_numpy(numbers).bfloat16().to(DEVICE)
+    slots, filters = torch.arange(3, dtype=torch.int32, device=DEVICE), filters_of(ASKED[:3]).to(DEVICE)
+    found = []
+    for programs in (1024, 6, 3):
+        monkeypatch.setattr(fused, "PROGRAMS", programs)
+        monkeypatch.setattr(fused, "LEAST_PROGRAMS", 1)
+        floors, maxima = find_floors(logits, slots, filters)
+        found.append((floors.tolist(), maxima.tolist()))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] == [[float(part.max()) for part in row.split(PART)] for row in logits.float()]
+    for row, (temperature, top_k, top_p) in enumerate(ASKED[:3]):
+        scaled = logits[row].float().cpu() / temperature
+        count = int((scaled >= found[0][0][row]).sum())
+        assert kept(scaled, top_k, top_p - SLACK) <= count <= kept(scaled, top_k, min(top_p + SLACK, 1))
 
 
 def test_only_who_asks_has_a_floor() -> None:

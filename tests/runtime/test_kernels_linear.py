@@ -8,7 +8,7 @@ from kernel_device import DEVICE, TOLERANCE, error
 
 from skiff_runtime.kernels import e4m3
 from skiff_runtime.kernels import fp8 as reference
-from skiff_runtime.kernels.fused import fp8, gemv, short_gemv, streamed
+from skiff_runtime.kernels.fused import fp8, fp8_row, gemv, short_gemv, streamed
 
 SHORT = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """Triton's interpreter multiplies bfloat16 matrices as if their bits were whole numbers."""
@@ -174,7 +174,7 @@ def test_rounding(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 64), (4, 700), (2, 512), (3, 1088)])
+@pytest.mark.parametrize("rows, width", [(1, 64), (1, 3 * fp8_row.PART + 70), (4, 700), (2, 512), (3, 1088)])
 def test_what_is_made_and_rounded_at_once(rows: int, width: int, dtype: torch.dtype) -> None:
     x, residual = noise(rows, 2 * width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
     weight = noise(width, dtype=dtype, seed=2)

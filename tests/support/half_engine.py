@@ -37,11 +37,11 @@ def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
 
 
 def known_logits(
-    path: Path, dtype: torch.dtype, prompts: list[list[int]], outputs: list[list[int]], device: str = "cuda"
+    path: Path, dtype: torch.dtype, prompts: list[list[int]], outputs: list[list[int]]
 ) -> list[torch.Tensor]:
-    """Transformers' logits of each output's tokens, float64 [N, vocab], from a model in ``dtype`` on ``device``."""
-    oracle = load_reference(path, dtype).to(device)
-    with torch.device(device):
+    """Transformers' logits of each output's tokens, float64 [N, vocab], from a model in ``dtype`` on the GPU."""
+    oracle = load_reference(path, dtype).cuda()
+    with torch.device("cuda"):
         return [rows.cpu().double() for rows in oracle_logits(oracle, prompts, outputs)]
 
 
@@ -57,7 +57,8 @@ def error_of(rounded: torch.Tensor, exact: torch.Tensor) -> float:
 def tie_of(error: float) -> float:
     """How far the logits of two tokens may be apart in one engine, as such a share, of which another takes the lesser.
 
-    Each of the two logits has an ``error`` in each of the two engines, which makes twice the error of one.
+    Each of the two logits has an ``error`` in each of the two engines, which makes twice the error of one. It is a bound for
+    single tokens; how many tokens differ tells more.
     """
     return DEVIATIONS * 2 * error
 

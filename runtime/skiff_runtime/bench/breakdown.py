@@ -22,7 +22,7 @@ _PATTERNS: Final = (
     ),
     (
         "sampling",
-        r"_choose|_find_maxima|_find_floors|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial",
+        r"_choose|find_maxima|weigh_parts|gather_parts|_find_floors|_keep_admitted|_count_tokens|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial",
     ),
 )
 """In this order: the first that fits."""

@@ -25,7 +25,7 @@ class Arrival:
         logprobs: Told | None = None,
         prompts: Sequence[ToldChunk] = (),
     ) -> None:
-        """``tokens`` int64[S], on a CPU not to be changed any more; the others as in ``step.StepResult``."""
+        """``tokens`` int[S], on a CPU not to be changed any more; the others as in ``step.StepResult``."""
         self._tokens = _to_host(tokens.int())
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else _told_to_host(logprobs)

@@ -20,7 +20,7 @@ from skiff_runtime.step import Int32, SlotOpened
 class TokenChoice:
     """Chooses each row's next token, and enters it into the table; ``NO_TOKEN`` where no token would be right.
 
-    What one row asks for costs no other row anything, and changes nothing of it.
+    No other row is chosen again for what one row asks for, or changed by it.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class TokenChoice:
         asking: NDArray[np.int64],
         prompts: Sequence[ToldChunk],
     ) -> Arrival:
-        """Put the tokens of the rows ``asking`` among the others."""
+        """Put the tokens of the rows ``asking`` among the others.
+
+        Logits of theirs may be edited in place, where they are float32 and all rows ask: nobody reads them any more.
+        """
         where = upload(asking, logits.device)
         part = rows.take(asking, where)
         own = (logits if len(asking) == len(logits) else logits.index_select(0, where)).float()

@@ -87,7 +87,7 @@ class Engine:
         edits = LogitEdits(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(config.max_running_requests, group.device)
+        self._sampler = Sampler(self._tables.nobody + 1, group.device)
         self._choice = TokenChoice(
             self._tables, self._sampler, logprobs=self._logprobs, edits=edits, guide=self._guide
         )

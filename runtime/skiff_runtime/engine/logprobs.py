@@ -41,7 +41,7 @@ class RowLogprobs:
     """Log-probabilities of a step's rows that ask for them, kept from before the logits were edited."""
 
     def __init__(self, rows: Int32, logprobs: torch.Tensor, top: int) -> None:
-        """``logprobs`` float32[N, vocab] are those of ``rows`` int32[N] among the step's S."""
+        """``logprobs`` float32[N, vocab] are those of ``rows`` int32[N] among the S that were given."""
         self.rows = rows
         self._logprobs = logprobs
         self._top = top

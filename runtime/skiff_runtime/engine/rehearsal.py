@@ -80,7 +80,7 @@ class _Stage:
         )
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
         self._tables.share_prefixes(0 if config.disable_shared_decode else backend.shared_rows)
-        self._sampler = Sampler(config.max_running_requests, torch.device("cpu"))
+        self._sampler = Sampler(self._tables.nobody + 1, torch.device("cpu"))
         self.decode = DecodeStep(self._pass, self._tables, self._sampler, rows=config.running_limit)
 
     def mix(self, decode_rows: int, chunk: int) -> None:

@@ -24,7 +24,7 @@ _HALF: Final = 1 << 63
 
 
 class Sampler:
-    """Sampling parameters of all slots, and the draw."""
+    """Sampling parameters of all slots, nobody's among them, and the draw. Who has set none is greedy."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device

@@ -60,7 +60,10 @@ def first_keys(
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The row's largest logit, and the keys [PIVOTS] of the first pass, of which the last is below all numbers."""
+    """The row's largest logit, and the keys [PIVOTS] of the first pass, of which the last is below all numbers.
+
+    Each launch finds them anew and must find the same: distances are exact multiples of one product.
+    """
     each = tl.arange(0, PARTS_BLOCK)
     largest = tl.max(tl.load(maxima + row * PARTS + each, each < PARTS, -float("inf")), 0)
     turn = tl.arange(0, PIVOTS)

@@ -85,7 +85,7 @@ def find_floors(
     """The least scaled logits that top_k, then top_p, keep of logits [S, vocab]: float32[S]; -inf where neither is asked for.
 
     ``filters`` as ``kernels.sampling.choose`` takes them. Also the largest logits of each row's parts, float32[S, parts], for
-    rows that ask for one of these or for min_p; rows that do not cost next to nothing.
+    rows that ask for one of these or for min_p; rows that ask for none cost next to nothing.
     """
     (rows, vocab), device = logits.shape, logits.device
     parts = triton.cdiv(vocab, PART)

@@ -1,4 +1,4 @@
-"""Rounding to e4m3 with one scale for each row: of what is there, or of what is made in the same launch."""
+"""Rounding to e4m3 with one scale for each row: of what is there, or of what is made on the way."""
 
 import math
 from typing import Any

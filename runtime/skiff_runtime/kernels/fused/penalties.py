@@ -21,7 +21,7 @@ _SEEN = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
-def _count(
+def _count_tokens(
     slots: tl.tensor,
     ends: tl.tensor,
     tokens: tl.tensor,
@@ -47,7 +47,7 @@ def _count(
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots", "ends"])
-def _change(
+def _penalize(
     logits: tl.tensor,
     rows: tl.tensor,
     slots: tl.tensor,
@@ -102,7 +102,7 @@ def penalize(
         "num_warps": 4,
         **launch_options(logits.device),
     }
-    _count[(count, PARTS)](slots, ends, tokens, prompts, counts, tokens.stride(0), **options)
-    _change[(count, PARTS)](
+    _count_tokens[(count, PARTS)](slots, ends, tokens, prompts, counts, tokens.stride(0), **options)
+    _penalize[(count, PARTS)](
         *(logits, rows, slots, ends, tokens, penalties, counts, logits.stride(0), tokens.stride(0)), **options
     )

@@ -20,7 +20,7 @@ def dim_block(dim: int) -> int:
 
 
 def decode_tiles(dtype: torch.dtype, cached: torch.dtype, dims: int, splits: int, rows: int) -> Tile:
-    """For queries of ``dtype`` over a ``cached`` one, heads of ``dims`` filled up: of the shapes tried on an H200, the fastest.
+    """For queries of ``dtype`` over a ``cached`` one, heads of ``dims`` filled up: of the shapes tried on an H200, none was faster in all cases.
 
     docs/benchmarks.md has the others. For few rows it is a whole step that was timed: a tile with much shared memory is
     faster by itself, but not where it starts beside the kernel ahead.
