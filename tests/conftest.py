@@ -4,9 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+"""The same examples each time; ``--hypothesis-profile default`` looks for new ones."""
 
 
 @pytest.fixture
