@@ -41,6 +41,12 @@ def kept(scaled: torch.Tensor, top_k: int, top_p: float) -> int:
     return int((ranked >= left[min(max(wanted, 1), len(left)) - 1]).sum())
 
 
+def keeps_enough(scaled: torch.Tensor, floor: float, top_k: int, top_p: float) -> bool:
+    """Whether as many of one row are not below the floor as top_k, then top_p, keep."""
+    found = int((scaled >= floor).sum())
+    return kept(scaled, top_k, top_p - SLACK) <= found <= kept(scaled, top_k, min(top_p + SLACK, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab", [40, VOCAB])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 12.0])
@@ -53,12 +59,7 @@ def test_floors_keep_what_the_definition_keeps(vocab: int, spread: float, dtype:
     floors = find_floors(logits.to(DEVICE), slots.to(DEVICE), filters.to(DEVICE))[0].cpu()
     scaled = logits.float() / filters[:, :1]
     for row, (_, top_k, top_p) in enumerate(ASKED):
-        found = int((scaled[row] >= floors[row]).sum())
-        assert (
-            kept(scaled[row], top_k, top_p - SLACK)
-            <= found
-            <= kept(scaled[row], top_k, min(top_p + SLACK, 1))
-        )
+        assert keeps_enough(scaled[row], float(floors[row]), top_k, top_p)
         assert (scaled[row] == floors[row]).any(), "the least of what is kept is among the logits"
 
 
@@ -77,9 +78,7 @@ def test_a_row_is_the_same_by_whatever_programs(monkeypatch: pytest.MonkeyPatch)
     assert found[0] == found[1] == found[2]
     assert found[0][1] == [[float(part.max()) for part in row.split(PART)] for row in logits.float()]
     for row, (temperature, top_k, top_p) in enumerate(ASKED[:3]):
-        scaled = logits[row].float().cpu() / temperature
-        count = int((scaled >= found[0][0][row]).sum())
-        assert kept(scaled, top_k, top_p - SLACK) <= count <= kept(scaled, top_k, min(top_p + SLACK, 1))
+        assert keeps_enough(logits[row].float().cpu() / temperature, found[0][0][row], top_k, top_p)
 
 
 def test_only_who_asks_has_a_floor() -> None:

@@ -46,18 +46,13 @@ class TokenChoice:
     def choose(self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[ToldChunk]) -> Arrival:
         """For rows of logits [S, vocab]; ``prompts`` arrive with their tokens."""
         asking = self._asking(rows.host_slots)
-        plain = np.flatnonzero(~asking)
-        if len(plain) == len(asking):
-            tokens = self._sampler.sample(logits, rows)
-            self._tables.append(rows, tokens)
-            return Arrival(tokens, prompts=prompts)
+        if not asking.any():
+            return Arrival(self._draw(logits, rows), prompts=prompts)
         tokens = torch.empty(len(asking), dtype=torch.int32, device=logits.device)
+        plain = np.flatnonzero(~asking)
         if len(plain):
-            where = upload(plain, logits.device)
-            part = rows.take(plain, where)
-            chosen = self._sampler.sample(logits.index_select(0, where), part)
-            self._tables.append(part, chosen)
-            tokens[where] = chosen.int()
+            where, part, own = _take(plain, rows, logits)
+            tokens[where] = self._draw(own, part).int()
         return self._choose_as_asked(rows, logits, tokens, np.flatnonzero(asking), prompts)
 
     def choose_again(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> Arrival:
@@ -68,6 +63,12 @@ class TokenChoice:
     def _asking(self, slots: Int32) -> NDArray[np.bool_]:
         """Which of these slots ask for more than how a token is to be drawn."""
         return self._edits.asking(slots) | self._guide.asking(slots) | self._logprobs.asking(slots)
+
+    def _draw(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        """Tokens int[S] from logits as they are, which stand in the table then."""
+        tokens = self._sampler.sample(logits, rows)
+        self._tables.append(rows, tokens)
+        return tokens
 
     def _choose_as_asked(
         self,
@@ -81,14 +82,12 @@ class TokenChoice:
 
         Logits of theirs may be edited in place, where they are float32 and all rows ask: nobody reads them any more.
         """
-        where = upload(asking, logits.device)
-        part = rows.take(asking, where)
-        own = (logits if len(asking) == len(logits) else logits.index_select(0, where)).float()
+        where, part, own = _take(asking, rows, logits)
+        own = own.float()
         logprobs = self._logprobs.rows(own, part)
         self._edits.apply(own, part)
         stuck = self._guide.restrict(own, part)
-        chosen = self._sampler.sample(own, part)
-        self._tables.append(part, chosen)
+        chosen = self._draw(own, part)
         told = None if logprobs is None else logprobs.of(chosen)
         if len(stuck):
             chosen[upload(stuck, chosen.device)] = NO_TOKEN
@@ -97,3 +96,12 @@ class TokenChoice:
         arrival = Arrival(tokens, told_rows, told, prompts)
         self._guide.follow(rows, arrival)
         return arrival
+
+
+def _take(
+    some: NDArray[np.int64], rows: SampledRows, logits: torch.Tensor
+) -> tuple[torch.Tensor, SampledRows, torch.Tensor]:
+    """Where ``some`` of the rows are, int64[N] on the device; these rows; and their logits [N, vocab], a copy unless it is all."""
+    where = upload(some, logits.device)
+    own = logits if len(some) == len(logits) else logits.index_select(0, where)
+    return where, rows.take(some, where), own

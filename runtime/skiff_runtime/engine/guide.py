@@ -20,7 +20,7 @@ from skiff_runtime.engine.arrival import Arrival
 from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.errors import ModelError
-from skiff_runtime.kernels.bitmask import keep_admitted
+from skiff_runtime.kernels.bitmask import keep_admitted, mask_words
 from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from skiff_runtime.grammar.matcher import Follower, GrammarShelf
 
 Rows = NDArray[np.int64]
-MASK_BITS = 32
-"""Tokens in a word of a mask."""
 _UNREADABLE = (ModelError, RuntimeError, ValueError)
 
 
@@ -44,7 +42,7 @@ class GrammarGuide:
     def __init__(self, slots: int, model: ModelConfig) -> None:
         self._model = model
         self._guided = np.zeros(slots, dtype=np.bool_)
-        self._masks = np.zeros((slots, -(-model.vocab_size // MASK_BITS)), dtype=np.int32)
+        self._masks = np.zeros((slots, mask_words(model.vocab_size)), dtype=np.int32)
         self._followers: list[Follower | None] = [None] * slots
         """None: its grammar cannot be followed."""
         self._pending: list[Future[None] | None] = [None] * slots

@@ -22,10 +22,9 @@ from skiff_runtime.distributed.group import LoneRank
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.forward import ForwardPass
-from skiff_runtime.engine.guide import MASK_BITS
 from skiff_runtime.engine.model_runner import kv_layout, longest, placement_of
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.bitmask import keep_admitted
+from skiff_runtime.kernels.bitmask import keep_admitted, mask_words
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
@@ -114,9 +113,8 @@ class _Stage:
         where = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)
         penalize(own, where, slots, positions, self._tables.tokens, where, penalties, longest=1)
-        keep_admitted(
-            own, where, where.new_empty((len(slots), -(-own.shape[1] // MASK_BITS)), dtype=torch.int32)
-        )
+        masks = torch.empty((len(slots), mask_words(own.shape[1])), dtype=torch.int32, device=self._device)
+        keep_admitted(own, where, masks)
         for table in (self._tables.tokens, self._tables.pages):
             write_cells(table, sampled)
 

@@ -1,7 +1,17 @@
 """Masks with one bit for each token, applied to logits on any device."""
 
+from typing import Final
+
 import numpy as np
 import torch
+
+MASK_BITS: Final = 32
+"""Tokens in a word of a mask."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask for so many tokens."""
+    return -(-vocab_size // MASK_BITS)
 
 
 def keep_admitted(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:

@@ -4,11 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.bitmask import MASK_BITS
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 
 BLOCK = 4096
 """Logits of a row that one program masks."""
-_WORD = tl.constexpr(32)
+_WORD = tl.constexpr(MASK_BITS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "masks"])

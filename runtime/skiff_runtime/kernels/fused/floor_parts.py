@@ -51,7 +51,7 @@ def find_maxima(
 
 
 @triton.jit
-def first_keys(
+def _first_keys(
     maxima: tl.tensor,
     row: tl.tensor,
     temperature: tl.tensor,
@@ -94,7 +94,7 @@ def weigh_parts(
     row = tl.program_id(0).to(tl.int64)
     temperature, _, _, counts, asks = wishes(slots, filters, row, VOCAB)
     if asks:
-        largest, keys = first_keys(maxima, row, temperature, PARTS, PARTS_BLOCK, PIVOTS, SPARE)
+        largest, keys = _first_keys(maxima, row, temperature, PARTS, PARTS_BLOCK, PIVOTS, SPARE)
         scale = _LOG2_E / temperature
         for part in range(tl.program_id(1), PARTS, tl.num_programs(1)):
             own, size = logits + row * stride + part * PART, tl.minimum(VOCAB - part * PART, PART)
@@ -105,10 +105,10 @@ def weigh_parts(
 
 @triton.jit
 def first_cut(
+    maxima: tl.tensor,
     sums: tl.tensor,
     row: tl.tensor,
-    keys: tl.tensor,
-    largest: tl.tensor,
+    temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     counts: tl.tensor,
@@ -116,16 +116,22 @@ def first_cut(
     PARTS_BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The wanted sum, the last key with enough of it, the first without, and how many [PARTS_BLOCK] are not below the former."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What the sums of all parts tell of a row.
+
+    How many numbers [PARTS_BLOCK] are not below the last key with enough; that key; the first without; the one behind all;
+    the largest logit; what scales logits; and the wanted sum.
+    """
+    largest, keys = _first_keys(maxima, row, temperature, PARTS, PARTS_BLOCK, PIVOTS, SPARE)
     each = tl.arange(0, PARTS_BLOCK)[:, None]
     cell = sums + ((row * PARTS + each) * 2) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
     total = tl.sum(tl.load(cell, each < PARTS, 0.0), 0)
     wanted = tl.where(counts, top_k, top_p * tl.max(total, 0))
     low = tl.max(tl.where(total >= wanted, keys, tl.min(keys, 0)), 0)
-    high = tl.min(tl.where(total >= wanted, key_of(largest, SPARE).to(tl.int64) + 1, keys), 0)
+    end = key_of(largest, SPARE).to(tl.int64) + 1
+    high = tl.min(tl.where(total >= wanted, end, keys), 0)
     amounts = tl.load(cell + PIVOTS, (each < PARTS) & (keys == low)[None, :], 0.0)
-    return wanted, low, high, tl.max(amounts, 1).to(tl.int32)
+    return tl.max(amounts, 1).to(tl.int32), low, high, end, largest, _LOG2_E / temperature, wanted
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -153,9 +159,8 @@ def gather_parts(
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, counts, asks = wishes(slots, filters, row, VOCAB)
     if asks:
-        largest, keys = first_keys(maxima, row, temperature, PARTS, PARTS_BLOCK, PIVOTS, SPARE)
-        _, low, _, amounts = first_cut(
-            sums, row, keys, largest, top_k, top_p, counts, PARTS, PARTS_BLOCK, PIVOTS, SPARE
+        amounts, low, _, _, _, _, _ = first_cut(
+            maxima, sums, row, temperature, top_k, top_p, counts, PARTS, PARTS_BLOCK, PIVOTS, SPARE
         )
         if tl.sum(amounts, 0) <= ROOM:
             for part in range(tl.program_id(1), PARTS, tl.num_programs(1)):

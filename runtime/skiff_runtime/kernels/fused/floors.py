@@ -11,17 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fused.floor_parts import (
-    find_maxima,
-    first_cut,
-    first_keys,
-    gather_parts,
-    weigh_parts,
-    wishes,
-)
-from skiff_runtime.kernels.fused.floor_search import key_of, least_kept, value_of
+from skiff_runtime.kernels.fused.floor_parts import find_maxima, first_cut, gather_parts, weigh_parts, wishes
+from skiff_runtime.kernels.fused.floor_search import least_kept, value_of
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
-from skiff_runtime.kernels.fused.softmax import LOG2_E
 
 PIVOTS: Final = 8
 """Keys that are compared with in one pass."""
@@ -37,7 +29,6 @@ ROOM: Final = 4096
 """Of a row, those that can be put together, and are searched at a time."""
 _SPARE_BITS: Final = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Of a float32, the last ones, that say nothing where it was one of these types."""
-_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -65,12 +56,11 @@ def _find_floors(
     temperature, top_k, top_p, counts, asks = wishes(slots, filters, row, VOCAB)
     floor = -float("inf")
     if asks:
-        largest, keys = first_keys(maxima, row, temperature, PARTS, PARTS_BLOCK, PIVOTS, SPARE)
-        wanted, low, high, amounts = first_cut(
-            sums, row, keys, largest, top_k, top_p, counts, PARTS, PARTS_BLOCK, PIVOTS, SPARE
+        amounts, low, high, end, largest, scale, wanted = first_cut(
+            maxima, sums, row, temperature, top_k, top_p, counts, PARTS, PARTS_BLOCK, PIVOTS, SPARE
         )
-        scale, end, count = _LOG2_E / temperature, key_of(largest, SPARE).to(tl.int64) + 1, tl.sum(amounts, 0)
         asked = low, high, end, largest, scale, wanted, top_p, counts
+        count = tl.sum(amounts, 0)
         if count <= ROOM:
             low = least_kept(near + row * ROOM, count, *asked, PIVOTS, ROOM, SPARE)
         else:
