@@ -128,7 +128,8 @@ def placement_of(config: Config, model: ModelConfig, group: TensorParallel) -> P
     """Where and how a rank of ``group`` keeps the model, by a resolved configuration."""
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     bound = math.inf if model.activation_bound is None else model.activation_bound
-    return Placement(getattr(torch, config.dtype), group.device, group, quantization, bound)
+    dtype = getattr(torch, config.dtype)
+    return Placement(dtype, group.device, group, quantization, bound, model.unquantized)
 
 
 def kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, ranks: int) -> KVLayout:

@@ -57,9 +57,15 @@ class Attention:
             replicated_cut("k_proj", heads.kv, heads.size, placement),
             replicated_cut("v_proj", heads.kv, heads.size, placement),
         ]
-        self._qkv = ColumnParallelLinear(hidden_size, cuts, bias=qkv_bias, placement=placement)
+        self._qkv = ColumnParallelLinear(
+            hidden_size, cuts, bias=qkv_bias, placement=placement.of(layer, "qkv")
+        )
         self._output = RowParallelLinear(
-            "o_proj", heads.query * heads.size, hidden_size, bias=output_bias, placement=placement
+            "o_proj",
+            heads.query * heads.size,
+            hidden_size,
+            bias=output_bias,
+            placement=placement.of(layer, "output"),
         )
         self._norm = None
         if qk_norm_eps is not None:

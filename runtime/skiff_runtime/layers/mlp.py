@@ -13,14 +13,15 @@ from skiff_runtime.layers.placement import Piece, Placement
 class GatedMLP:
     """[T, hidden] -> [T, hidden]: down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, 2020)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self, layer: int, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement
+    ) -> None:
+        into, back = placement.of(layer, "gate_up"), placement.of(layer, "down")
         cuts = [even_cut(name, intermediate_size, placement) for name in ("gate_proj", "up_proj")]
-        self._rounds = placement.quantization == "fp8"
-        self._bound = placement.activation_bound
-        self._gate_up = ColumnParallelLinear(hidden_size, cuts, bias=bias, placement=placement)
-        self._down = RowParallelLinear(
-            "down_proj", intermediate_size, hidden_size, bias=bias, placement=placement
-        )
+        self._rounds = back.quantization == "fp8"
+        self._bound = back.activation_bound
+        self._gate_up = ColumnParallelLinear(hidden_size, cuts, bias=bias, placement=into)
+        self._down = RowParallelLinear("down_proj", intermediate_size, hidden_size, bias=bias, placement=back)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         gate_up = self._gate_up(x)

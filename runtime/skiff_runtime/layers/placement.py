@@ -1,19 +1,21 @@
 """Where a rank's weights live, and how a checkpoint's tensor is cut for it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.layers.products import LeftOut, Product
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices.
 
-    Where there is one, what these are multiplied with is cut at ``activation_bound`` when it is rounded.
+    Where there is one, what these are multiplied with is cut at ``activation_bound`` when it is rounded. Matrices of
+    the products ``left_out`` have none for all that.
     """
 
     dtype: torch.dtype
@@ -21,6 +23,11 @@ class Placement:
     group: TensorParallel = field(default_factory=TensorParallel)
     quantization: Quantization = "none"
     activation_bound: float = math.inf
+    left_out: LeftOut = frozenset()
+
+    def of(self, layer: int, product: Product) -> "Placement":
+        """That of one product's matrix, and of what is multiplied with it."""
+        return replace(self, quantization="none") if (layer, product) in self.left_out else self
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialized weight."""

@@ -30,10 +30,14 @@ class Source:
 
 
 class Checkpoint:
-    """The weights of one model directory. Every error is a ``ModelError`` that names file and tensor."""
+    """The weights of one model directory. Every error is a ``ModelError`` that names file and tensor.
 
-    def __init__(self, path: Path) -> None:
+    Where its configuration says that it is ``quantized``, what is not, but should be, is refused rather than rounded.
+    """
+
+    def __init__(self, path: Path, *, quantized: bool = False) -> None:
         self._path = path
+        self._quantized = quantized
         self._open_files: dict[str, TensorFile] = {}
         self._files = self._index()
 
@@ -52,7 +56,8 @@ class Checkpoint:
 
     def _source(self, piece: Piece) -> Source:
         file, tensor = self._find(piece.name, piece.shape)
-        if piece.scales is not None and tensor.kind == QUANTIZED_KIND:
+        if piece.scales is not None and (self._quantized or tensor.kind == QUANTIZED_KIND):
+            _require_kind(file, piece.name, tensor, (QUANTIZED_KIND,))
             return Source(file, tensor, self._scales(piece))
         _require_kind(file, piece.name, tensor, _KINDS)
         return Source(file, tensor)

@@ -10,8 +10,9 @@ from typing import Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.layers.products import LeftOut
 from skiff_runtime.models.json_file import Fields, read_json
-from skiff_runtime.models.quantization import read_activation_bound, read_quantization
+from skiff_runtime.models.quantization import read_activation_bound, read_quantization, read_unquantized
 from skiff_runtime.models.rope import RopeScaling, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -70,6 +71,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     quantization: Quantization
+    unquantized: LeftOut
     activation_bound: float | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -96,6 +98,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     theta, scaling = read_rope(config)
     heads, kv_heads, head_dim = _heads(config, family)
     positions = config.positive("max_position_embeddings")
+    layers = config.positive("num_hidden_layers")
     _refuse_sliding_window(config, family, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
@@ -103,7 +106,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),
         intermediate_size=config.positive("intermediate_size"),
-        num_layers=config.positive("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -116,6 +119,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
         quantization=read_quantization(config),
+        unquantized=read_unquantized(config, layers),
         activation_bound=read_activation_bound(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None

@@ -18,13 +18,12 @@ from skiff_runtime.models.config import ModelConfig
 class DecoderLayer:
     """Attention and MLP, each after a norm and around a residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, placement: Placement) -> None:
+    def __init__(self, layer: int, config: ModelConfig, attention: Attention, placement: Placement) -> None:
+        size, eps = config.hidden_size, config.rms_norm_eps
         self._attention = attention
-        self._mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, placement=placement
-        )
-        self._input_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._middle_norm = InputNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._mlp = GatedMLP(layer, size, config.intermediate_size, bias=config.mlp_bias, placement=placement)
+        self._input_norm = InputNorm(size, eps, placement.of(layer, "qkv"))
+        self._middle_norm = InputNorm(size, eps, placement.of(layer, "gate_up"))
 
     def __call__(
         self,
@@ -67,7 +66,8 @@ class DecoderModel(ABC):
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement)
         self._layers = [
-            DecoderLayer(config, self.attention(layer), placement) for layer in range(config.num_layers)
+            DecoderLayer(layer, config, self.attention(layer), placement)
+            for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._head_weight = self._embedding

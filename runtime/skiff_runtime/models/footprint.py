@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from skiff_runtime.config import Config, Quantization
+from skiff_runtime.layers.products import Product
 from skiff_runtime.models.config import ModelConfig
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -59,15 +60,27 @@ def count_parameters(model: ModelConfig, ranks: int = 1) -> Parameters:
 
 
 def weight_bytes(model: ModelConfig, ranks: int, *, element_bytes: int, quantization: Quantization) -> int:
-    """Bytes of a rank's weights; in fp8, matrices of attention and MLP take one byte, and each output a float32."""
+    """Bytes of a rank's weights; in fp8, matrices of attention and MLP take one byte, and each output a float32.
+
+    What a quantized checkpoint leaves out stays as it is.
+    """
     share = count_parameters(model, ranks)
     if quantization == "none":
         return share.total * element_bytes
     inner, hidden = model.intermediate_size // ranks, model.hidden_size
     query = model.num_heads * model.head_dim // ranks
     outputs = query + 2 * local_kv_heads(model, ranks) * model.head_dim
-    matrices = model.num_layers * hidden * (outputs + query + 3 * inner)
-    scales = model.num_layers * (outputs + hidden + 2 * inner + hidden)
+    shapes: dict[Product, tuple[int, int]] = {
+        "qkv": (outputs, hidden),
+        "output": (hidden, query),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    matrices = scales = 0
+    for product, (rows, columns) in shapes.items():
+        count = sum((layer, product) not in model.unquantized for layer in range(model.num_layers))
+        matrices += count * rows * columns
+        scales += count * rows
     return matrices + 4 * scales + (share.total - matrices) * element_bytes
 
 

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ModelError
+from skiff_runtime.layers.products import LeftOut
 from skiff_runtime.models.json_file import Fields
+from skiff_runtime.models.left_out import read_left_out
 
-_UNTOUCHED: Final = ("lm_head", "embed_tokens", "model.embed_tokens")
-"""What this runtime never quantizes either."""
+_COMPRESSED: Final = "compressed-tensors"
 _FBGEMM: Final = "fbgemm_fp8"
 _BOUND: Final = "activation_scale_ub"
 _DEFAULT_BOUND: Final = 1200.0
@@ -32,14 +33,20 @@ def read_quantization(config: Fields) -> Quantization:
     if told is None:
         return "none"
     method = told.text("quant_method", "unknown")
-    if method == "compressed-tensors":
+    if method == _COMPRESSED:
         _check_groups(told)
-        _check_left_out(told, "ignore")
-    elif method == _FBGEMM:
-        _check_left_out(told, "modules_to_not_convert")
-    else:
+    elif method != _FBGEMM:
         _refuse(told, f"is by the method {method!r}")
     return "fp8"
+
+
+def read_unquantized(config: Fields, layers: int) -> LeftOut:
+    """Products of ``layers`` decoder layers that a quantized checkpoint leaves out. Raises ``ModelError``."""
+    told = config.object("quantization_config")
+    if told is None:
+        return frozenset()
+    key = "modules_to_not_convert" if told.get("quant_method") == _FBGEMM else "ignore"
+    return read_left_out(f"{told.source}: {key!r}", told.get(key) or [], layers)
 
 
 def read_activation_bound(config: Fields) -> float | None:
@@ -78,15 +85,6 @@ def _check_scheme(told: Fields, name: str, scheme: Any, wanted: dict[str, Any]) 
     for key, value in wanted.items():
         if given.get(key) != value:
             _refuse(told, f"has {key!r} of {name} {given.get(key)!r}")
-
-
-def _check_left_out(told: Fields, key: str) -> None:
-    names = told.get(key) or []
-    if not isinstance(names, list):
-        raise ModelError(f"{told.source}: {key!r} must be a list of modules, not {names!r}")
-    for name in names:
-        if name not in _UNTOUCHED:
-            _refuse(told, f"leaves out {name!r}")
 
 
 def _refuse(told: Fields, what: str) -> None:

@@ -42,7 +42,7 @@ def load_weights(model: DecoderModel, load_format: str, progress: Progress) -> N
             _randomize(piece, model.placement.dtype)
             share.add(piece.nbytes)
     else:
-        with Checkpoint(model.config.path) as checkpoint:
+        with Checkpoint(model.config.path, quantized=model.config.quantization == "fp8") as checkpoint:
             bring(checkpoint.sources(model.pieces()), model.placement.device, share.add)
     share.add(total)
     if model.placement.device.type == "cuda":
