@@ -113,9 +113,12 @@ def test_the_command_tells_what_fits(tmp_path: Path) -> None:
     assert "1 GiB" in shown.stdout  # one full context of 8,192 tokens
     small = info(path, "--gpu", "L4", "--dtype", "float32")
     assert small.returncode == 1 and "no" in small.stdout and "H100" not in small.stdout
+    rounded = info(path, "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
+    assert "weights in fp8 and bfloat16" in rounded.stdout and "8.463 GiB" in rounded.stdout
     halved = json.loads(info(path, "--tp", "2", "--gpu-memory", "24", "--json").stdout)
     assert halved["each_rank"]["kv_bytes_per_token"] == 64 << 10
     assert halved["parameters"]["total"] == 8_030_261_248 and halved["gpus"][0]["fits"]
+    assert halved["quantization"] == "none" and halved["config"]["unquantized"] == []
 
 
 def test_only_the_description_of_a_hub_model_is_downloaded(

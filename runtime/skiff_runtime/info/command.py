@@ -118,6 +118,7 @@ def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits:
         "config": {name: value for name, value in shape.items() if name not in ("path", "architecture")},
         "parameters": {**asdict(needed.parameters), "total": needed.parameters.total},
         "dtype": dtype,
+        "quantization": needed.quantization,
         "tp": config.tp,
         "max_model_len": needed.context,
         "each_rank": {
@@ -143,6 +144,7 @@ def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: li
     parts = needed.parameters
     named = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of them for K and V"
+    kinds = dtype if needed.quantization == "none" else f"{needed.quantization} and {dtype}"
     ranks = "" if config.tp == 1 else f" (each of {config.tp} ranks)"
     rows = [
         ("model", f"{config.model}, {model.architecture}"),
@@ -150,7 +152,7 @@ def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: li
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context", f"{needed.context:,} tokens"),
         ("parameters", f"{_count(parts.total)}: {named}"),
-        (f"weights in {dtype}", _size(needed.weights) + ranks),
+        (f"weights in {kinds}", _size(needed.weights) + ranks),
         ("KV cache, a token", _size(needed.kv_per_token) + ranks),
         ("KV cache, full context", _size(needed.kv_for_context) + ranks),
         ("working memory, at most", _size(needed.working) + ranks),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.config import AUTO, Config
+from skiff_runtime.config import AUTO, Config, Quantization
 from skiff_runtime.info.gpus import Gpu
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
@@ -24,6 +24,7 @@ class Need:
     """Bytes that one rank needs, by part. ``context`` is the longest sequence in tokens."""
 
     parameters: Parameters
+    quantization: Quantization
     weights: int
     kv_per_token: int
     working: int
@@ -61,6 +62,7 @@ def need(config: Config, model: ModelConfig, dtype: str) -> Need:
     quantization = model.quantization if config.quantization == AUTO else config.quantization
     return Need(
         parameters=count_parameters(model),
+        quantization=quantization,
         weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
         kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
         working=working_bytes(config, model, ranks=config.tp, element_bytes=element_bytes),

@@ -23,7 +23,7 @@ class Placement:
     group: TensorParallel = field(default_factory=TensorParallel)
     quantization: Quantization = "none"
     activation_bound: float = math.inf
-    left_out: LeftOut = frozenset()
+    left_out: LeftOut = ()
 
     def of(self, layer: int, product: Product) -> "Placement":
         """That of one product's matrix, and of what is multiplied with it."""

@@ -12,5 +12,5 @@ PRODUCTS: Final[dict[Product, tuple[str, ...]]] = {
 }
 """The checkpoint's layers of each, by their names within a decoder layer."""
 
-LeftOut = frozenset[tuple[int, Product]]
-"""Products of decoder layers, counted from 0, that stay in the model's own type where the others are in eight bits."""
+LeftOut = tuple[tuple[int, Product], ...]
+"""Products of decoder layers, counted from 0 and in order, that stay in the model's own type where the others are in eight bits."""

@@ -23,7 +23,7 @@ def read_left_out(source: str, names: Any, layers: int) -> LeftOut:
     which is left out.
     """
     modules = _Modules(source, names)
-    found = set()
+    found = []
     for layer in range(layers):
         for product, parts in PRODUCTS.items():
             paths = [f"model.layers.{layer}.{part}" for part in parts]
@@ -34,8 +34,8 @@ def read_left_out(source: str, names: Any, layers: int) -> LeftOut:
                     f"{source} leaves out {out[0]!r} but not {kept!r}, which is not supported: one product computes both"
                 )
             if out:
-                found.add((layer, product))
-    return frozenset(found)
+                found.append((layer, product))
+    return tuple(found)
 
 
 class _Modules:

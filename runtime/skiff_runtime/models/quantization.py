@@ -44,7 +44,7 @@ def read_unquantized(config: Fields, layers: int) -> LeftOut:
     """Products of ``layers`` decoder layers that a quantized checkpoint leaves out. Raises ``ModelError``."""
     told = config.object("quantization_config")
     if told is None:
-        return frozenset()
+        return ()
     key = "modules_to_not_convert" if told.get("quant_method") == _FBGEMM else "ignore"
     return read_left_out(f"{told.source}: {key!r}", told.get(key) or [], layers)
 
