@@ -80,10 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> None:
+    from skiff_runtime.engine.eight_bits import check_eight_bits
     from skiff_runtime.engine.rehearsal import rehearse
 
-    major, minor = re.findall(r"\d+", architecture)
-    rehearse(config, model, int(major) * 10 + int(minor))
+    major, minor = map(int, re.findall(r"\d+", architecture))
+    check_eight_bits(config, (major, minor))
+    rehearse(config, model, major * 10 + minor)
 
 
 def _wants_flashinfer(config: Config) -> bool:

@@ -20,6 +20,7 @@ from skiff_runtime.attention.hybrid import (
     TritonPrefill,
 )
 from skiff_runtime.attention.registry import make_backend
+from skiff_runtime.attention.torch_backend import TorchAttention
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
 from skiff_runtime.kvcache.pool import KVLayout, KVPool
@@ -131,10 +132,23 @@ def test_any_mix_of_rows(
 def test_groups_and_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small limits, rows split into several groups and a chunk into several blocks."""
     monkeypatch.setattr(torch_backend, "MIN_BUCKET", 4)
-    monkeypatch.setattr(torch_backend, "MAX_GATHERED", 40)
+    monkeypatch.setattr(torch_backend, "GATHERED_BYTES", 40 * 2 * 2 * DIM * 4)
     monkeypatch.setattr(torch_backend, "MAX_SCORES", 100)
     case = Case([(3, 1), (30, 1), (19, 1), (0, 1), (28, 1), (25, 20), (0, 30), (17, 1)], 4, 2, 2, seed=7)
     torch.testing.assert_close(case.attend(0), case.expected())
+
+
+def test_no_more_is_put_together_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, keys and values; a context that alone is longer has a group of its own."""
+    places = 64
+    monkeypatch.setattr(torch_backend, "MIN_BUCKET", 4)
+    monkeypatch.setattr(torch_backend, "GATHERED_BYTES", places * 2 * 2 * DIM * 4)
+    case = Case([(cached, 1) for cached in (20, 19, 20, 18, 15, 20, 90, 21)], 4, 2, 2, seed=8)
+    backend = TorchAttention(case.pool)
+    backend.prepare(case.batch(0))
+    sizes = sorted((len(group.queries), len(group.locations)) for group in backend._groups)
+    assert sum(rows for rows, _ in sizes) == 8 and (1, 91) in sizes
+    assert max(gathered for _, gathered in sizes if gathered != 91) in range(places // 2, places + 1)
 
 
 @pytest.mark.skipif(kernel_device.DEVICE.type == "cuda", reason="the pool of these cases is on the CPU")

@@ -199,9 +199,17 @@ def test_what_is_left_out_is_read_however_it_is_said(
 
 def test_a_name_is_no_part_of_a_longer_one(tmp_path: Path) -> None:
     path = make_model(tmp_path, num_hidden_layers=11)
-    names = ["model.layers.1.self_attn", "re:model.layers.1[.]mlp", "proj", "mlp.gate", "self_attn.o"]
-    edit_json(path / "config.json", quantization_config={**COMPRESSED, "ignore": names})
+    names = ["model.layers.1.self_attn", "model.layers.1[.]mlp", "proj", "mlp.gate", "self_attn.[o]"]
+    edit_json(path / "config.json", quantization_config={**FBGEMM, "modules_to_not_convert": names})
     assert read_model_config(path).unquantized == tuple((1, product) for product in PRODUCTS)
+
+
+def test_an_expression_of_compressed_tensors_says_how_a_path_begins(tmp_path: Path) -> None:
+    path = make_model(tmp_path, num_hidden_layers=11)
+    names = ["re:model.layers.1", r"re:.*\.5\.mlp\.down_proj$", "re:layers", "re:.*self_att$"]
+    edit_json(path / "config.json", quantization_config={**COMPRESSED, "ignore": names})
+    one, ten = ([(layer, product) for product in PRODUCTS] for layer in (1, 10))
+    assert read_model_config(path).unquantized == (*one, (5, "down"), *ten)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

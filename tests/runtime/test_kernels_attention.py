@@ -13,7 +13,7 @@ from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.fused.decode_launch import Decode, distinct_rows
 from skiff_runtime.kernels.fused.launch import Sides
 from skiff_runtime.kernels.fused.prefill_attention import Prefill
-from skiff_runtime.kernels.prefixes import unpack
+from skiff_runtime.kernels.prefixes import packed_size, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -179,20 +179,26 @@ def test_prefill(page_size: int, kv: int, group: int, dim: int, dtype: torch.dty
     assert error(answer, made.expected(q, starts)) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 10, 32])
-def test_every_kernel_of_mixed_steps_is_rehearsed(kv_heads: int) -> None:
+def test_every_kernel_of_mixed_steps_is_rehearsed(kv_heads: int, shares: bool) -> None:
     """Any number of decode rows launches kernels that one of the distinct numbers launches, too."""
 
     def compiled_for(rows: int) -> tuple[Any, ...]:
         queries = torch.empty(rows, 2 * kv_heads, 64, dtype=torch.bfloat16)
         pool = tuple(torch.empty(0, kv_heads, 64, dtype=torch.bfloat16) for _ in range(2))
         ints = torch.empty(rows, 4, dtype=torch.int32)
-        launch = Decode(queries, (pool[0], pool[1]), ints[:, 0], ints, ints[:, 0], 16, longest=4096)
+        shared = unpack(torch.empty(packed_size(rows), dtype=torch.int32), rows) if shares else None
+        tables = ints[:, 0], ints, ints[:, 0]
+        launch = Decode(queries, (pool[0], pool[1]), *tables, 16, longest=4096, shared=shared)
         made = [launch._read_rows, *([launch._merge] if launch._places > 1 else [])]
+        made += [launch._read_prefixes] if shares else []
         return tuple(each._options[name] for each in made for name in sorted(each._options))
 
-    distinct = distinct_rows(256, kv_heads, 4096, torch.bfloat16, torch.bfloat16, 64)
-    assert {compiled_for(rows) for rows in range(1, 257)} == {compiled_for(rows) for rows in distinct}
+    distinct = distinct_rows(256, kv_heads, 4096, torch.bfloat16, torch.bfloat16, 64, shared=shares)
+    assert {compiled_for(rows) for rows in range(1 + shares, 257)} == {
+        compiled_for(rows) for rows in distinct
+    }
     assert len({compiled_for(rows) for rows in distinct}) == len(distinct) < 12
 
 

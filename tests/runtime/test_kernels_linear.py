@@ -153,10 +153,8 @@ def same_rounding(found: e4m3.Rounded, wanted: e4m3.Rounded) -> None:
     torch.testing.assert_close(found.scales.cpu(), wanted.scales * shrink, rtol=1e-2, atol=0)
     given = found.values.float().cpu() * found.scales.cpu()
     wide = wanted.values.float() * wanted.scales
-    # The interpreter loses the carry where rounding up reaches a power of two.
-    carried = (wanted.values.float().abs().log2().frac() == 0) & (DEVICE.type == "cpu")
-    assert ((given - wide).abs() <= wide.abs() / 7 + wanted.scales / 256)[~carried].all()
-    near = ((given - wide).abs() <= wide.abs() / 100)[~carried]
+    assert ((given - wide).abs() <= wide.abs() / 7 + wanted.scales / 256).all()
+    near = (given - wide).abs() <= wide.abs() / 100
     assert near.float().mean() > 0.95
 
 
@@ -164,7 +162,8 @@ def same_rounding(found: e4m3.Rounded, wanted: e4m3.Rounded) -> None:
 @pytest.mark.parametrize("rows, width", [(1, 16), (5, 300), (3, 1025)])
 def test_rounding(rows: int, width: int, dtype: torch.dtype) -> None:
     values = noise(rows, 2 * width, dtype=dtype)[:, :width]
-    values[0] = 0
+    if rows > 1:
+        values[0] = 0
     found = fp8.round_activations(values)
     assert found.dtype == dtype
     same_rounding(found, reference.round_activations(values.cpu()))

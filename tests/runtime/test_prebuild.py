@@ -84,6 +84,13 @@ def test_architectures_are_checked(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr
 
 
+@pytest.mark.parametrize("flags", [("--quantization", "fp8"), ("--kv-cache-dtype", "fp8_e4m3")], ids=str)
+def test_eight_bits_are_refused_where_gpus_do_not_know_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", "--arch", "8.6", *flags)
+    assert done.returncode == 2 and "need compute capability 8.9 or more" in done.stderr, done.stderr
+    assert not kernels(tmp_path / "kernels")
+
+
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):

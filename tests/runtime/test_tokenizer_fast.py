@@ -70,5 +70,5 @@ def test_without_the_package_the_option_is_refused(monkeypatch: pytest.MonkeyPat
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match="pip install 'skiff\\[fast\\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
         fast_encoding(DEMO, TOKENIZER)

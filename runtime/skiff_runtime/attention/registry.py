@@ -47,7 +47,7 @@ def _with_flashinfer(
 ) -> AttentionBackend:
     if find_spec(_FLASHINFER) is None:
         raise ConfigError(
-            "--attention flashinfer needs the package flashinfer-python: pip install 'skiff[gpu]'"
+            "--attention flashinfer needs the package flashinfer-python: in Skiff's sources, pip install '.[gpu]'"
         )
     from skiff_runtime.attention.flashinfer import FlashInferDecode, FlashInferPrefill, obstacle
     from skiff_runtime.attention.hybrid import (

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kvcache.pool import KVPool
+from skiff_runtime.models.footprint import GATHERED_BYTES
 
 HostInts = NDArray[np.signedinteger]
 
 MIN_BUCKET: Final = 256
 """Contexts up to this many tokens are padded to one length."""
-MAX_GATHERED: Final = 1 << 17
-"""Token places gathered for one group of rows (one row may exceed it)."""
+FLOAT_BYTES: Final = 4
 MAX_SCORES: Final = 1 << 21
 """Elements of one causal mask."""
 
@@ -58,9 +58,11 @@ class TorchAttention(AttentionBackend):
         firsts = np.cumsum(batch.lengths) - batch.lengths
         single = np.flatnonzero(batch.lengths == 1)
         contexts = batch.starts[single] + 1
+        layout = self.pool.layout
+        most = GATHERED_BYTES // (2 * layout.kv_heads * layout.head_dim * FLOAT_BYTES)
         self._groups = [
             self._group(batch, single[members], firsts[single[members]], contexts[members])
-            for members in _similar(contexts)
+            for members in _similar(contexts, most)
         ]
         self._chunks = [
             self._chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(batch.lengths > 1)
@@ -98,13 +100,16 @@ class TorchAttention(AttentionBackend):
         return (pages[:, :, None] * page_size + self._offsets).flatten(1)[:, :context]
 
 
-def _similar(contexts: HostInts) -> list[HostInts]:
-    """Indices of contexts, in groups whose lengths differ by at most a factor of two and whose sum is bounded."""
+def _similar(contexts: HostInts, room: int) -> list[HostInts]:
+    """Indices of contexts, in groups whose lengths differ by at most a factor of two and that fill at most ``room`` places.
+
+    A context that is longer is alone.
+    """
     groups: list[HostInts] = []
     buckets = np.ceil(np.log2(np.maximum(contexts, MIN_BUCKET)))
     for bucket in np.unique(buckets):
         members = np.flatnonzero(buckets == bucket)
-        most = max(1, MAX_GATHERED // int(contexts[members].max()))
+        most = max(1, room // int(contexts[members].max()))
         groups += [members[at : at + most] for at in range(0, len(members), most)]
     return groups
 

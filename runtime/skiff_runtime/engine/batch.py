@@ -67,7 +67,7 @@ class Tables:
     def pad_with(self, page: int, *, block_table: bool) -> None:
         """Take note of the pool's padding page, and of whether attention wants the rows' pages in order."""
         self.pages.fill_(page)
-        if block_table and self.block_table is None:
+        if block_table:
             self.block_table = torch.full_like(self.pages[:-1], page)
 
     def share_prefixes(self, members: int) -> None:

@@ -111,10 +111,10 @@ class Engine:
         tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
         if not on_gpu:
             return
-        torch.cuda.synchronize()
         if runner.backend.holds_in_graphs:
             self._decode = DecodeStep(runner, tables, self._sampler, rows=config.running_limit)
             self._prompts = PromptStep(runner, tokens=config.max_batch_tokens)
+        torch.cuda.synchronize()  # steps run on a stream of their own
 
     @property
     def num_pages(self) -> int:

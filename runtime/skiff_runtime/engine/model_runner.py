@@ -11,6 +11,7 @@ from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.attention.registry import make_backend
 from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.engine.eight_bits import check_eight_bits
 from skiff_runtime.engine.forward import ForwardPass
 from skiff_runtime.engine.host import host_bound_tokens
 from skiff_runtime.engine.memory import free_bytes
@@ -39,6 +40,8 @@ class ModelRunner(ForwardPass):
         self._config = config
         self._model_config = model
         self._group = group
+        if group.device.type == "cuda":
+            check_eight_bits(config, torch.cuda.get_device_capability(group.device))
         placement = placement_of(config, model, group)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
@@ -103,8 +106,9 @@ class ModelRunner(ForwardPass):
     def _capacity(self, layout: KVLayout, free: int, reserved: int | None = None) -> int:
         """Pages on each rank, when its weights leave ``free`` bytes."""
         if reserved is None:
+            element_bytes = DTYPE_BYTES[self._config.dtype]
             reserved = working_bytes(
-                self._config, self._model_config, ranks=self._group.size, element_bytes=layout.dtype.itemsize
+                self._config, self._model_config, ranks=self._group.size, element_bytes=element_bytes
             )
         return plan_capacity(
             self._config,

@@ -36,8 +36,12 @@ def reserve(config: Config, model: ModelConfig, runner: ModelRunner, tables: Tab
     with torch.cuda.stream(stream):
         activations = _activations(config, runner, tables)
         most = NODE_BYTES * (model.num_layers + EXTRA_NODES)
-        graphs = _graphs(lambda: DecodeStep(runner, tables, sampler, rows=config.running_limit), config, most)
-        graphs += _graphs(lambda: PromptStep(runner, tokens=config.max_batch_tokens), config, most)
+        graphs = 0
+        if runner.backend.holds_in_graphs:
+            graphs += _graphs(
+                lambda: DecodeStep(runner, tables, sampler, rows=config.running_limit), config, most
+            )
+            graphs += _graphs(lambda: PromptStep(runner, tokens=config.max_batch_tokens), config, most)
     choice = sampling_bytes(config, model)
     _settle()
     log.event(

@@ -30,6 +30,7 @@ from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import penalize
+from skiff_runtime.kernels.prefixes import SharedPrefixes, packed_size, unpack
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.models.config import ModelConfig
@@ -57,8 +58,9 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
             stage.decode._compute(*kind)
         for decode_rows, chunk in MIXED:
             stage.mix(min(decode_rows, config.running_limit), chunk)
-        for decode_rows in stage.distinct_rows:
-            stage.mix(decode_rows, MIXED_CHUNK)
+        for shared in (False, True):
+            for decode_rows in stage.distinct_rows(shared=shared):
+                stage.mix(decode_rows, MIXED_CHUNK, shared=shared)
 
 
 class _Stage:
@@ -74,15 +76,26 @@ class _Stage:
         decode = TritonDecode(pool, built.heads.local_query(ranks), context)
         backend = HybridAttention(pool, TritonPrefill(pool), decode)
         self._pass = ForwardPass(built, backend, self._device)
-        self.distinct_rows = distinct_rows(
-            *(config.running_limit, layout.kv_heads, context, placement.dtype, layout.dtype, model.head_dim)
+        self._shape = (
+            config.running_limit,
+            layout.kv_heads,
+            context,
+            placement.dtype,
+            layout.dtype,
+            model.head_dim,
         )
         self._tables = Tables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
         self._tables.share_prefixes(0 if config.disable_shared_decode else backend.shared_rows)
         self._sampler = Sampler(self._tables.nobody + 1, torch.device("cpu"))
         self.decode = DecodeStep(self._pass, self._tables, self._sampler, rows=config.running_limit)
 
-    def mix(self, decode_rows: int, chunk: int) -> None:
+    def distinct_rows(self, *, shared: bool) -> list[int]:
+        """Numbers of decode rows that launch all kernels of mixed steps, with ``shared`` prefixes or none."""
+        if shared and self._tables.prefixes is None:
+            return []
+        return distinct_rows(*self._shape, shared=shared)
+
+    def mix(self, decode_rows: int, chunk: int, *, shared: bool = False) -> None:
         """A step of decode rows and one chunk of a prompt."""
         lengths = np.array([1] * decode_rows + [chunk], dtype=np.int32)
         tables, count = self._tables, decode_rows + 1
@@ -98,11 +111,16 @@ class _Stage:
             contexts=made.contexts,
             page_table=tables.pages,
             block_table=None,
+            shared=self._prefixes(decode_rows) if shared else None,
         )
         sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
         logits = self._pass.logits(self._pass.forward_at(made, attention, sampled[0]))
         self.choose(logits, sampled)
         gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
+
+    def _prefixes(self, rows: int) -> SharedPrefixes:
+        """What so many rows might share."""
+        return unpack(torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows)
 
     def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Tokens of rows int32[3, R], from logits as they are, and as edits, grammars and log-probabilities want them."""

@@ -40,7 +40,8 @@ class Staging:
             return torch.from_numpy(columns)
         count = columns.size
         if count > CAPACITY:
-            return upload(columns, self._device)
+            sent = upload(columns, self._device)
+            return sent if target is None else target.copy_(sent.flatten()).view(columns.shape)
         self._turn = (self._turn + 1) % TURNS
         copied = self._copied[self._turn]
         copied.synchronize()

@@ -48,10 +48,7 @@ class Attention:
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
     ) -> None:
-        ranks = placement.group.size
         self._layer, self._hidden_size = layer, hidden_size
-        self._query, self._kv = heads.local_query(ranks), heads.local_kv(ranks)
-        self._head_dim = heads.size
         cuts = [
             even_cut("q_proj", heads.query * heads.size, placement),
             replicated_cut("k_proj", heads.kv, heads.size, placement),

@@ -7,7 +7,7 @@ before anything is loaded.
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.config import Config, Quantization
+from skiff_runtime.config import AUTO, Config, Quantization
 from skiff_runtime.layers.products import Product
 from skiff_runtime.models.config import ModelConfig
 
@@ -16,8 +16,10 @@ SAMPLER_BYTES: Final = 48
 """Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
 PROMPT_SLICE: Final = 64
 """Positions of a prompt whose logits are in memory at a time."""
-PROMPT_BYTES: Final = 16
-"""Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
+PROMPT_BYTES: Final = 32
+"""Per logit of a prompt: float32 copies, and int64 keys to find the likeliest by."""
+GATHERED_BYTES: Final = 64 << 20
+"""Of K and V that attention on a CPU puts together at a time, in float32; one row may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,30 @@ def weight_bytes(model: ModelConfig, ranks: int, *, element_bytes: int, quantiza
     share = count_parameters(model, ranks)
     if quantization == "none":
         return share.total * element_bytes
+    matrices = scales = 0
+    for product, (rows, columns) in _shapes(model, ranks).items():
+        count = sum((layer, product) not in model.unquantized for layer in range(model.num_layers))
+        matrices += count * rows * columns
+        scales += count * rows
+    return matrices + 4 * scales + (share.total - matrices) * element_bytes
+
+
+def _shapes(model: ModelConfig, ranks: int) -> dict[Product, tuple[int, int]]:
+    """Rows and columns of a rank's matrices in each layer."""
     inner, hidden = model.intermediate_size // ranks, model.hidden_size
     query = model.num_heads * model.head_dim // ranks
     outputs = query + 2 * local_kv_heads(model, ranks) * model.head_dim
-    shapes: dict[Product, tuple[int, int]] = {
+    return {
         "qkv": (outputs, hidden),
         "output": (hidden, query),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
     }
-    matrices = scales = 0
-    for product, (rows, columns) in shapes.items():
-        count = sum((layer, product) not in model.unquantized for layer in range(model.num_layers))
-        matrices += count * rows * columns
-        scales += count * rows
-    return matrices + 4 * scales + (share.total - matrices) * element_bytes
+
+
+def _largest_matrix(model: ModelConfig, ranks: int) -> int:
+    """Elements of it, in any layer."""
+    return max(rows * columns for rows, columns in _shapes(model, ranks).values())
 
 
 def local_kv_heads(model: ModelConfig, ranks: int) -> int:
@@ -95,19 +106,23 @@ def kv_bytes_per_token(model: ModelConfig, ranks: int, element_bytes: int) -> in
 
 
 def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_bytes: int) -> int:
-    """An upper estimate of what a rank's steps and tables take besides weights and KV cache.
+    """An upper estimate of what a rank's steps and tables take besides weights and KV cache; a GPU measures it instead.
 
-    Activations of a full step (in float32 where norms and attention widen them), logits with
-    the sampler's copies, one gathered context, and the tables of tokens and pages.
+    Activations of a full step (in float32 where norms and attention widen them), logits with the sampler's copies,
+    gathered K and V, in the cache's type and in that of ``element_bytes``, the tables of tokens and pages, and the
+    largest matrix in float32, as e4m3 is multiplied on a CPU.
     """
     width = (
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
     )
     activations = config.max_batch_tokens * width * 4
     context = config.max_model_len or model.max_position_embeddings
-    gathered = 2 * context * local_kv_heads(model, ranks) * model.head_dim * element_bytes
+    copied = 0 if config.kv_cache_dtype == AUTO else 1
+    row = 2 * context * local_kv_heads(model, ranks) * model.head_dim * (element_bytes + copied)
+    gathered = max(row, 2 * GATHERED_BYTES)
+    widened = 4 * _largest_matrix(model, ranks) if config.quantization == "fp8" else 0
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
-    return activations + sampling_bytes(config, model) + gathered + tables
+    return activations + sampling_bytes(config, model) + gathered + widened + tables
 
 
 def sampling_bytes(config: Config, model: ModelConfig) -> int:

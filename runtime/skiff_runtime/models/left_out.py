@@ -1,7 +1,7 @@
 """Which products of a quantized checkpoint are in the model's own type, by the modules that its ``config.json`` names.
 
-compressed-tensors takes the names as they are, and what follows ``re:`` as a regular expression; transformers takes
-all names of an FBGEMM checkpoint as regular expressions, each good for a module and all within it.
+compressed-tensors takes the names as they are, and what follows ``re:`` as a regular expression of how a path begins;
+transformers takes all names of an FBGEMM checkpoint as regular expressions, each good for a module and all within it.
 """
 
 import re
@@ -45,7 +45,7 @@ class _Modules:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{source} must be a list of modules, not {names!r}")
         self._plain = frozenset(name for name in names if _PLAIN.fullmatch(name))
-        others = [name.removeprefix(_EXPRESSION) for name in names if name not in self._plain]
+        others = [name for name in names if name not in self._plain]
         if len(others) > _MOST_EXPRESSIONS:
             raise ModelError(
                 f"{source} has {len(others)} regular expressions; at most {_MOST_EXPRESSIONS} are read"
@@ -62,9 +62,10 @@ class _Modules:
         return any(expression.match(path) for expression in self._expressions)
 
 
-def _compile(source: str, expression: str) -> re.Pattern[str]:
-    """It must end where a name of the path does."""
+def _compile(source: str, name: str) -> re.Pattern[str]:
+    """What of a path must match, from its beginning on: without ``re:``, up to the end of one of its names."""
+    expression = name.removeprefix(_EXPRESSION)
     try:
-        return re.compile(rf"(?:{expression})(?:(?<=\.)|(?=\.|$))")
+        return re.compile(expression if name != expression else rf"(?:{expression})(?:(?<=\.)|(?=\.|$))")
     except re.error as error:
         raise ModelError(f"{source}: {expression!r} is no regular expression: {error}") from None

@@ -8,17 +8,14 @@ from typing import Final
 import torch
 
 from skiff_runtime import log
-from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.e4m3 import round_rows
-from skiff_runtime.layers.placement import Piece, Placement
+from skiff_runtime.layers.placement import Piece
 from skiff_runtime.models.checkpoint import Checkpoint
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.staging import bring
 
 Progress = Callable[[float], None]
 MIB: Final = 1 << 20
-FIRST_WITH_FP8: Final = (8, 9)
-"""Compute capability of the first GPUs that multiply e4m3."""
 
 
 def weight_bytes(model: DecoderModel) -> int:
@@ -34,7 +31,6 @@ def load_weights(model: DecoderModel, load_format: str, progress: Progress) -> N
     read wherever the files' headers tell.
     """
     started = time.perf_counter()
-    _check_device(model.placement)
     total = weight_bytes(model)
     share = _Share(total, progress)
     if load_format == "dummy":
@@ -50,18 +46,6 @@ def load_weights(model: DecoderModel, load_format: str, progress: Progress) -> N
     log.event(
         "weights_loaded", mib=total // MIB, seconds=f"{time.perf_counter() - started:.2f}", format=load_format
     )
-
-
-def _check_device(placement: Placement) -> None:
-    """Refuse eight bits on GPUs that cannot multiply them."""
-    device = placement.device
-    if placement.quantization == "none" or device.type != "cuda":
-        return
-    if torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
-        raise ConfigError(
-            f"--quantization fp8 needs a GPU of compute capability {FIRST_WITH_FP8[0]}.{FIRST_WITH_FP8[1]} or later, "
-            f"but {torch.cuda.get_device_name(device)} has less; use --quantization none"
-        )
 
 
 class _Share:

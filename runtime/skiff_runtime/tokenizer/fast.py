@@ -46,7 +46,7 @@ def fast_encoding(path: Path, tokenizer: Tokenizer) -> EncodeText | None:
         import fastokens
     except ImportError:
         raise ConfigError(
-            "--tokenizer-backend fastokens needs the package fastokens: pip install 'skiff[fast]'"
+            "--tokenizer-backend fastokens needs the package fastokens: in Skiff's sources, pip install '.[fast]'"
         ) from None
     try:
         fast = fastokens.Tokenizer.from_file(str(path))

@@ -12,7 +12,7 @@ from skiff_runtime.kernels.fused.overlap import launch_options
 from skiff_runtime.kernels.fused.softmax import LOG2_E
 from skiff_runtime.kernels.fused.tiles import decode_tiles, dim_block, prefix_tiles
 from skiff_runtime.kernels.fused.widen import has_assembly
-from skiff_runtime.kernels.prefixes import SharedPrefixes
+from skiff_runtime.kernels.prefixes import SharedPrefixes, most_parts
 
 PROGRAMS: Final = 700
 """Decode makes about so many programs at least, which is enough where rows with long contexts come first."""
@@ -32,14 +32,22 @@ def splits_of(rows: int, kv_heads: int, longest: int) -> int:
 
 
 def distinct_rows(
-    limit: int, kv_heads: int, longest: int, dtype: torch.dtype, cached: torch.dtype, dim: int
+    limit: int,
+    kv_heads: int,
+    longest: int,
+    dtype: torch.dtype,
+    cached: torch.dtype,
+    dim: int,
+    *,
+    shared: bool = False,
 ) -> list[int]:
-    """The least number of rows, of up to ``limit``, for each set of kernels that a step without shared prefixes launches."""
+    """The least number of rows, of up to ``limit``, for each set of kernels that steps launch, with ``shared`` prefixes or none."""
     found: dict[tuple[Any, ...], int] = {}
-    for rows in range(1, limit + 1):
+    for rows in range(2 if shared else 1, limit + 1):
         splits = splits_of(rows, kv_heads, longest)
         tiles = decode_tiles(dtype, cached, dim_block(dim), splits, rows)
-        found.setdefault((triton.next_power_of_2(splits), *tiles.values()), rows)
+        places = splits + most_parts(rows) if shared else splits
+        found.setdefault((triton.next_power_of_2(places), *tiles.values()), rows)
     return list(found.values())
 
 
