@@ -84,7 +84,7 @@ images: setup ## Build both container images and load them into the cluster, if 
 demo: setup ## From nothing to an answer streamed by a pod
 	@$(BIN)/python tests/cluster/demo.py up
 
-demo-down: ## Remove every trace of the demo and its cluster
+demo-down: ## Take the demo and its cluster down; what was built for it stays in ~/.cache/skiff-cluster
 	@$(PYTHON) tests/cluster/demo.py down
 
 bench: setup ## Front-process overhead and radix tree, on CPU

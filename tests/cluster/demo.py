@@ -1,4 +1,4 @@
-"""The demo: `demo.py up` goes from nothing to an answer that a pod streams; `demo.py down` removes every trace.
+"""The demo: `demo.py up` goes from nothing to an answer that a pod streams; `demo.py down` takes all of it down.
 
 It does what a user would do, with the commands that a user would type, and shows each before it runs.
 """
@@ -17,11 +17,11 @@ from typing import Any, Final
 from commands import ClusterError, output, say, step, succeeds
 from paths import REPOSITORY, layout
 from providers import made
+from tenancy import OPERATOR_NAMESPACE, Tenancy
 
 CLUSTER: Final = Path(__file__).with_name("cluster.py")
 CHART: Final = REPOSITORY / "charts" / "skiff"
 SAMPLE: Final = REPOSITORY / "manifests" / "samples" / "llama-service.yaml"
-OPERATOR_NAMESPACE: Final = "skiff-system"
 NAMESPACE: Final = "default"
 SERVICE: Final = "llama"
 QUESTION: Final = "How do I deploy a model with Skiff?"
@@ -86,7 +86,7 @@ def install_operator(helm: str, kubeconfig: str) -> None:
         "--namespace",
         OPERATOR_NAMESPACE,
     ]
-    words += ["--create-namespace", "--wait", "--timeout", "3m"]
+    words += ["--wait", "--timeout", "3m"]
     words += ["--set", f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"]
     command = [helm, "--kubeconfig", kubeconfig]
     if output([*command, "list", "--pending", "--short", "--namespace", OPERATOR_NAMESPACE]):
@@ -147,6 +147,7 @@ def up() -> None:
     kubeconfig = cluster("up").splitlines()[-1]
     kubectl = Kubectl(cluster("kubectl-path"), kubeconfig)
     helm = cluster("helm-path")
+    Tenancy(cluster("kubectl-path"), kubeconfig).claim()
     cluster("images")
     install_operator(helm, kubeconfig)
     kubectl.show("apply", "-n", NAMESPACE, "-f", SAMPLE.relative_to(REPOSITORY))
@@ -160,7 +161,7 @@ def up() -> None:
 
 
 def down() -> None:
-    """Remove what `up` made: the service, the operator, its CRD, and the cluster if it is ours."""
+    """Remove what `up` made: the service, the operator, its CRD, and the cluster if it is ours; not what was built."""
     places = layout()
     provider = made(places)
     if provider is None and not os.environ.get("KUBECONFIG"):
@@ -168,7 +169,8 @@ def down() -> None:
         return
     kubeconfig = cluster("kubeconfig")
     kubectl = Kubectl(cluster("kubectl-path"), kubeconfig)
-    if succeeds(kubectl.command("get", "--raw", "/readyz")):
+    tenancy = Tenancy(cluster("kubectl-path"), kubeconfig)
+    if succeeds(kubectl.command("get", "--raw", "/readyz")) and tenancy.ours:
         with step("removing the service and the operator"):
             output(
                 kubectl.command("delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE),
@@ -176,11 +178,7 @@ def down() -> None:
             )
             output([cluster("helm-path"), "--kubeconfig", kubeconfig, "uninstall", "skiff", "--ignore-not-found", "--wait",
                     "--namespace", OPERATOR_NAMESPACE], timeout_seconds=180)  # fmt: skip
-            crd = "inferenceservices.serving.skiff.dev"
-            output(kubectl.command("delete", "--ignore-not-found", "crd", crd), timeout_seconds=120)
-            output(
-                kubectl.command("delete", "--ignore-not-found", "ns", OPERATOR_NAMESPACE), timeout_seconds=180
-            )
+            tenancy.remove()
     cluster("down")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from kube import Kube, tool, wait
+from tenancy import OPERATOR_NAMESPACE, Tenancy
 
 ROOT = Path(__file__).parents[2]
-OPERATOR_NAMESPACE = "skiff-system"
 NAMESPACE = "skiff-e2e"
 CLIENT = "client"
 
@@ -29,14 +29,15 @@ def helm(*words: str) -> None:
 
 @pytest.fixture(scope="session")
 def operator() -> Kube:
-    """The operator's namespace, with the operator running in it."""
+    """The operator's namespace, with the operator running in it; ClusterError where one is there that somebody relies on."""
+    Tenancy(tool("kubectl-path"), tool("kubeconfig")).claim()
     repository, _, tag = tool("image", "operator").rpartition(":")
     runtime = tool("image", "runtime")
     values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime},crd.keep=false"
     helm("uninstall", "skiff", "--namespace", OPERATOR_NAMESPACE, "--ignore-not-found", "--wait")
     helm(
         "upgrade", "--install", "skiff", str(ROOT / "charts/skiff"), "--namespace", OPERATOR_NAMESPACE,
-        "--create-namespace", "--wait", "--timeout", "4m", "--set", values,
+        "--wait", "--timeout", "4m", "--set", values,
     )  # fmt: skip
     return Kube(OPERATOR_NAMESPACE)
 

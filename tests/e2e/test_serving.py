@@ -5,10 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kube import Kube, KubectlError, inference_service, wait
+from kube import Kube, KubectlError, Object, inference_service, wait
+
+from skiff_runtime.contract import API_PORT
 
 TRAFFIC = (Path(__file__).parents[1] / "support" / "traffic.py").read_text()
 URL = "http://llama"
+ANSWERED = 'skiff_requests_total{outcome="finished",endpoint="chat"} '
 OPENAI = """
 import openai, sys
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
@@ -84,13 +87,33 @@ def test_serving_pods_are_restricted(kube: Kube, llama: str) -> None:
     assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
-def test_scale(kube: Kube, llama: str) -> None:
-    kube.run("scale", "infsvc", llama, "--replicas=2")
+def scale_out(kube: Kube, name: str) -> None:
+    """Two replicas, both ready."""
+    kube.run("scale", "infsvc", name, "--replicas=2")
     wait(
-        lambda: (kube.get("infsvc", llama) or {})["status"].get("readyReplicas") == 2,
+        lambda: (kube.get("infsvc", name) or {})["status"].get("readyReplicas") == 2,
         timeout_seconds=180,
-        explain=lambda: str((kube.get("infsvc", llama) or {}).get("status")),
+        explain=lambda: str((kube.get("infsvc", name) or {}).get("status")),
     )
+
+
+def wait_for_pods(kube: Kube, name: str, count: int) -> list[Object]:
+    """The pods of a service once there are so many; those that drain still count."""
+    selector = f"serving.skiff.dev/inferenceservice={name}"
+    wait(lambda: len(kube.list("pods", selector)) == count, timeout_seconds=180)
+    return kube.list("pods", selector)
+
+
+def answered(kube: Kube, client: str, pod: Object) -> float:
+    """How many chats this pod has answered."""
+    url = f"http://{pod['status']['podIP']}:{API_PORT}/metrics"
+    page = kube.execute(client, "curl", "-sS", "--fail", url).splitlines()
+    [value] = [line.removeprefix(ANSWERED) for line in page if line.startswith(ANSWERED)]
+    return float(value)
+
+
+def test_scale(kube: Kube, llama: str) -> None:
+    scale_out(kube, llama)
     assert kube.list("poddisruptionbudgets", f"serving.skiff.dev/inferenceservice={llama}")
 
 
@@ -107,9 +130,18 @@ def test_an_edit_rolls_without_a_failed_request(kube: Kube, client: str, llama: 
 
 
 def test_scaling_in_fails_no_request(kube: Kube, client: str, llama: str) -> None:
-    running = traffic(kube, client, 40)
+    """One of two pods goes while both answer."""
+    scale_out(kube, llama)
+    before = [(pod, answered(kube, client, pod)) for pod in wait_for_pods(kube, llama, 2)]
+    running = traffic(kube, client, 60)
+    wait(
+        lambda: all(answered(kube, client, pod) > count for pod, count in before),
+        timeout_seconds=60,
+    )
     kube.run("scale", "infsvc", llama, "--replicas=1")
+    assert running.poll() is None, "the traffic was over before the scaling"
     finished(running)
+    wait_for_pods(kube, llama, 1)
     assert not kube.list("poddisruptionbudgets", f"serving.skiff.dev/inferenceservice={llama}")
 
 

@@ -1,0 +1,62 @@
+"""Demo and end-to-end tests leave alone what somebody else installed: against a real API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import toolchain
+from commands import ClusterError, output
+from controlplane import ControlPlane
+from paths import REPOSITORY, layout
+from tenancy import CRD, OPERATOR_NAMESPACE, Tenancy
+
+MANIFEST = REPOSITORY / "manifests" / "crds" / "inferenceservices.yaml"
+
+
+class Cluster:
+    """A cluster, and the commands of whoever else uses it."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._base = [str(toolchain.kubectl(layout())), "--kubeconfig", str(plane.kubeconfig)]
+        self.tenancy = Tenancy(self._base[0], self._base[2])
+
+    def kubectl(self, *words: str) -> str:
+        """Run kubectl and return its output."""
+        return output([*self._base, *words])
+
+    def crds(self) -> str:
+        """Names of the CustomResourceDefinitions."""
+        return self.kubectl("get", "crds", "--output", "name")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ControlPlane() as plane:
+        yield Cluster(plane)
+
+
+def test_what_was_claimed_is_ours_until_it_is_removed(cluster: Cluster) -> None:
+    tenancy = cluster.tenancy
+    assert not tenancy.ours
+    tenancy.claim()
+    cluster.kubectl("apply", "-f", str(MANIFEST))
+    tenancy.claim()
+    assert tenancy.ours and CRD in cluster.crds()
+    tenancy.remove()
+    assert not tenancy.ours and CRD not in cluster.crds()
+
+
+@pytest.mark.parametrize("namespace", [OPERATOR_NAMESPACE, "platform"])
+def test_an_operator_of_somebody_else_is_not_claimed(cluster: Cluster, namespace: str) -> None:
+    cluster.kubectl("create", "namespace", namespace)
+    cluster.kubectl("apply", "-f", str(MANIFEST))
+    with pytest.raises(ClusterError, match="not installed from here"):
+        cluster.tenancy.claim()
+    assert not cluster.tenancy.ours and CRD in cluster.crds()
+
+
+def test_a_namespace_without_an_operator_may_be_used(cluster: Cluster) -> None:
+    cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
+    cluster.tenancy.claim()
+    assert cluster.tenancy.ours
