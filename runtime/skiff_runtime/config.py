@@ -88,7 +88,8 @@ class Config:
     cors_origin: tuple[str, ...] = option(
         (),
         "Server",
-        "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated",
+        "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated. "
+        "Without keys, requests to generate or to act that pages of other origins make are refused",
     )
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
         AUTO, "Server", "how the model writes tool calls (auto: as its chat template does)"

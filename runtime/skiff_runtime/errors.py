@@ -88,6 +88,13 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
 
+class OriginRefused(RequestError):
+    """A page of an origin that may not use this service asks for something that a key would protect."""
+
+    status = 403
+    code = "origin_not_allowed"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 

@@ -134,11 +134,12 @@ def _arguments(api: ApiServer, name: str) -> list[str]:
     return arguments
 
 
-SHORT_LEASE = ("--lease-duration-seconds", "3", "--lease-renew-seconds", "1")
+LONG_LEASE = ("--lease-duration-seconds", "300", "--lease-renew-seconds", "1")
+"""A leader that stalls keeps it; where it is to run out, the test shortens it."""
 
 
 def test_one_leads_and_the_next_takes_over(api: ApiServer, start: Start) -> None:
-    first, second = start("first", *SHORT_LEASE), start("second", *SHORT_LEASE)
+    first, second = start("first", *LONG_LEASE), start("second", *LONG_LEASE)
     first.start()
     second.start(wait=False)
     eventually(lambda: "waiting for the lease" in second.log.read_text(), "the second waits")
@@ -147,6 +148,8 @@ def test_one_leads_and_the_next_takes_over(api: ApiServer, start: Start) -> None
     eventually(lambda: complete(api, ["one"]), "the first works")
     assert second.metrics()["skiff_operator_leader"] == 0
     first.kill()
+    assert _lease(api)["holderIdentity"] == "first"
+    _change_lease(api, leaseDurationSeconds=1)
     eventually(second.leads, "the second leads when the Lease has run out")
     create(api, "two")
     eventually(lambda: complete(api, ["one", "two"]), "the second works")
@@ -155,13 +158,16 @@ def test_one_leads_and_the_next_takes_over(api: ApiServer, start: Start) -> None
 
 
 def test_who_loses_the_lease_ends(api: ApiServer, start: Start) -> None:
-    operator = start("loser", *SHORT_LEASE)
+    operator = start("loser", *LONG_LEASE)
     operator.start()
-    leases = api.in_namespace(LEASE_NAMESPACE)
-    leases.merge("leases", api.namespace, {"spec": {"holderIdentity": "someone-else"}})
+    _change_lease(api, holderIdentity="someone-else")
     assert operator.wait() == 1
     assert "someone-else" in operator.log.read_text().splitlines()[-1], "it says who leads"
     assert _lease(api)["holderIdentity"] == "someone-else"
+
+
+def _change_lease(api: ApiServer, **spec: object) -> None:
+    api.in_namespace(LEASE_NAMESPACE).merge("leases", api.namespace, {"spec": spec})
 
 
 def _lease(api: ApiServer) -> Any:

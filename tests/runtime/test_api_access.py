@@ -121,6 +121,44 @@ def test_without_origins_there_is_no_cors(tmp_path: Path) -> None:
         assert ask(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
 
 
+@pytest.fixture(scope="module")
+def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with running_front(write_model(tmp_path_factory.mktemp("keyless")), cors_origin=(ORIGIN,)) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
+def flush(front: Front, **headers: str) -> httpx.Response:
+    """A post that a page may send without asking first."""
+    return ask(front, "POST", "/flush_cache", content_type="text/plain", **headers)
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1", "http://127.0.0.1:1"])
+def test_without_keys_other_origins_make_nothing_happen(keyless: Front, origin: str) -> None:
+    before = keyless.metric('skiff_refused_requests_total{reason="other_origin"}')
+    for path in ("/flush_cache", "/abort", CHAT, "/generate", "/nothing/here"):
+        response = ask(keyless, "POST", path, origin=origin)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert origin in response.json()["error"]["message"] and response.headers["connection"] == "close"
+    assert keyless.metric('skiff_refused_requests_total{reason="other_origin"}') == before + 5
+    assert ask(keyless, "GET", "/v1/models", origin=origin).status_code == 200
+
+
+def test_own_pages_and_named_origins_may_act(keyless: Front) -> None:
+    assert flush(keyless).status_code == 200
+    assert flush(keyless, origin=keyless.url).status_code == 200
+    assert flush(keyless, origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
+    assert flush(keyless, origin="https://Skiff.example", host="skiff.example").status_code == 200
+
+
+def test_who_has_a_key_may_come_from_anywhere(front: Front) -> None:
+    evil = "https://evil.example"
+    assert flush(front, origin=evil).status_code == 401
+    assert flush(front, origin=evil, authorization=f"Bearer {KEYS[0]}").status_code == 200
+
+
 def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nsk-a\n\n  sk-b  \n")

@@ -1,16 +1,16 @@
 """Tokenize, detokenize, abort, flush: each through real front processes."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
 import pytest
-from front import CONTEXT, NAME, Echo, Front, answer, running_front, write_model
+from front import CONTEXT, NAME, TIMEOUT_SECONDS, Echo, Front, answer, running_front, write_model
 from openai import OpenAI
 
-from skiff_runtime.messages import AbortRequest, Finish, FlushCache, Flushed, GenerateRequest
+from skiff_runtime.messages import AbortRequest, Finish, FlushCache, Flushed
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Grüße 🙂"}]
@@ -148,11 +148,16 @@ def test_abort_of_all_and_of_every_choice(front: Front, pool: ThreadPoolExecutor
 
 
 def test_flush_tells_what_was_freed(front: Front, pool: ThreadPoolExecutor) -> None:
+    assert flush(front, pool, pages=7, running=2).json() == {"pages": 7, "running": 2}
+
+
+def flush(front: Front, pool: ThreadPoolExecutor, pages: int = 0, running: int = 0) -> httpx.Response:
+    """Nothing else may reach the scheduler first: what was asked before came before, or never comes."""
     asked = pool.submit(front.http.post, front.url + "/flush_cache")
     message = front.rank.receive()
     assert isinstance(message, FlushCache)
-    front.rank.step([], flushed=[Flushed(message.uid, pages=7, running=2)])
-    assert asked.result().json() == {"pages": 7, "running": 2}
+    front.rank.step([], flushed=[Flushed(message.uid, pages=pages, running=running)])
+    return asked.result()
 
 
 def test_questions_go_on_beside_requests(front: Front, pool: ThreadPoolExecutor) -> None:
@@ -166,13 +171,23 @@ def test_questions_go_on_beside_requests(front: Front, pool: ThreadPoolExecutor)
 
 
 def test_health_checks_that_come_together_cost_one_token(front: Front, pool: ThreadPoolExecutor) -> None:
-    asked = [pool.submit(front.get, "/health_generate") for _ in range(3)]
+    checks = [open_connection(front) for _ in range(3)]
+    for each in checks:
+        each.request("GET", "/health_generate")
     request = front.rank.request()
-    time.sleep(0.3)
-    assert front.rank.poll() == []
+    assert flush(front, pool).status_code == 200
     front.rank.open(request)
     front.rank.say(request.uid, "b", Finish.LENGTH)
-    assert [each.result().status_code for each in asked] == [200] * 3
+    assert [each.getresponse().status for each in checks] == [200] * 3
+    assert flush(front, pool).status_code == 200
+
+
+def open_connection(front: Front) -> HTTPConnection:
+    """One that has been served: what is sent on it is read before what is sent on another one later."""
+    connection = HTTPConnection(front.url.removeprefix("http://"), timeout=TIMEOUT_SECONDS)
+    connection.request("GET", "/livez")
+    assert connection.getresponse().read()
+    return connection
 
 
 @pytest.mark.parametrize(
@@ -185,8 +200,7 @@ def test_what_is_not_served_is_a_clear_404(front: Front, path: str) -> None:
     assert "generates text only" in error["message"] and CHAT in error["message"]
 
 
-def test_one_model(front: Front) -> None:
+def test_one_model(front: Front, pool: ThreadPoolExecutor) -> None:
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
     assert client.models.retrieve(NAME).id == NAME
-    assert isinstance(front.rank.poll(), list)
-    assert not [each for each in front.rank.poll() if isinstance(each, GenerateRequest)]
+    assert flush(front, pool).status_code == 200

@@ -9,7 +9,9 @@ from skiff_runtime.api.body import BodyReader, ClientGone, request_id
 from skiff_runtime.errors import BodyTooLarge, BodyTooSlow
 
 
-def read(*messages: dict[str, Any], length: int | None = None, limit: int = 10) -> bytes:
+def read(
+    *messages: dict[str, Any], length: int | None = None, limit: int = 10, timeout_seconds: float = 60.0
+) -> bytes:
     """Read a body that arrives in these messages; after the last one, nothing more comes."""
     queue = list(messages)
 
@@ -17,7 +19,8 @@ def read(*messages: dict[str, Any], length: int | None = None, limit: int = 10) 
         return queue.pop(0) if queue else await asyncio.Event().wait()  # type: ignore[return-value]
 
     headers = [] if length is None else [(b"content-length", str(length).encode())]
-    return asyncio.run(BodyReader(limit, max_values=0, timeout_seconds=0.05).read(headers, receive))
+    reader = BodyReader(limit, max_values=0, timeout_seconds=timeout_seconds)
+    return asyncio.run(reader.read(headers, receive))
 
 
 def piece(body: bytes, more: bool = False) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def test_too_much_structure_is_refused_unread() -> None:
 
 def test_a_body_that_never_ends() -> None:
     with pytest.raises(BodyTooSlow, match="did not arrive within"):
-        read(piece(b"x", True), length=5)
+        read(piece(b"x", True), length=5, timeout_seconds=0.05)
 
 
 def test_a_client_that_leaves() -> None:

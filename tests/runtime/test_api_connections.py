@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -41,10 +41,13 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
     raise KeyError("a fault of ours")
 
 
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
-    """A server of one plain application, with a short patience."""
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", HEAD_SECONDS)
+def listen() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0), backlog=128)
+
+
+@contextmanager
+def serving(listener: socket.socket) -> Iterator[None]:
+    """A server of one plain application."""
     gate = Gate(
         hello,
         posts={"/broken": broken, "/echo": echo},
@@ -52,14 +55,45 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
         origins=(),
         on_refused=lambda status: None,
     )
-    config = LimitedConfig(gate, max_connections=LIMIT, ws="none", lifespan="off", log_config=None)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    config = LimitedConfig(
+        gate,
+        max_connections=LIMIT,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=int(TIMEOUT_SECONDS),
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
-    yield listener.getsockname()
-    server.should_exit = True
-    thread.join()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def address() -> Iterator[Address]:
+    listener = listen()
+    with serving(listener):
+        yield listener.getsockname()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has little patience with a head."""
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", HEAD_SECONDS)
+
+
+@contextmanager
+def said_before_it_opens(words: bytes) -> Iterator[socket.socket]:
+    """A connection whose first words wait for the server to start, lest a stall between the two use its patience up."""
+    listener = listen()
+    with closing(connect(listener.getsockname())) as connection:
+        connection.sendall(words)
+        with serving(listener):
+            yield connection
 
 
 def connect(address: Address) -> socket.socket:
@@ -67,11 +101,18 @@ def connect(address: Address) -> socket.socket:
 
 
 def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
-    """The whole response; what ``hello`` or an error says is its last."""
+    """The whole response."""
     connection.sendall(GET.format(path).encode())
+    return response(connection)
+
+
+def response(connection: socket.socket) -> bytes:
+    """What ``hello`` or an error says is its last."""
     answer = b""
     while not answer.endswith((b"hello", b"}}")):
-        answer += connection.recv(4096)
+        piece = connection.recv(4096)
+        assert piece, f"the connection ended after {answer!r}"
+        answer += piece
     return answer
 
 
@@ -114,36 +155,51 @@ def test_far_beyond_the_limit_nobody_is(address: Address) -> None:
     held = [connect(address) for _ in range(LIMIT + PROBE_CONNECTIONS)]
     assert ask(held[-1], "/livez").startswith(b"HTTP/1.1 200")
     with closing(connect(address)) as another:
-        assert until_closed(another).startswith(b"HTTP/1.1 503")
+        answer = until_closed(another)
+    assert answer.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 1\r\n" in answer
     for each in held:
         each.close()
 
 
-@pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
-@pytest.mark.parametrize("after_a_request", [False, True])
-def test_a_slow_head_ends_its_connection(address: Address, begun: bytes, after_a_request: bool) -> None:
-    with closing(connect(address)) as connection:
-        if after_a_request:
-            assert ask(connection).startswith(b"HTTP/1.1 200")
-            connection.sendall(begun or b"\r\n")
-        else:
-            connection.sendall(begun)
-        answer = until_closed(connection)
-    assert not answer or b"did not arrive in time" in answer
+@pytest.mark.usefixtures("hurried")
+def test_a_connection_on_which_nothing_comes_is_ended_without_a_word() -> None:
+    with said_before_it_opens(b"") as connection:
+        assert until_closed(connection) == b""
 
 
-def test_a_head_that_trickles_in_gets_no_more_time(address: Address) -> None:
-    with closing(connect(address)) as connection:
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+def test_a_slow_head_is_refused(begun: bytes) -> None:
+    with said_before_it_opens(begun) as connection:
+        refused_as_late(until_closed(connection))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+def test_a_slow_head_after_a_request_is_refused(begun: bytes) -> None:
+    with said_before_it_opens(GET.format("/v1/models").encode()) as connection:
+        assert response(connection).startswith(b"HTTP/1.1 200")
+        connection.sendall(begun)
+        refused_as_late(until_closed(connection))
+
+
+def refused_as_late(answer: bytes) -> None:
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive in time" in answer
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_head_that_trickles_in_gets_no_more_time() -> None:
+    with said_before_it_opens(b"G") as connection:
         answer = b""
         connection.settimeout(HEAD_SECONDS / 10)
-        for byte in GET.format("/" + "x" * 1000).encode():
+        for byte in GET.format("/" + "x" * 1000).encode()[1:]:
             try:
                 connection.sendall(bytes([byte]))
                 answer = connection.recv(4096)
                 break
             except TimeoutError:
                 continue
-    assert b"408" in answer
+    refused_as_late(answer)
 
 
 def test_a_head_without_end_is_refused(address: Address) -> None:
@@ -157,9 +213,7 @@ def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str)
     head = f"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n{upgrade}\r\nhost: x\r\ncontent-length: 18"
     with closing(connect(address)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n\r\nupgrade: 7 hello")
-        answer = b""
-        while not answer.endswith(b"hello"):
-            answer += connection.recv(4096)
+        answer = response(connection)
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\nupgrade: 7 hello")
 
 
@@ -168,17 +222,16 @@ def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:
         connection.sendall(
             b"POST /broken HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n"
         )
-        answer = b""
-        while not answer.endswith(b"}}"):
-            answer += connection.recv(4096)
+        answer = response(connection)
         assert answer.startswith(b"HTTP/1.1 500") and b"x-request-id: abc" in answer
         assert b"internal_error" in answer and b"fault of ours" not in answer
         assert ask(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_an_idle_connection_between_requests_is_kept(address: Address) -> None:
-    with closing(connect(address)) as connection:
-        assert ask(connection).startswith(b"HTTP/1.1 200")
+@pytest.mark.usefixtures("hurried")
+def test_an_idle_connection_between_requests_is_kept() -> None:
+    with said_before_it_opens(GET.format("/v1/models").encode()) as connection:
+        assert response(connection).startswith(b"HTTP/1.1 200")
         time.sleep(2 * HEAD_SECONDS)
         assert ask(connection).startswith(b"HTTP/1.1 200")
 

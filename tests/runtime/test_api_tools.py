@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from admitted import admits
 from front import NAME, Front, running_front, write_model
 from tiny_models import edit_json
 
@@ -28,10 +29,19 @@ MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>'
 
 
+OTHER = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = write_model(tmp_path_factory.mktemp("model"))
     edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
+    return model
+
+
+@pytest.fixture(scope="module")
+def front(model: Path) -> Iterator[Front]:
     with running_front(model) as front:
         yield front
 
@@ -101,16 +111,52 @@ def test_a_conversation_with_calls_and_results_is_rendered(front: Front, client:
 
 
 @pytest.mark.parametrize(
-    ("choice", "parallel"),
-    [("required", True), ("required", False), ({"type": "function", "function": {"name": "now"}}, None)],
+    ("choice", "parallel", "admitted"),
+    [
+        ("required", True, {CALL, OTHER, f"{CALL}\n{OTHER}"}),
+        ("required", False, {CALL, OTHER}),
+        (NAMED, None, {CALL}),
+        (NAMED, True, {CALL}),
+    ],
 )
 def test_calls_that_must_be_are_enforced(
-    front: Front, client: openai.OpenAI, choice: Any, parallel: bool | None
+    front: Front, client: openai.OpenAI, model: Path, choice: Any, parallel: bool | None, admitted: set[str]
 ) -> None:
     options: dict[str, Any] = {} if parallel is None else {"parallel_tool_calls": parallel}
     request, reply = answered(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
-    assert request.grammar is not None
     assert reply.choices[0].message.tool_calls[0].function.name == "now"
+    texts = (
+        CALL,
+        OTHER,
+        f"{CALL}\n{OTHER}",
+        "Yes.",
+        CALL.replace("zone", "zona"),
+        CALL.replace("now", "new"),
+        "",
+    )
+    assert {text for text in texts if admits(model, request.grammar, text)} == admitted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 2),
+        ({"parallel_tool_calls": True}, 2),
+        ({"parallel_tool_calls": False}, 1),
+        ({"tool_choice": NAMED}, 1),
+    ],
+)
+def test_at_most_one_call_is_told_where_one_is_wanted(
+    front: Front, client: openai.OpenAI, options: dict[str, Any], count: int, stream: bool
+) -> None:
+    """Though the model wrote two."""
+    _, reply = answered(front, client, f"{CALL}\n{CALL}", tools=TOOLS, stream=stream, **options)
+    if stream:
+        told = {call.index for chunk in reply for call in chunk.choices[0].delta.tool_calls or ()}
+    else:
+        told = set(range(len(reply.choices[0].message.tool_calls)))
+    assert told == set(range(count))
 
 
 def test_no_tools_are_offered_where_none_may_be_called(front: Front, client: openai.OpenAI) -> None:

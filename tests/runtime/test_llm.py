@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llm_ranks import ranks_of
 from tiny_models import greedy_tokens, load_reference, make_model
+from transformers import AutoTokenizer
 
 from skiff_runtime import LLM
 from skiff_runtime.errors import (
@@ -70,9 +71,19 @@ def test_a_stop_string_ends_a_completion_and_is_not_shown(llm: LLM) -> None:
     assert cut.finish_reason == "stop"
 
 
-def test_chat_renders_the_template(llm: LLM) -> None:
-    answer = llm.chat([{"role": "user", "content": "hello"}], max_tokens=3, temperature=0, ignore_eos=True)
-    assert len(answer.token_ids) == 3
+def test_chat_renders_the_template(llm: LLM, model: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Grüße 🙂"},
+        {"role": "user", "content": "What is a pod?"},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    [told] = llm.generate([ids], **options)
+    answer = llm.chat(messages, **options)
+    assert (answer.prompt_tokens, answer.token_ids) == (len(ids), told.token_ids)
 
 
 def test_a_prompt_that_cannot_be_served_harms_no_later_one(llm: LLM) -> None:

@@ -41,6 +41,13 @@ PROBE: Final = {
     "guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
 }
 
+PARDONED: Final = {
+    "queue_full": ("flood",),
+    "invalid_grammar": ("tokenizing",),
+    "request_timeout": ("queued", "flood"),
+}
+"""Errors by code that a fault which passes may cause, and the stages at which it may."""
+
 PROCESSES: Final = ("api", "tokenizer0", "detokenizer", "rank0", "rank1", "grammar")
 
 
@@ -97,7 +104,7 @@ async def _slow(victim: psutil.Process) -> None:
 
 
 def judge(endings: list[Ending], process: str, fault: Fault) -> list[str]:
-    """Who was not told how its request ended, by one terminal reply in time."""
+    """Who was not told how its request ended, by one terminal reply in time; or had an error without need."""
     return [str(each) for each in endings if not _told(each, process, fault)]
 
 
@@ -109,9 +116,9 @@ def _told(ending: Ending, process: str, fault: Fault) -> bool:
     answer = ending.answer
     if answer is None or ending.seconds > LATEST_SECONDS:
         return False
-    if answer.terminal:
-        return True
     over = is_fatal(process, fault)
+    if answer.terminal:
+        return over or answer.finished or ending.stage in PARDONED.get(answer.code or "", ())
     return answer.cut and over and (process == "api" or ending.stage in ("slow_reader", "flood"))
 
 

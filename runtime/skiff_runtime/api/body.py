@@ -27,6 +27,14 @@ class ClientGone(Exception):
     """The client left before its request was whole."""
 
 
+def header_value(headers: Headers, wanted: bytes) -> bytes:
+    """The value of the first header of this name, in lower case; "" where there is none."""
+    for name, value in headers:
+        if name == wanted:
+            return value
+    return b""
+
+
 def request_id(headers: Headers) -> str:
     """The client's X-Request-Id where it is a short plain word, else a fresh one."""
     for name, value in headers:

@@ -8,7 +8,7 @@ from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import RequestFailed
 
 _RETRY: Final = (429, 503)
-_CLOSING: Final = (401, 408, 413)
+_CLOSING: Final = (401, 403, 408, 413)
 
 
 def error_body(error: RequestError | RequestFailed) -> bytes:

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from skiff_runtime import contract, log
-from skiff_runtime.api.body import REQUEST_ID_HEADER, TIMEOUT_HEADER, Receive, Scope
-from skiff_runtime.api.reply import begin, own_id, reply, reply_error
+from skiff_runtime.api.body import Receive, Scope, header_value
+from skiff_runtime.api.origins import Origins
+from skiff_runtime.api.reply import begin, own_id, reply_error
 from skiff_runtime.api.writer import Headers, Send
-from skiff_runtime.errors import InternalError, RequestError, Unauthorized, Unavailable
+from skiff_runtime.errors import InternalError, OriginRefused, RequestError, Unauthorized, Unavailable
 from skiff_runtime.keys import KeyRing
 
 OPEN_PATHS: Final = frozenset(
@@ -28,10 +29,7 @@ OPEN_PATHS: Final = frozenset(
 DESCRIPTION_PATHS: Final = frozenset({contract.PATH_OPENAPI, contract.PATH_DOCS})
 """Served without a key, too: they tell what every Skiff serves, and a browser sends no key."""
 KEYLESS_PATHS: Final = OPEN_PATHS | DESCRIPTION_PATHS
-PREFLIGHT_SECONDS: Final = 600
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
-_HEADER_NAMES: Final = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
-_EXPOSED: Final = b"x-request-id, retry-after"
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -55,24 +53,21 @@ class Gate:
         self._app = app
         self._posts = posts
         self._keys = keys
-        self._origins = frozenset(origin.encode() for origin in origins)
+        self._origins = Origins(origins)
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        headers: Headers = scope["headers"]
         own = begin(scope)
-        if self._origins:
-            own += self._for_origin(headers)
-            if scope["method"] == "OPTIONS" and _value(headers, b"access-control-request-method"):
-                await self._preflight(scope, send, own)
-                return
-        if self._keys and scope["path"] not in KEYLESS_PATHS:
-            try:
-                self._check_key(headers)
-            except Unauthorized as error:
-                await self._refuse(scope, send, error)
-                return
+        own += self._origins.headers(scope["headers"])
+        if self._origins.is_preflight(scope):
+            await self._origins.answer_preflight(scope, send, own)
+            return
+        try:
+            self._check(scope)
+        except (OriginRefused, Unauthorized) as error:
+            await self._refuse(scope, send, error)
+            return
         endpoint = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)
@@ -94,9 +89,16 @@ class Gate:
         full = Unavailable("too many connections are open (--max-connections); retry shortly")
         await self._refuse(scope, send, full)
 
+    def _check(self, scope: Scope) -> None:
+        """Raise ``Unauthorized`` or ``OriginRefused``. A key is what no page has of itself: with keys, any origin may ask."""
+        if not self._keys:
+            self._origins.check(scope)
+        elif scope["path"] not in KEYLESS_PATHS:
+            self._check_key(scope["headers"])
+
     def _check_key(self, headers: Headers) -> None:
         """Raise ``Unauthorized`` unless the request carries a key that is known."""
-        given = _BEARER.fullmatch(_value(headers, b"authorization"))
+        given = _BEARER.fullmatch(header_value(headers, b"authorization"))
         if given is None:
             raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer KEY'")
         if not self._keys.opens(given.group(1)):
@@ -105,34 +107,3 @@ class Gate:
     async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
         self._on_refused(error.status)
         await reply_error(scope, send, error)
-
-    def _for_origin(self, headers: Headers) -> Headers:
-        """What lets the asking page read the response, if it may."""
-        vary = (b"vary", b"origin")
-        origin = _value(headers, b"origin")
-        if not origin or not self._origins & {origin, b"*"}:
-            return [vary]
-        return [
-            vary,
-            (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", _EXPOSED),
-        ]
-
-    async def _preflight(self, scope: Scope, send: Send, own: Headers) -> None:
-        """A browser asks what a page may send; without the allowed origin among the headers the answer is: nothing."""
-        asked = _value(scope["headers"], b"access-control-request-headers")
-        default = b"authorization, content-type, " + REQUEST_ID_HEADER + b", " + TIMEOUT_HEADER
-        own += [
-            (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", asked if _HEADER_NAMES.fullmatch(asked) else default),
-            (b"access-control-max-age", str(PREFLIGHT_SECONDS).encode()),
-        ]
-        await reply(scope, send, 200, b"")
-
-
-def _value(headers: Headers, wanted: bytes) -> bytes:
-    """The header's value, "" where there is none."""
-    for name, value in headers:
-        if name == wanted:
-            return value
-    return b""

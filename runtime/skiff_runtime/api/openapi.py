@@ -33,6 +33,7 @@ _PROBE_REPLIES: Final[dict[str, type[BaseModel]]] = {
 _REASONS: Final = {
     400: "The request is malformed, or asks for what cannot be done.",
     401: "A key is missing, or not known.",
+    403: "A page of another origin may not ask for this where no keys are wanted.",
     404: "The model is not served here.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -97,6 +98,8 @@ def _operation(operation: Operation, *, keys: bool) -> dict[str, Any]:
     if keys and operation.path not in KEYLESS_PATHS:
         told["security"] = [{_KEY: []}]
         errors.append(401)
+    elif not keys and operation.method == "post":
+        errors.append(403)
     for status in sorted(errors):
         told["responses"][str(status)] = _failure(operation, status)
     return told

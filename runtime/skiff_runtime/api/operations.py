@@ -17,7 +17,7 @@ JSON: Final = "application/json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path. ``errors`` are statuses beyond 401; ``plain``: the reply is text of this type."""
+    """One method of one path. ``errors`` are statuses beyond 401 and 403; ``plain``: the reply is text of this type."""
 
     path: str
     summary: str

@@ -8,7 +8,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from skiff_runtime.api.body import REQUEST_ID_HEADER, request_id
-from skiff_runtime.api.error_replies import error_body
+from skiff_runtime.api.error_replies import error_body, error_headers
 from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.writer import CHUNKS
 from skiff_runtime.errors import InvalidRequest, RequestError, Unavailable
@@ -163,6 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
             STATUS_LINE[status or error.status],
             b"content-type: application/json\r\n",
             b"content-length: %d\r\n" % len(body),
+            *(b"%s: %s\r\n" % header for header in error_headers(error) if header[0] != b"connection"),
             b"%s: %s\r\n" % (REQUEST_ID_HEADER, request_id(self.headers or []).encode()),
             b"connection: close\r\n\r\n",
         ]

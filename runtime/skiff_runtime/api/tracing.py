@@ -39,7 +39,7 @@ def check_tracing() -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-endpoint needs packages that are not installed ({error}); pip install 'skiff[tracing]'"
+            f"--otlp-endpoint needs packages that are not installed ({error}); in Skiff's sources, pip install '.[tracing]'"
         ) from None
 
 

@@ -19,7 +19,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'skiff[bench]'") from None
+        raise ConfigError("--plot needs matplotlib; in Skiff's sources, pip install '.[bench]'") from None
 
 
 def draw(path: Path, runs: Sequence[Figures], title: str) -> None:
