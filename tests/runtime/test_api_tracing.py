@@ -132,5 +132,5 @@ def test_a_bad_address_is_refused(address: str) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"skiff\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tracing\]'"):
         RequestTracer("http://127.0.0.1:4318", NAME)
