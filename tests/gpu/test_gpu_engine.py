@@ -64,7 +64,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_wide_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-@pytest.mark.parametrize("attention", ["triton", "flashinfer,triton", "flashinfer", "triton,flashinfer"])
+@pytest.mark.parametrize(
+    "attention", ["triton", "flashinfer,triton", "flashinfer", "triton,flashinfer", "torch"]
+)
 def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, attention: str) -> None:
     """A tie: transformers' logits of the two tokens differ by no more than what bfloat16 makes of its own.
 
