@@ -145,9 +145,10 @@ def up() -> None:
     """Run the whole demo."""
     started = time.monotonic()
     kubeconfig = cluster("up").splitlines()[-1]
-    kubectl = Kubectl(cluster("kubectl-path"), kubeconfig)
+    program = cluster("kubectl-path")
+    kubectl = Kubectl(program, kubeconfig)
     helm = cluster("helm-path")
-    Tenancy(cluster("kubectl-path"), kubeconfig).claim()
+    Tenancy(program, kubeconfig).claim()
     cluster("images")
     install_operator(helm, kubeconfig)
     kubectl.show("apply", "-n", NAMESPACE, "-f", SAMPLE.relative_to(REPOSITORY))
@@ -168,8 +169,8 @@ def down() -> None:
         say("no demo is up")
         return
     kubeconfig = cluster("kubeconfig")
-    kubectl = Kubectl(cluster("kubectl-path"), kubeconfig)
-    tenancy = Tenancy(cluster("kubectl-path"), kubeconfig)
+    program = cluster("kubectl-path")
+    kubectl, tenancy = Kubectl(program, kubeconfig), Tenancy(program, kubeconfig)
     if succeeds(kubectl.command("get", "--raw", "/readyz")) and tenancy.ours:
         with step("removing the service and the operator"):
             output(

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from admitted import admits
+from admitted import admitted
 from front import NAME, Front, running_front, write_model
 from tiny_models import edit_json
 
@@ -111,7 +111,7 @@ def test_a_conversation_with_calls_and_results_is_rendered(front: Front, client:
 
 
 @pytest.mark.parametrize(
-    ("choice", "parallel", "admitted"),
+    ("choice", "parallel", "expected"),
     [
         ("required", True, {CALL, OTHER, f"{CALL}\n{OTHER}"}),
         ("required", False, {CALL, OTHER}),
@@ -120,7 +120,7 @@ def test_a_conversation_with_calls_and_results_is_rendered(front: Front, client:
     ],
 )
 def test_calls_that_must_be_are_enforced(
-    front: Front, client: openai.OpenAI, model: Path, choice: Any, parallel: bool | None, admitted: set[str]
+    front: Front, client: openai.OpenAI, model: Path, choice: Any, parallel: bool | None, expected: set[str]
 ) -> None:
     options: dict[str, Any] = {} if parallel is None else {"parallel_tool_calls": parallel}
     request, reply = answered(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
@@ -134,7 +134,7 @@ def test_calls_that_must_be_are_enforced(
         CALL.replace("now", "new"),
         "",
     )
-    assert {text for text in texts if admits(model, request.grammar, text)} == admitted
+    assert admitted(model, request.grammar, texts) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import generate, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized import round_linear_layers
+from quantized import PROMPTS, own_tokens, round_linear_layers
 from tiny_models import load_reference, make_model, oracle_choices
 from transformers import DynamicCache
 
 from skiff_runtime.kernels.e4m3 import E4M3, LARGEST, Matrix, round_rows, to_e4m3
 from skiff_runtime.kernels.fp8 import scaled_linear
 from skiff_runtime.kernels.kv_store import store_kv
-
-PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40))
@@ -75,9 +72,7 @@ def test_cache_takes_keys_and_values_in_eight_bits() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokens_are_those_of_transformers_with_rounded_numbers(tmp_path: Path, family: str) -> None:
     path = make_model(tmp_path, family)
-    engine = make_engine(path, quantization="fp8", page_size=16)
-    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
-    engine.close()
+    outputs = own_tokens(path, quantization="fp8")
     oracle = load_reference(path)
     round_linear_layers(oracle)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
@@ -100,9 +95,7 @@ def test_tokens_with_an_eight_bit_cache_are_those_of_transformers_with_one(
     tmp_path: Path, family: str
 ) -> None:
     path = make_model(tmp_path, family)
-    engine = make_engine(path, kv_cache_dtype="fp8_e4m3", page_size=16)
-    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
-    engine.close()
+    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3")
     oracle = load_reference(path)
     assert oracle_choices(with_rounded_cache(oracle), PROMPTS, outputs) == outputs
     assert oracle_choices(oracle, PROMPTS, outputs) != outputs, "the rounding changes no token of these"
@@ -115,18 +108,15 @@ def test_eight_bit_cache_gives_the_same_tokens_for_any_page_size_and_chunk(
     path = make_model(tmp_path, "qwen3")
     found = []
     for page_size, budget in ((1, 64), (16, 64), (16, 13)):
-        engine = make_engine(path, kv_cache_dtype="fp8_e4m3", quantization=quantization, page_size=page_size)
-        found.append(generate(engine, PROMPTS, 12, page_size=page_size, budget=budget, slots=4))
-        engine.close()
+        eight: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "quantization": quantization}
+        found.append(own_tokens(path, page_size=page_size, budget=budget, **eight))
     assert found[0] == found[1] == found[2]
 
 
 def test_eight_bit_weights_and_cache_together_stay_close_to_transformers_with_both(tmp_path: Path) -> None:
     """Not token by token: where sums differ in a last bit, activations round otherwise, and then keys do."""
     path = make_model(tmp_path, "qwen3")
-    engine = make_engine(path, kv_cache_dtype="fp8_e4m3", quantization="fp8", page_size=16)
-    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
-    engine.close()
+    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
     oracle = load_reference(path)
     round_linear_layers(oracle)
     chosen = torch.tensor(oracle_choices(with_rounded_cache(oracle), PROMPTS, outputs))

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import generate, make_engine
-from quantized import COMPRESSED, FBGEMM, GROUP, SCHEME, quantize, round_linear_layers
+from quantized import (
+    COMPRESSED,
+    FBGEMM,
+    GROUP,
+    PROMPTS,
+    SCHEME,
+    own_tokens,
+    quantize,
+    round_linear_layers,
+)
 from tiny_models import edit_json, load_reference, make_model, oracle_choices
 
 from skiff_runtime.config import Config, Quantization
@@ -21,9 +29,6 @@ from skiff_runtime.models.footprint import weight_bytes as reckoned
 from skiff_runtime.models.registry import make_model as build
 from skiff_runtime.models.weights import load_weights, weight_bytes
 from skiff_runtime.resolve import resolve
-
-PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
-
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 FEED_FORWARD = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -218,9 +223,7 @@ def test_tokens_are_those_of_transformers_that_rounds_all_but_what_is_left_out(
 ) -> None:
     plain, ready = (make_model(tmp_path / name, family) for name in ("plain", "ready"))
     quantize(ready, {**COMPRESSED, "ignore": ["lm_head", *LEFT_OUT]}, left_out=LEFT_OUT)
-    engine = make_engine(ready, quantization="fp8", page_size=16)
-    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
-    engine.close()
+    outputs = own_tokens(ready, quantization="fp8")
     oracle, all_rounded = load_reference(plain), load_reference(plain)
     round_linear_layers(oracle, left_out=LEFT_OUT)
     round_linear_layers(all_rounded)
@@ -241,9 +244,7 @@ def test_a_file_that_disagrees_about_what_is_left_out_is_refused(tmp_path: Path)
 def test_tokens_of_an_fbgemm_checkpoint_are_those_of_activations_cut_at_its_bound(tmp_path: Path) -> None:
     plain, ready = (make_model(tmp_path / name) for name in ("plain", "ready"))
     quantize(ready, {**FBGEMM, "activation_scale_ub": 2.0})
-    engine = make_engine(ready, quantization="fp8", page_size=16)
-    outputs = generate(engine, PROMPTS, 12, page_size=16, budget=40, slots=4)
-    engine.close()
+    outputs = own_tokens(ready, quantization="fp8")
     unbound, oracle = load_reference(plain), load_reference(plain)
     round_linear_layers(unbound)
     round_linear_layers(oracle, 2.0)

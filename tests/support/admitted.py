@@ -1,5 +1,6 @@
 """Which texts a compiled grammar admits, by xgrammar itself."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import xgrammar
@@ -9,14 +10,16 @@ from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.models.config import read_model_config
 
 
-def admits(model: Path, grammar: CompiledGrammar | None, text: str) -> bool:
-    """Whether ``text`` may be all of an answer of the model in this directory."""
+def admitted(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
+    """Those of ``texts`` that may each be all of an answer of the model in this directory."""
     assert grammar is not None
     vocabulary = read_vocabulary(read_model_config(model))
     compiled = xgrammar.CompiledGrammar.deserialize_json(grammar.data.decode(), vocabulary)
-    matcher = xgrammar.GrammarMatcher(compiled)
-    if not matcher.accept_string(text):
-        return False
-    mask = xgrammar.allocate_token_bitmask(1, vocabulary.vocab_size)
-    matcher.fill_next_token_bitmask(mask)
-    return any(mask[0, stop // 32] >> stop % 32 & 1 for stop in vocabulary.stop_token_ids)
+    return {
+        text for text in texts if _may_end(xgrammar.GrammarMatcher(compiled), text, vocabulary.stop_token_ids)
+    }
+
+
+def _may_end(matcher: xgrammar.GrammarMatcher, text: str, stops: Iterable[int]) -> bool:
+    """Whether the answer may be this text, and then be over."""
+    return matcher.accept_string(text) and any(matcher.accept_token(stop) for stop in stops)

@@ -1,4 +1,4 @@
-"""Checkpoints in eight bits, as compressed-tensors and FBGEMM write them, and transformers made to compute so."""
+"""Checkpoints in eight bits, as compressed-tensors and FBGEMM write them; transformers made to compute so; our tokens."""
 
 import math
 from collections.abc import Collection
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_driver import generate, make_engine
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json
 
 from skiff_runtime.kernels.e4m3 import round_rows
 from skiff_runtime.models.checkpoint import INDEX_FILE
 
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
 SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 GROUP: dict[str, Any] = {
     "targets": ["Linear"],
@@ -63,3 +65,11 @@ def round_linear_layers(oracle: Any, bound: float = math.inf, left_out: Collecti
         if isinstance(module, torch.nn.Linear) and name not in ("lm_head", *left_out):
             module.weight.data = rounded(module.weight.data)
             module.register_forward_pre_hook(lambda _module, given: (rounded(given[0].clamp(-bound, bound)),))
+
+
+def own_tokens(path: Path, *, page_size: int = 16, budget: int = 40, **settings: Any) -> list[list[int]]:
+    """Twelve greedy tokens behind each of ``PROMPTS``, by our engine with these settings."""
+    engine = make_engine(path, page_size=page_size, **settings)
+    outputs = generate(engine, PROMPTS, 12, page_size=page_size, budget=budget, slots=4)
+    engine.close()
+    return outputs

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kvcache.pool import KVPool
-from skiff_runtime.models.footprint import GATHERED_BYTES
+from skiff_runtime.models.footprint import DTYPE_BYTES, GATHERED_BYTES
 
 HostInts = NDArray[np.signedinteger]
 
 MIN_BUCKET: Final = 256
 """Contexts up to this many tokens are padded to one length."""
-FLOAT_BYTES: Final = 4
 MAX_SCORES: Final = 1 << 21
 """Elements of one causal mask."""
 
@@ -59,7 +58,7 @@ class TorchAttention(AttentionBackend):
         single = np.flatnonzero(batch.lengths == 1)
         contexts = batch.starts[single] + 1
         layout = self.pool.layout
-        most = GATHERED_BYTES // (2 * layout.kv_heads * layout.head_dim * FLOAT_BYTES)
+        most = GATHERED_BYTES // (2 * layout.kv_heads * layout.head_dim * DTYPE_BYTES["float32"])
         self._groups = [
             self._group(batch, single[members], firsts[single[members]], contexts[members])
             for members in _similar(contexts, most)

@@ -46,16 +46,17 @@ def count_parameters(model: ModelConfig, ranks: int = 1) -> Parameters:
     """
     hidden, layers = model.hidden_size, model.num_layers
     vocabulary = -(-model.vocab_size // ranks)
-    query = model.num_heads * model.head_dim // ranks
-    outputs = query + 2 * local_kv_heads(model, ranks) * model.head_dim
+    shapes = _shapes(model, ranks)
+    elements = {product: rows * columns for product, (rows, columns) in shapes.items()}
+    outputs = {product: rows for product, (rows, _) in shapes.items()}
     qkv_bias, output_bias = _attention_biases(model)
-    inner = model.intermediate_size // ranks
-    mlp_biases = 2 * inner + hidden if model.mlp_bias else 0
+    attention_biases = qkv_bias * outputs["qkv"] + output_bias * outputs["output"]
+    mlp_biases = outputs["gate_up"] + outputs["down"] if model.mlp_bias else 0
     head_norms = 2 * model.head_dim if model.architecture == "Qwen3ForCausalLM" else 0
     return Parameters(
         embedding=vocabulary * hidden,
-        attention=layers * (hidden * (outputs + query) + qkv_bias * outputs + output_bias * hidden),
-        mlp=layers * (3 * hidden * inner + mlp_biases),
+        attention=layers * (elements["qkv"] + elements["output"] + attention_biases),
+        mlp=layers * (elements["gate_up"] + elements["down"] + mlp_biases),
         norms=layers * (2 * hidden + head_norms) + hidden,
         head=0 if model.tie_word_embeddings else vocabulary * hidden,
     )
