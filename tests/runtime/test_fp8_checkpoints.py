@@ -55,7 +55,7 @@ def load(path: Path, *, quantized: bool = True, rank: int = 0, size: int = 1) ->
     group = TensorParallel(rank, size)
     config = read_model_config(path)
     kind: Quantization = "fp8" if quantized else "none"
-    placement = Placement(torch.float32, torch.device("cpu"), group, kind, left_out=config.unquantized)
+    placement = Placement(torch.float32, torch.device("cpu"), group, kind, unquantized=config.unquantized)
     model = build(config, placement, max_positions=8)
     load_weights(model, "safetensors", lambda share: None)
     return {piece.name: piece for piece in model.pieces()}
@@ -185,7 +185,7 @@ def check_reckoned(model: ModelConfig, quantization: Quantization) -> None:
     for size in (1, 2):
         group = TensorParallel(0, size)
         device = torch.device("meta")
-        placement = Placement(torch.bfloat16, device, group, quantization, left_out=model.unquantized)
+        placement = Placement(torch.bfloat16, device, group, quantization, unquantized=model.unquantized)
         built = build(model, placement, max_positions=8)
         assert reckoned(model, size, element_bytes=2, quantization=quantization) == weight_bytes(built)
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from engine_driver import make_config
 from fake_hub import running_hub
+from quantized import COMPRESSED
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.distributed.group import TensorParallel
@@ -18,7 +20,7 @@ from skiff_runtime.info.gpus import Gpu
 from skiff_runtime.kvcache.pool import KVLayout, plan_capacity
 from skiff_runtime.layers.placement import Placement
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.models.footprint import count_parameters, kv_bytes_per_token
+from skiff_runtime.models.footprint import GATHERED_BYTES, count_parameters, kv_bytes_per_token
 from skiff_runtime.models.registry import make_model as build
 from skiff_runtime.models.weights import weight_bytes
 
@@ -103,6 +105,17 @@ def test_the_cache_has_the_size_that_the_engine_gives_it(tmp_path: Path) -> None
     )
     assert found.fits and found.kv_tokens == pages * config.page_size > 300_000
     assert not fit(config, needed, Gpu("small", 15 << 30)).fits
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "auto"])
+def test_only_a_cpu_keeps_memory_for_what_it_widens(tmp_path: Path, quantization: Any) -> None:
+    """K and V that its attention puts together; a matrix in e4m3, by flag or by checkpoint, in float32."""
+    told = {"quantization_config": COMPRESSED} if quantization == "auto" else {}
+    model = read_model_config(Path(describe(tmp_path, LLAMA_8B | told)))
+    config = make_config(tmp_path, quantization=quantization, dtype="bfloat16", max_model_len=1024)
+    gpu, cpu = (need(replace(config, device=device), model, "bfloat16").working for device in ("cuda", "cpu"))
+    gathered = 2 * 1024 * 8 * 128 * 2
+    assert cpu - gpu == 2 * GATHERED_BYTES - gathered + (0 if quantization == "none" else 4 * 28672 * 4096)
 
 
 def test_the_command_tells_what_fits(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Whether a model fits a GPU, and what then remains for the KV cache: the engine's own reckoning, ahead of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from skiff_runtime.config import AUTO, Config, Quantization
@@ -65,7 +65,9 @@ def need(config: Config, model: ModelConfig, dtype: str) -> Need:
         quantization=quantization,
         weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
         kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
-        working=working_bytes(config, model, ranks=config.tp, element_bytes=element_bytes),
+        working=working_bytes(
+            replace(config, quantization=quantization), model, ranks=config.tp, element_bytes=element_bytes
+        ),
         context=config.max_model_len or model.max_position_embeddings,
     )
 

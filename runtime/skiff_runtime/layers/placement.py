@@ -15,7 +15,7 @@ class Placement:
     """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices.
 
     Where there is one, what these are multiplied with is cut at ``activation_bound`` when it is rounded. Matrices of
-    the products ``left_out`` have none for all that.
+    the products ``unquantized`` have none for all that.
     """
 
     dtype: torch.dtype
@@ -23,11 +23,11 @@ class Placement:
     group: TensorParallel = field(default_factory=TensorParallel)
     quantization: Quantization = "none"
     activation_bound: float = math.inf
-    left_out: LeftOut = ()
+    unquantized: LeftOut = ()
 
     def of(self, layer: int, product: Product) -> "Placement":
         """That of one product's matrix, and of what is multiplied with it."""
-        return replace(self, quantization="none") if (layer, product) in self.left_out else self
+        return replace(self, quantization="none") if (layer, product) in self.unquantized else self
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialized weight."""

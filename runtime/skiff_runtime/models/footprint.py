@@ -110,8 +110,8 @@ def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_byt
     """An upper estimate of what a rank's steps and tables take besides weights and KV cache; a GPU measures it instead.
 
     Activations of a full step (in float32 where norms and attention widen them), logits with the sampler's copies,
-    gathered K and V, in the cache's type and in that of ``element_bytes``, the tables of tokens and pages, and the
-    largest matrix in float32, as e4m3 is multiplied on a CPU.
+    gathered K and V, in the cache's type and in that of ``element_bytes``, and the tables of tokens and pages; on a CPU,
+    also what its attention and its products in e4m3 widen to float32.
     """
     width = (
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
@@ -119,9 +119,11 @@ def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_byt
     activations = config.max_batch_tokens * width * 4
     context = config.max_model_len or model.max_position_embeddings
     copied = 0 if config.kv_cache_dtype == AUTO else 1
-    row = 2 * context * local_kv_heads(model, ranks) * model.head_dim * (element_bytes + copied)
-    gathered = max(row, 2 * GATHERED_BYTES)
-    widened = 4 * _largest_matrix(model, ranks) if config.quantization == "fp8" else 0
+    gathered = 2 * context * local_kv_heads(model, ranks) * model.head_dim * (element_bytes + copied)
+    widened = 0
+    if config.device == "cpu":
+        gathered = max(gathered, 2 * GATHERED_BYTES)
+        widened = 4 * _largest_matrix(model, ranks) if config.quantization == "fp8" else 0
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
     return activations + sampling_bytes(config, model) + gathered + widened + tables
 
