@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_driver import Driver, Row, make_engine
+from engine_driver import DEVICE, Driver, Row, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import load_reference, make_model, oracle_logits
 from tiny_tokenizer import VOCAB_SIZE
 
-from skiff_runtime.engine.logprobs import MAX_TOP, likeliest, tell
+from skiff_runtime.engine.logprobs import MAX_TOP, PART, likeliest, tell
 from skiff_runtime.messages import SamplingParams
 from skiff_runtime.step import Logprobs, StepResult
 
@@ -146,10 +146,12 @@ def test_of_equally_likely_tokens_the_lowest_ids_come_first() -> None:
 
 
 @settings(max_examples=50)
-@given(st.integers(1, MAX_TOP), st.integers(0, 1 << 20))
-def test_the_likeliest_are_by_value_and_then_by_id(count: int, seed: int) -> None:
-    """With so few values that ties go on beyond the last of them."""
-    drawn = torch.randint(-6, 1, (3, 400), generator=torch.Generator().manual_seed(seed)).float() / 4
+@given(st.integers(1, MAX_TOP), st.sampled_from([20, PART * 5, 400, 40 * PART + 1]), st.integers(0, 1 << 20))
+def test_the_likeliest_are_by_value_and_then_by_id(count: int, vocab: int, seed: int) -> None:
+    """With so few values that ties go on beyond the last of them; zeros of either sign are equal."""
+    drawn = torch.randint(-6, 1, (3, vocab), generator=torch.Generator().manual_seed(seed)).float() / 4
     drawn[0, :9] = -math.inf
-    ranked = [sorted(range(400), key=lambda token: (-row[token], token))[:count] for row in drawn.tolist()]
-    assert likeliest(drawn, count).tolist() == ranked
+    drawn[1, ::3] *= -1.0
+    drawn[2, :-1] = -math.inf
+    ranked = [sorted(range(vocab), key=lambda token: (-row[token], token))[:count] for row in drawn.tolist()]
+    assert likeliest(drawn.to(DEVICE), count).tolist() == ranked

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skiff_runtime.engine.batch import SampledRows
@@ -15,8 +16,11 @@ from skiff_runtime.models.footprint import PROMPT_SLICE
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
 
 MAX_TOP: Final = 20
-"""So many likeliest tokens are found, however few are asked for: which ones tie must not depend on who else asks."""
+"""So many likeliest tokens are told at most."""
+PART: Final = 64
+"""Tokens of a row of which only the likeliest is compared with those of other parts at first."""
 _NOTHING: Final = -1
+_LAST_ID: Final = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ class LogprobReader:
         asking = np.flatnonzero(tops != _NOTHING)
         if len(asking) == 0:
             return None
-        where = upload(asking, logits.device)
-        return RowLogprobs(asking.astype(np.int32), logits[where].log_softmax(-1), int(tops.max()))
+        own = logits if len(asking) == len(logits) else logits[upload(asking, logits.device)]
+        return RowLogprobs(asking.astype(np.int32), own.log_softmax(-1), int(tops.max()))
 
     def asked(self, plan: StepPlan) -> Int32:
         """How many positions of each row foretell tokens of a prompt whose log-probabilities are asked for; int32[R]."""
@@ -133,13 +137,28 @@ def tell(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Told:
 def likeliest(logprobs: torch.Tensor, count: int) -> torch.Tensor:
     """Ids int64[N, count] of the largest of float32 [N, vocab], by value and then by id.
 
-    ``topk`` alone keeps any of those that are equal. So it sees keys: a float's bits in an order of whole numbers, and
-    below them the id.
+    As ids of a part follow each other, all are in the ``count`` parts whose own first tokens come first in that order; so few are
+    compared by both.
     """
-    bits = logprobs.contiguous().view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    keys += torch.arange(logprobs.shape[1] - 1, -1, -1, device=logprobs.device)
-    return logprobs.shape[1] - 1 - (keys.topk(count).values & 0xFFFFFFFF)
+    rows, vocab = logprobs.shape
+    spare = -vocab % PART
+    padded = F.pad(logprobs, (0, spare), value=-torch.inf) if spare else logprobs
+    parts = padded.reshape(rows, (vocab + spare) // PART, PART)
+    order, within = (torch.arange(size, device=logprobs.device) for size in parts.shape[1:])
+    first = _first(parts.amax(2), order, min(count, len(order)))[:, :, None]
+    near = parts.gather(1, first.expand(-1, -1, PART))
+    return _first(near.flatten(1), (first * PART + within).flatten(1), count)
+
+
+def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Of ``ids`` int64[N, M] or [M] those int64[N, count] that come first by their values float32 [N, M] and then by themselves.
+
+    ``topk`` alone keeps any of those that are equal. So it sees keys: a float's bits in an order of whole numbers (of the two
+    zeros only one), and below them the id.
+    """
+    bits = (values + 0.0).view(torch.int32)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (_LAST_ID - ids)
+    return _LAST_ID - (keys.topk(count).values & _LAST_ID)
 
 
 def _capped(asked: int | None) -> int:

@@ -16,8 +16,8 @@ SAMPLER_BYTES: Final = 48
 """Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
 PROMPT_SLICE: Final = 64
 """Positions of a prompt whose logits are in memory at a time."""
-PROMPT_BYTES: Final = 32
-"""Per logit of a prompt: float32 copies, and int64 keys to find the likeliest by."""
+PROMPT_BYTES: Final = 16
+"""Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
 GATHERED_BYTES: Final = 64 << 20
 """Of K and V that attention on a CPU puts together at a time, in float32; one row may exceed it."""
 
