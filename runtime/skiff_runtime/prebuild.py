@@ -81,11 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> None:
     from skiff_runtime.engine.eight_bits import check_eight_bits
+    from skiff_runtime.engine.launchers import build_launchers, without_libcuda
     from skiff_runtime.engine.rehearsal import rehearse
 
     major, minor = map(int, re.findall(r"\d+", architecture))
     check_eight_bits(config, (major, minor))
-    rehearse(config, model, major * 10 + minor)
+    with without_libcuda():
+        build_launchers(rehearse(config, model, major * 10 + minor))
 
 
 def _wants_flashinfer(config: Config) -> bool:

@@ -11,15 +11,15 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 LAUNCHES = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from skiff_runtime.engine import rehearsal
+from skiff_runtime.engine.absent_gpu import AbsentGpu, compiling
 from skiff_runtime.kernels.fused.decode_launch import Decode
 from skiff_runtime.kernels.prefixes import packed_size, unpack
 
 seen = []
 def told(argument):
     return (argument.dtype, argument.shape, argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
-rehearsal._Compiler.launcher_cls = lambda *_: lambda *given: seen.append([*given[:4], *map(told, given[9:])])
-with rehearsal._compiling(90), FakeTensorMode(), torch.inference_mode():
+AbsentGpu.launcher_cls = lambda *_: lambda *given: seen.append([*given[:4], *map(told, given[9:])])
+with compiling(90), FakeTensorMode(), torch.inference_mode():
     def ints(*shape):
         return torch.empty(shape, dtype=torch.int32, device="cuda")
     rows, kv, heads = 3, 2, 4

@@ -13,11 +13,15 @@ from skiff_runtime.kernels import cache
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
 
-def prebuild(model: Path, directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+def prebuild(
+    model: Path, directory: Path, *flags: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
     command += ["--kernel-cache-dir", str(directory), "--dtype", "bfloat16", "--max-running-requests", "1"]
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240, env=clean)
+    return subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=240, env=clean | variables
+    )
 
 
 def kernels(directory: Path) -> list[str]:
@@ -46,9 +50,32 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
         assert name in found
     for name in ("_count_tokens", "_penalize", "_keep_admitted"):
         assert name in found
-    written = {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")}
+    assert_links(directory)
+    written = times(directory)
     assert prebuild(model, directory, "--quantization", "fp8").returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*.cubin")} == written
+    assert times(directory) == written
+
+
+def times(directory: Path) -> dict[Path, int]:
+    return {
+        path: path.stat().st_mtime_ns for kind in ("cubin", "so") for path in directory.rglob(f"*.{kind}")
+    }
+
+
+def assert_links(directory: Path) -> None:
+    """What launches kernels is compiled, too, and asks for the driver's library by the name that it has where there is one."""
+    libraries = list(directory.rglob("*.so"))
+    assert {path.name.split(".")[0] for path in libraries} == {"cuda_utils", "__triton_launcher"}
+    for path in libraries:
+        needed = {part for part in path.read_bytes().split(b"\0") if part.startswith(b"libcuda")}
+        assert needed == {b"libcuda.so.1"}
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
+def test_a_compiler_that_is_missing_or_fails_is_named(tmp_path: Path, compiler: str) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", CC=compiler)
+    assert done.returncode == 2 and compiler in done.stderr and "python3-dev" in done.stderr
+    assert not kernels(tmp_path / "kernels")
 
 
 def test_heads_of_sixteen_numbers_over_a_cache_in_eight_bits(tmp_path: Path) -> None:

@@ -4,21 +4,17 @@ It needs no GPU: tensors are fake ones of torch, so that nothing but shapes, typ
 Triton's driver is one that compiles for the architecture it is told of, and launches nothing.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-import triton
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.group import LoneRank
+from skiff_runtime.engine.absent_gpu import Launched, compiling
 from skiff_runtime.engine.batch import Tables
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.forward import ForwardPass
@@ -26,7 +22,6 @@ from skiff_runtime.engine.model_runner import kv_layout, longest, placement_of
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.bitmask import keep_admitted, mask_words
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
-from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import penalize
@@ -36,23 +31,18 @@ from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 
-WARP_SIZE: Final = 32
-ADDRESS: Final = 1 << 20
-"""Where every fake storage begins: as well aligned as a GPU's are."""
-SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
-"""That a program may have, by architecture; all others have as many as an H200."""
 MIXED: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
 """Steps of so many decode rows and a chunk of so many tokens, beside those of ``MIXED_CHUNK``."""
 MIXED_CHUNK: Final = 16
 """Tokens beside each number of decode rows that has kernels of its own, a single one among them."""
 
 
-def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
-    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0).
+def rehearse(config: Config, model: ModelConfig, architecture: int) -> list[Launched]:
+    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0); tell it.
 
     That is rank 0 of its ``tp``: shares are of one size on all ranks, so the others launch the same.
     """
-    with _compiling(architecture), FakeTensorMode(), torch.inference_mode():
+    with compiling(architecture) as gpu, FakeTensorMode(), torch.inference_mode():
         stage = _Stage(config, model)
         for kind in stage.decode.kinds:
             stage.decode._compute(*kind)
@@ -61,6 +51,7 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> None:
         for shared in (False, True):
             for decode_rows in stage.distinct_rows(shared=shared):
                 stage.mix(decode_rows, MIXED_CHUNK, shared=shared)
+        return gpu.launched
 
 
 class _Stage:
@@ -135,60 +126,3 @@ class _Stage:
         keep_admitted(own, where, masks)
         for table in (self._tables.tokens, self._tables.pages):
             write_cells(table, sampled)
-
-
-@contextmanager
-def _compiling(architecture: int) -> Iterator[None]:
-    """Triton without a GPU, and fake tensors with addresses."""
-    fake: Any = FakeTensor
-    address = fake.data_ptr
-    fake.data_ptr = lambda self: ADDRESS + int(self.storage_offset()) * self.itemsize
-    triton.runtime.driver.set_active(_Compiler(architecture))
-    try:
-        yield
-    finally:
-        fake.data_ptr = address
-
-
-class _Compiler(DriverBase):  # type: ignore[misc]
-    """A driver of Triton for a GPU that is elsewhere."""
-
-    def __init__(self, architecture: int) -> None:
-        self._target = GPUTarget("cuda", architecture, WARP_SIZE)
-        self.utils = _Utilities(SHARED_BYTES.get(architecture, H200_SHARED_BYTES))
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return False
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing runs here")
-
-    def launcher_cls(self, _source: Any, _metadata: Any) -> Any:
-        return lambda *_: None
-
-
-class _Utilities:
-    """What Triton asks of a device and of a module loaded there."""
-
-    def __init__(self, shared_bytes: int) -> None:
-        self._shared_bytes = shared_bytes
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": self._shared_bytes}
-
-    def load_binary(
-        self, _name: str, _kernel: bytes, _shared: int, _device: int
-    ) -> tuple[Any, Any, int, int, int]:
-        return object(), 0, 0, 0, 1024
