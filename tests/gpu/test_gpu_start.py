@@ -12,7 +12,8 @@ from half_engine import make_wide_model
 
 pytestmark = pytest.mark.gpu
 
-FLAGS: Final = ("--dtype", "bfloat16", "--attention", "triton", "--max-running-requests", "6")
+FLAGS: Final = ("--dtype", "bfloat16", "--attention", "triton", "--max-running-requests", "17")
+"""So many that steps may share prefixes."""
 SERVE: Final = """
 import sys
 from skiff_runtime.llm import LLM
@@ -22,7 +23,7 @@ asked = [{}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9}, {"repetition_pena
          {"min_p": 0.1, "logprobs": 3, "prompt_logprobs": 2}, {"regex": "[a-f]{9}"}, {"presence_penalty": 1.0}] * 2
 model, directory, quantization, cache = sys.argv[1:]
 options = {"quantization": quantization, "kv_cache_dtype": cache}
-with LLM(model, dtype="bfloat16", device="cuda", attention="triton", max_running_requests=6, kernel_cache_dir=directory,
+with LLM(model, dtype="bfloat16", device="cuda", attention="triton", max_running_requests=17, kernel_cache_dir=directory,
          kv_cache_tokens=2048, **options) as llm:
     prompts = [list(range(5, 5 + length)) for length in (1, 70, 3, 33, 200, 17, 64, 5)] * 2
     done = llm.generate(prompts, [Sampling(max_tokens=24, seed=at, **each) for at, each in enumerate(asked)])

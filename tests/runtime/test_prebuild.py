@@ -118,6 +118,30 @@ def test_eight_bits_are_refused_where_gpus_do_not_know_them(tmp_path: Path, flag
     assert not kernels(tmp_path / "kernels")
 
 
+KEYS = """
+import sys
+from skiff_runtime.kernels.fused import keys
+from skiff_runtime.kernels.fused.decode_attention import decode_prefixes, decode_rows
+
+settled = keys.settle_keys()
+asked = (decode_rows, decode_prefixes) if sys.argv[1] == "rows" else (decode_prefixes, decode_rows)
+assert {each.cache_key for each in asked} < set(settled.values())
+print(*(f"{each.__name__} {each.cache_key}" for each in asked), *settled.items(), sep="\\n")
+"""
+
+
+def test_keys_do_not_depend_on_what_is_asked_for_first() -> None:
+    """A start launches the largest step first, and rehearsals the smallest."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = []
+    for first in ("rows", "prefixes"):
+        command = [sys.executable, "-c", KEYS, first]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean)
+        assert done.returncode == 0, done.stderr
+        told.append(sorted(done.stdout.splitlines()))
+    assert told[0] == told[1] and len(told[0]) > 40
+
+
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
