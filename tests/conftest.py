@@ -4,14 +4,16 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
-"""The same examples each time; ``--hypothesis-profile default`` looks for new ones."""
+"""The same examples each time, however slow the machine; ``--hypothesis-profile default`` looks for new ones."""
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from math import isnan
 
-from skiff_runtime.messages import Finish, TextLogprobs, TokenText, Usage
+import msgspec
+
+from skiff_runtime.messages import Finish, TextLogprobs, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token, the bytes it writes by itself, and its natural log-probability.
 
     ``logprob`` is None for the first token of a prompt. ``top``: the likeliest tokens of this position.
@@ -116,8 +117,6 @@ def ended(
 
 def token_logprob(told: TextLogprobs) -> TokenLogprob:
     """One position's log-probabilities as a caller sees them."""
-    return _of(told.chosen, tuple(_of(each) for each in told.top))
-
-
-def _of(text: TokenText, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(text.token, text.data, None if isnan(text.logprob) else text.logprob, top)
+    chosen, value = told.chosen, told.chosen.logprob
+    top = tuple([TokenLogprob(each.token, each.data, each.logprob) for each in told.top])
+    return TokenLogprob(chosen.token, chosen.data, None if isnan(value) else value, top)

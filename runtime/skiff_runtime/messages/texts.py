@@ -20,7 +20,7 @@ class Decoded(Struct, frozen=True, tag="decoded", array_like=True):
     text: str
 
 
-class TokenText(Struct, frozen=True, array_like=True):
+class TokenText(Struct, frozen=True, array_like=True, gc=False):
     """One token: id, the bytes it writes by itself, and its log-probability."""
 
     token: int

@@ -57,7 +57,8 @@ class LogprobTexts:
     def _texts(self, ids: bytes, logprobs: bytes) -> list[TokenText]:
         tokens = np.frombuffer(ids, Wire.TOKEN).tolist()
         values = np.frombuffer(logprobs, Wire.LOGPROB).tolist()
-        return [self._text(token, value) for token, value in zip(tokens, values, strict=True)]
+        data = self._decoder.token_bytes
+        return [TokenText(token, data(token), value) for token, value in zip(tokens, values, strict=True)]
 
     def _text(self, token: int, logprob: float) -> TokenText:
         return TokenText(token=token, data=self._decoder.token_bytes(token), logprob=logprob)
