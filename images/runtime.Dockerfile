@@ -1,9 +1,11 @@
 # The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch, such as
 # pytorch/pytorch for CUDA (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
 # EXTRAS="runtime gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
-# kernels the image is to hold compiled, for compute capability ARCH and each number of ranks in TP ("1 4"): no GPU is
-# needed; with a base that has nvcc, FlashInfer's are among them.
+# kernels the image is to hold compiled, for compute capability ARCH and each number of ranks in TP ("1 4"). That takes a C
+# compiler and Python's headers, and no GPU; with nvcc, FlashInfer's are among them. COMPILER is an image with these and the
+# same Python and torch, where BASE has them not: the image that is made then needs no compiler.
 ARG BASE
+ARG COMPILER=${BASE}
 
 FROM ${BASE} AS build
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
@@ -42,7 +44,9 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
     && PYTHONPATH=/opt/app /opt/app/bin/skiff --help > /dev/null
 
 # Only what is loaded stays: FlashInfer's objects and sources are of no use once linked.
-FROM application AS kernels
+FROM ${COMPILER} AS kernels
+COPY --from=dependencies /opt/skiff /opt/skiff
+COPY --from=application /opt/app /opt/app
 ARG PREBUILD=""
 ARG ARCH=9.0a
 ARG TP=1
