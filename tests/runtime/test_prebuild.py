@@ -1,6 +1,7 @@
 """Kernels compiled ahead without a GPU, and where they are found."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
     done = prebuild(model, directory, "--quantization", "fp8")
     assert done.returncode == 0, done.stderr
     found = kernels(directory)
+    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", done.stderr)) == found
     for name in (
         "decode_rows",
         "_prefill",
@@ -52,7 +54,8 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
         assert name in found
     assert_links(directory)
     written = times(directory)
-    assert prebuild(model, directory, "--quantization", "fp8").returncode == 0
+    again = prebuild(model, directory, "--quantization", "fp8")
+    assert again.returncode == 0 and "kernel_compiled" not in again.stderr
     assert times(directory) == written
 
 
