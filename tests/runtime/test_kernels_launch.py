@@ -1,10 +1,7 @@
 """A kernel that is launched again gets what Triton's own way would give it; all on tensors and a driver that compute nothing."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from compiling import run_compiling
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -39,8 +36,5 @@ with compiling(90), FakeTensorMode(), torch.inference_mode():
 
 
 def test_the_second_launch_is_like_the_first() -> None:
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES], capture_output=True, text=True, env=clean, timeout=240
-    )
+    done = run_compiling("-c", LAUNCHES)
     assert done.returncode == 0, done.stderr

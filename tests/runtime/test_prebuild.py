@@ -3,10 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiling import run_compiling
 from tiny_models import make_model
 
 from skiff_runtime.kernels import cache
@@ -17,12 +17,9 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 def prebuild(
     model: Path, directory: Path, *flags: str, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
+    command = ["-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
     command += ["--kernel-cache-dir", str(directory), "--dtype", "bfloat16", "--max-running-requests", "1"]
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=240, env=clean | variables
-    )
+    return run_compiling(*command, *flags, variables=variables)
 
 
 def kernels(directory: Path) -> list[str]:
@@ -135,11 +132,9 @@ print(*(f"{each.__name__} {each.cache_key}" for each in asked), *settled.items()
 
 def test_keys_do_not_depend_on_what_is_asked_for_first() -> None:
     """A start launches the largest step first, and rehearsals the smallest."""
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = []
     for first in ("rows", "prefixes"):
-        command = [sys.executable, "-c", KEYS, first]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean)
+        done = run_compiling("-c", KEYS, first, timeout_seconds=60)
         assert done.returncode == 0, done.stderr
         told.append(sorted(done.stdout.splitlines()))
     assert told[0] == told[1] and len(told[0]) > 40

@@ -1,13 +1,11 @@
 """What the rehearsal of a rank's steps launches; nothing is compiled here."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import run_compiling
 from tiny_models import make_model
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
@@ -43,9 +41,7 @@ Launch = tuple[str, dict[str, Any], str, str]
 
 def launches(model: Path, tp: int, rank: int = 0, quantization: str = "none") -> list[Launch]:
     """Kernel, constants, grid and arguments of each distinct launch."""
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", LAUNCHES, str(model), quantization, str(tp), str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=240)
+    done = run_compiling("-c", LAUNCHES, str(model), quantization, str(tp), str(rank))
     assert done.returncode == 0, done.stderr
     return [(name, json.loads(constants), *rest) for name, constants, *rest in json.loads(done.stdout)]
 
