@@ -22,8 +22,9 @@ def test_a_hub_model_is_served_and_then_needs_no_hub(tmp_path: Path, monkeypatch
         with LocalServer([*flags, "--kv-cache-tokens", "4096", "--cpu-threads", "1"]) as server:
             assert "fetch_finished" in server.log_text()
             chat = [sys.executable, "-m", "skiff_runtime", "chat", "--url", server.url, "--model", "tiny"]
+            greedy = ["--temperature", "0", "--max-tokens", "4"]
             asked = subprocess.run(
-                [*chat, "--max-tokens", "4"], input="hello\n", capture_output=True, text=True, timeout=120
+                [*chat, *greedy], input="hello\n", capture_output=True, text=True, timeout=120
             )
             assert asked.returncode == 0, asked.stderr
             assert asked.stdout.strip()
