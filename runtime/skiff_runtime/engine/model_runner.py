@@ -41,12 +41,10 @@ class ModelRunner(ForwardPass):
         self._model_config = model
         self._group = group
         if group.device.type == "cuda":
-            from skiff_runtime.kernels.fused.compilations import log_compilations
-            from skiff_runtime.kernels.fused.keys import settle_keys
+            from skiff_runtime.kernels.fused.compilations import prepare_compilations
 
             check_eight_bits(config, torch.cuda.get_device_capability(group.device))
-            settle_keys()
-            log_compilations()
+            prepare_compilations()
         placement = placement_of(config, model, group)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
