@@ -41,10 +41,12 @@ class ModelRunner(ForwardPass):
         self._model_config = model
         self._group = group
         if group.device.type == "cuda":
-            from skiff_runtime.kernels.fused.compilations import prepare_compilations
+            from skiff_runtime.kernels.fused.compilations import log_compilations
+            from skiff_runtime.kernels.fused.keys import settle_keys
 
             check_eight_bits(config, torch.cuda.get_device_capability(group.device))
-            prepare_compilations()
+            settle_keys()
+            log_compilations()
         placement = placement_of(config, model, group)
         on_phase("weights", 0.0)
         self._check_room(model, placement)

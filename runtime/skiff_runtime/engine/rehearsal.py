@@ -21,9 +21,10 @@ from skiff_runtime.engine.forward import ForwardPass
 from skiff_runtime.engine.model_runner import kv_layout, longest, placement_of
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.bitmask import keep_admitted, mask_words
-from skiff_runtime.kernels.fused.compilations import prepare_compilations
+from skiff_runtime.kernels.fused.compilations import log_compilations
 from skiff_runtime.kernels.fused.decode_launch import distinct_rows
 from skiff_runtime.kernels.fused.inputs import gather_pages, write_cells
+from skiff_runtime.kernels.fused.keys import settle_keys
 from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import penalize
 from skiff_runtime.kernels.prefixes import SharedPrefixes, packed_size, unpack
@@ -43,7 +44,8 @@ def rehearse(config: Config, model: ModelConfig, architecture: int) -> list[Laun
 
     That is rank 0 of its ``tp``: shares are of one size on all ranks, so the others launch the same.
     """
-    prepare_compilations()
+    settle_keys()
+    log_compilations()
     with compiling(architecture) as gpu, FakeTensorMode(), torch.inference_mode():
         stage = _Stage(config, model)
         for kind in stage.decode.kinds:

@@ -5,12 +5,10 @@ from typing import Any
 from triton import knobs
 
 from skiff_runtime import log
-from skiff_runtime.kernels.fused.keys import settle_keys
 
 
-def prepare_compilations() -> None:
-    """Before the first launch, where kernels are compiled ahead as where they are sought: settle their keys, log each compiled."""
-    settle_keys()
+def log_compilations() -> None:
+    """From now on, log each kernel that is compiled because it is in no cache."""
     knobs.compilation.listener = _log
 
 
