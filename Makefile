@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix tests/runtime/test_,$(addsuffix .py,fp8 fp8_checkpoints weights \
-	sampler engine_edits engine_grammar engine_greedy engine_last_layer engine_logprobs engine_scheduled engine_steps \
+	sampler engine_edits engine_grammar engine_greedy engine_last_layer engine_logprobs engine_nan engine_scheduled engine_steps \
 	serve_parameters serve_structured serve_actions))
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256

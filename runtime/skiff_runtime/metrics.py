@@ -181,6 +181,9 @@ class Metrics:
         self._evicted = Counter(
             contract.METRIC_EVICTED_PAGES, "Cached pages that were given up to make room."
         )
+        self._corrupted = Counter(
+            contract.METRIC_CORRUPTED, "Requests that failed because their logits contained NaN."
+        )
 
     def note_request(self, endpoint: Endpoint, outcome: Outcome, seconds: float) -> None:
         """A request ended after ``seconds``."""
@@ -215,6 +218,7 @@ class Metrics:
         self._generated.add(generated)
         self._retracted.add(stats.retracted)
         self._evicted.add(stats.evicted_pages)
+        self._corrupted.add(stats.corrupted)
         self._lookup.add(stats.lookup_tokens)
         self._hit.add(stats.hit_tokens)
         for seconds in stats.queue_seconds:

@@ -6,13 +6,15 @@ device keeps its own tables and nothing is sent twice.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skiff_runtime.messages import CompiledGrammar, SamplingParams
 
+NAN_LOGITS: Final = -2
+"""In ``StepResult.tokens``: the row's logits contain NaN, so no token can be sampled from them."""
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
@@ -84,8 +86,8 @@ class PromptChunk:
 class StepResult:
     """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
 
-    A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed: that request
-    can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
+    A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed, and ``NAN_LOGITS``
+    where the row's logits contain NaN: such a request can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
     """
 
     tokens: Int32

@@ -9,6 +9,7 @@ from kernel_device import DEVICE
 from numpy.typing import NDArray
 
 from skiff_runtime.kernels.fused.sampling import choose
+from skiff_runtime.step import NAN_LOGITS
 
 ASKED = [(0.0, 0.0), (0.05, 0.0), (0.3, 0.2), (1.0, 0.0), (1.0, 0.02), (1.7, 0.5), (20.0, 0.0)]
 """Temperature and min_p of each slot."""
@@ -64,3 +65,27 @@ def test_no_token_has_a_better_score_than_the_chosen_one(vocab: int, count: int,
     assert (scaled.gather(1, chosen) >= floors - slack)[drawn].all(), "what min_p leaves out"
     assert (scores.gather(1, chosen) >= best.amax(-1, keepdim=True) - slack)[drawn].all()
     assert (chosen[:, 0] != best.argmax(-1))[drawn].sum() <= rows // 20, "rounding seldom decides"
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # NumPy, in Triton's interpreter, warns of NaN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", ["all", "first", "last", "beside infinity"])
+def test_a_row_with_nan_yields_no_token_and_leaves_one_that_can_be_read(
+    where: str, dtype: torch.dtype
+) -> None:
+    """In any part of the row, at any temperature and filter; the table of tokens must stay an index of embeddings."""
+    vocab, rows = 5000, len(ASKED)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(dtype)
+    first, last = {"all": (0, vocab), "first": (0, 1), "last": (vocab - 1, vocab)}.get(where, (2100, 2101))
+    logits[1::2, first:last] = torch.nan
+    if where == "beside infinity":
+        logits[1::2, 7] = torch.inf
+    filters = [[temperature, 3 * (row % 3), 0.9, min_p] for row, (temperature, min_p) in enumerate(ASKED)]
+    slots, positions = torch.arange(rows).int(), torch.arange(rows).int() + 5
+    history = torch.full((rows, 16), -9, dtype=torch.int32, device=DEVICE)
+    seeds, wanted = torch.from_numpy(SEEDS).to(DEVICE), torch.tensor(filters).to(DEVICE)
+    tokens = choose(
+        logits.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), seeds, wanted, history=history
+    ).cpu()
+    assert (tokens[1::2] == NAN_LOGITS).all() and (tokens[::2] >= 0).all()
+    assert torch.equal(history.cpu()[slots.long(), positions.long()], tokens.clamp(min=0))

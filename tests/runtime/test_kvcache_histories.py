@@ -47,7 +47,10 @@ class History:
         return salt + b"|" + tokens[: pages * self.size].tobytes()
 
     def play(self, script: bytes) -> None:
-        events = (self.open, self.compute, self.compute, self.finish, self.abort, self.retract, self.evict)
+        events = (
+            *(self.open, self.compute, self.compute, self.finish),
+            *(self.abort, self.retract, self.evict, self.forget),
+        )
         for what, whom, amount in zip(script[::3], script[1::3], script[2::3], strict=False):
             events[what % len(events)](whom, amount)
             self.check()
@@ -120,6 +123,29 @@ class History:
         pages = self.cache.evict(asked)
         assert len(pages) == min(asked, evictable)
         self.memory.free(pages)
+
+    def forget(self, whom: int, amount: int) -> None:
+        """A request ends because its pages may hold NaN: what begins like it is matched no more, unless it is in use."""
+        if not self.running:
+            return
+        sequence = self.running[whom % len(self.running)]
+        self.abort(whom, amount)
+        self.memory.forget(sequence.handle)
+        if not sequence.handle.depth:
+            return  # it neither read nor cached a page
+        rows = [other for other in self.running if other.salt == sequence.salt]
+        in_use = max((self.common(sequence, other) for other in rows), default=0)
+        assert self.cache.depth(sequence.tokens, salt=sequence.salt) <= in_use
+
+    def common(self, left: Sequence, right: Sequence) -> int:
+        """Pages of cached prefix that two sequences share."""
+        pages = 0
+        depth = min(len(left.tokens) // self.size, right.handle.depth)
+        while pages < depth and np.array_equal(
+            left.tokens[: (pages + 1) * self.size], right.tokens[: (pages + 1) * self.size]
+        ):
+            pages += 1
+        return pages
 
     def check(self) -> None:
         owned = [page for sequence in self.running for page in sequence.owned]

@@ -16,7 +16,7 @@ from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.floors import NARROW_TOP_K
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import SamplingParams
-from skiff_runtime.step import SlotOpened
+from skiff_runtime.step import NAN_LOGITS, SlotOpened
 
 PLACE = torch.device(DEVICE)
 
@@ -151,6 +151,31 @@ def test_greedy_takes_the_maximum() -> None:
     samplings += [params(temperature=1e-30), params(top_p=0.0), params(min_p=1.0, top_k=1 << 40)]
     logits = logits[[0, 1, 2, 3, 4, 0, 1, 2]]
     assert draw(logits, samplings, [0] * 8) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("where", ["all", "one", "some"])
+def test_a_row_with_nan_yields_no_token(where: str) -> None:
+    """Every kind of row, greedy or drawn, beside rows without NaN, whose tokens stay the same."""
+    kinds = [
+        params(temperature=0.0),
+        params(seed=3),
+        params(seed=4, top_k=4),
+        params(seed=6, top_p=0.8),
+        params(seed=7, min_p=0.1),
+        params(seed=8, top_k=NARROW_TOP_K + 5, top_p=0.9, temperature=0.7),
+    ]
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(len(kinds), 5000, generator=generator)
+    expected = draw(whole, kinds, [10] * len(kinds))
+    broken = whole.clone()
+    counts = {"all": 5000, "one": 1, "some": 999}
+    broken[:, torch.randperm(5000, generator=generator)[: counts[where]]] = torch.nan
+    assert draw(broken, kinds, [10] * len(kinds)) == [NAN_LOGITS] * len(kinds)
+    for row in range(len(kinds)):
+        mixed = whole.clone()
+        mixed[row] = broken[row]
+        tokens = draw(mixed, kinds, [10] * len(kinds))
+        assert tokens == [*expected[:row], NAN_LOGITS, *expected[row + 1 :]]
 
 
 def test_a_slot_used_again_has_the_new_parameters() -> None:

@@ -106,6 +106,53 @@ def test_who_is_left_no_token_by_a_grammar_fails_alone(admitted: int, overlap: b
     assert bench.replies[3].tokens == continuation([5, 6, 8], 11)[7:]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("max_batch_tokens", [64, 6])
+def test_logits_of_nan_end_their_request_alone_and_leave_nothing_in_the_cache(
+    max_batch_tokens: int, overlap: bool
+) -> None:
+    """A NaN in the KV cache would turn every later request that shares the prefix into an error, for ever."""
+    bench = SchedulerBench(disable_overlap=not overlap, max_batch_tokens=max_batch_tokens)
+    shared, broken = [1, 2, 3, 4, 5, 6, 7, 8], 33
+    bench.engine.nan_token = broken
+    bench.put(
+        generate(0, [*shared, 9, 10, 11], max_tokens=9),
+        generate(1, [*shared, broken, 12, 13, 14, 15, 16], max_tokens=9, logprobs=2),
+        generate(2, [20, 21, 22], max_tokens=9, logprobs=2),
+    )
+    bench.finish()
+    failed = bench.replies[1].failed
+    assert failed is not None and (failed.status, failed.code) == (500, "nan_logits")
+    assert bench.replies[1].tokens == [] and bench.total("corrupted") == 1
+    assert bench.replies[0].tokens == continuation([*shared, 9, 10, 11], 9)
+    assert bench.replies[2].tokens == continuation([20, 21, 22], 9)
+    assert [thought[0] for thought in bench.replies[2].thoughts] == bench.replies[2].tokens
+    bench.engine.nan_token = None
+    prompt = [*shared, broken, 12, 13, 14, 15, 16]
+    bench.put(generate(3, prompt, max_tokens=5))
+    bench.finish()
+    assert bench.replies[3].tokens == continuation(prompt, 5)
+
+
+def test_a_nan_of_a_shared_prefix_ends_all_that_read_it_and_no_other() -> None:
+    """The prefix was cached while it held a NaN: those that match it fail once, then it is computed anew."""
+    bench = SchedulerBench()
+    shared, broken = [1, 2, 3, 33, 5, 6, 7, 8], 33
+    bench.engine.nan_token = broken
+    bench.put(*(generate(uid, [*shared, uid, uid, uid], max_tokens=6) for uid in range(4)))
+    bench.put(generate(9, [20, 21, 22, 23, 24], max_tokens=6))
+    bench.turn()
+    bench.turn()  # a step is run when the one behind it has been launched
+    bench.engine.nan_token = None
+    bench.finish()
+    assert all(bench.replies[uid].failed is not None for uid in range(4)) and bench.total("corrupted") == 4
+    assert bench.replies[9].tokens == continuation([20, 21, 22, 23, 24], 6)
+    bench.put(*(generate(10 + uid, [*shared, uid], max_tokens=6) for uid in range(4)))
+    bench.finish()
+    for uid in range(4):
+        assert bench.replies[10 + uid].tokens == continuation([*shared, uid], 6)
+
+
 def test_what_could_never_run_is_refused_with_numbers() -> None:
     bench = SchedulerBench(num_pages=5, page_size=4, max_model_len=64)
     bench.put(

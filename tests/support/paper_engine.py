@@ -3,7 +3,8 @@
 The KV cell of a token is a hash of the token and of all cells before it, *as read through
 the page table*; the next token is a function of all cells. A row that points at a
 wrong page, a page that was freed and overwritten, or a chunk that was never computed
-gives other tokens than ``continuation``, and other log-probabilities than ``thought``. Steps run only when their result is asked for,
+gives other tokens than ``continuation``, and other log-probabilities than ``thought``. ``NAN`` takes the part of a
+NaN: a cell becomes one where ``nan_token`` is computed, or where any cell before it is one. Steps run only when their result is asked for,
 in order of launch: a plan that still changes after its launch is found out, too.
 """
 
@@ -14,9 +15,10 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime.messages import NO_TOKEN
-from skiff_runtime.step import Logprobs, PromptChunk, SlotOpened, StepPlan, StepResult
+from skiff_runtime.step import NAN_LOGITS, Logprobs, PromptChunk, SlotOpened, StepPlan, StepResult
 
 VOCAB: Final = 40
+NAN: Final = -7
 _START: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
@@ -86,6 +88,7 @@ class PaperEngine:
 
     def __init__(self, *, num_pages: int, page_size: int, slots: int, max_model_len: int) -> None:
         self.plans: list[StepPlan] = []
+        self.nan_token: int | None = None
         self._page_size = page_size
         self.memory = [[-1] * page_size for _ in range(num_pages)]
         """Cells by page and offset."""
@@ -135,6 +138,8 @@ class PaperEngine:
     def _chosen(self, slot: int, place: int) -> int:
         """The token there, unless the grammar, whose data is a number, admits only so many."""
         opened = self._opened[slot]
+        if self._read(slot, place) == NAN:
+            return NAN_LOGITS
         if opened.grammar is not None and place - opened.prompt_tokens >= int(opened.grammar.data):
             return NO_TOKEN
         return self._tokens[slot][place]
@@ -167,13 +172,15 @@ class PaperEngine:
         state = _START
         for position in range(end):
             page = self.memory[self._pages[slot][position // self._page_size]]
-            state = _mix(state, page[position % self._page_size])
+            cell = page[position % self._page_size]
+            state = NAN if NAN in (state, cell) else _mix(state, cell)
         return state
 
     def _compute(self, slot: int, start: int, length: int) -> None:
         """Write the cells of one row."""
         state = self._read(slot, start)
         for position in range(start, start + length):
-            cell = _mix(state, self._tokens[slot][position])
+            token = self._tokens[slot][position]
+            cell = NAN if state == NAN or token == self.nan_token else _mix(state, token)
             self.memory[self._pages[slot][position // self._page_size]][position % self._page_size] = cell
-            state = _mix(state, cell)
+            state = NAN if cell == NAN else _mix(state, cell)

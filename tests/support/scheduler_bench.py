@@ -129,7 +129,9 @@ class Replies(dict[int, Reply]):
                 reply.tokens.append(token)
         for failed in batch.failed:
             reply = self.setdefault(failed.uid, Reply())
-            assert not reply.ended and (reply.opened is None or failed.code == "grammar_stuck")
+            assert not reply.ended and (
+                reply.opened is None or failed.code in ("grammar_stuck", "nan_logits")
+            )
             reply.failed = failed
         self._take_logprobs(batch, uids, tokens)
         self.flushed.extend(batch.flushed)

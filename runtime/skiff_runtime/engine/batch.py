@@ -127,5 +127,6 @@ class Tables:
         return None if packed is None else unpack(self.staging.send(packed), len(slots))
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
-        """Write sampled tokens [S] where the next step reads them."""
-        write_cells(self.tokens, torch.stack((rows.slots.int(), rows.positions.int(), tokens.int())))
+        """Write sampled tokens [S] where the next step reads them; token 0 in the place of ``NAN_LOGITS``."""
+        readable = tokens.int().clamp(min=0)
+        write_cells(self.tokens, torch.stack((rows.slots.int(), rows.positions.int(), readable)))

@@ -152,4 +152,5 @@ class GrammarGuide:
 def _follow(followed: Sequence[tuple[int, "Follower"]], arrival: Arrival) -> None:
     tokens = arrival.tokens()
     for row, follower in followed:
-        follower.follow((int(tokens[row]),))
+        if tokens[row] >= 0:  # else its request ends
+            follower.follow((int(tokens[row]),))

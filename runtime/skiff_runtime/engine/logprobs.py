@@ -52,7 +52,8 @@ class RowLogprobs:
 
     def of(self, tokens: torch.Tensor) -> Told:
         """Of the tokens int64[S] that were sampled."""
-        return tell(self._logprobs, tokens[upload(self.rows, tokens.device)].long(), self._top)
+        sampled = tokens[upload(self.rows, tokens.device)].long()
+        return tell(self._logprobs, sampled.clamp(min=0), self._top)  # a row without a token reports nothing
 
 
 class LogprobReader:

@@ -14,7 +14,7 @@ from skiff_runtime.engine.batch import SampledRows
 from skiff_runtime.engine.staging import upload
 from skiff_runtime.kernels.sampling import choose
 from skiff_runtime.messages import SamplingParams
-from skiff_runtime.step import SlotOpened
+from skiff_runtime.step import NAN_LOGITS, SlotOpened
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below it a draw takes the maximum anyway, but its arithmetic would overflow."""
@@ -50,11 +50,12 @@ class Sampler:
         return self._seeds, self._filters
 
     def sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
-        """Tokens int[S] from logits [S, vocab]."""
+        """Sample tokens int[S] from logits [S, vocab]; ``NAN_LOGITS`` for rows that contain NaN."""
         draws = self._draws[rows.host_slots]
         if logits.device.type == "cuda" or draws.all():
             return self._choose(logits, rows)
-        tokens = logits.argmax(-1)
+        largest, tokens = logits.max(-1)
+        tokens.masked_fill_(largest.isnan(), NAN_LOGITS)
         drawn = np.flatnonzero(draws)
         if len(drawn):
             where = torch.from_numpy(drawn)

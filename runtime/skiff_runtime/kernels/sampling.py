@@ -4,6 +4,7 @@ import torch
 
 from skiff_runtime.kernels.floors import find_floors
 from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.step import NAN_LOGITS
 
 
 def choose(
@@ -14,11 +15,13 @@ def choose(
     filters: torch.Tensor,
     history: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens int[S] from logits [S, vocab]: the likeliest where the temperature is 0, else a draw.
+    """Sample tokens int[S] from logits [S, vocab]: the likeliest where the temperature is 0, else a draw.
+
+    A row that contains NaN gets ``NAN_LOGITS``.
 
     ``seeds`` int64[slots] and ``filters`` float32[slots, 4] (temperature, top_k, top_p, min_p) are those of ``slots``
     int[S]; ``positions`` int[S] are where the tokens will stand. Where ``history`` int32[slots, n] is given, the
-    tokens are written there at once.
+    tokens are written there at once, token 0 for ``NAN_LOGITS``: a step in flight may look up its embedding.
     """
     if logits.device.type == "cuda":
         from skiff_runtime.kernels.fused import sampling
@@ -27,11 +30,11 @@ def choose(
     filters = filters[slots]
     temperature, _, _, min_p = filters.unbind(1)
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    lowest = torch.maximum(scaled.amax(-1) + min_p.log(), find_floors(scaled, filters))
-    greedy = scaled.argmax(-1)
+    largest, greedy = scaled.max(-1)  # unlike comparisons, it propagates NaN
+    lowest = torch.maximum(largest + min_p.log(), find_floors(scaled, filters))
     scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
     drawn = add_gumbel(scaled, seeds[slots], positions).argmax(-1)
-    tokens = torch.where(temperature > 0, drawn, greedy)
+    tokens = torch.where(temperature > 0, drawn, greedy).masked_fill_(largest.isnan(), NAN_LOGITS)
     if history is not None:
-        history[slots, positions] = tokens.to(history.dtype)
+        history[slots, positions] = tokens.clamp(min=0).to(history.dtype)
     return tokens

@@ -92,5 +92,12 @@ class PrefixCache(ABC):
         """Give up the ``count`` least recently used pages, or all evictable ones if they are fewer."""
 
     @abstractmethod
+    def forget(self, handle: Handle) -> Int32:
+        """Give up the unlocked pages of all sequences that begin with the first page of this prefix; these pages.
+
+        For a prefix whose pages may hold NaN: sequences that share pages with it would only compute NaN again.
+        """
+
+    @abstractmethod
     def check(self) -> Int32:
         """Assert that the cache's books agree with its content; the pages that it owns."""

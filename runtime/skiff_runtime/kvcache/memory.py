@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skiff_runtime.kvcache.base import Int32, PrefixCache
+from skiff_runtime.kvcache.base import Handle, Int32, PrefixCache
 from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.pages import PageAllocator
 from skiff_runtime.kvcache.radix import RadixCache
@@ -50,6 +50,10 @@ class KVMemory:
         pages = self.cache.evict(self.cache.evictable_pages)
         self._allocator.free(pages)
         return pages
+
+    def forget(self, handle: Handle) -> None:
+        """Free the unlocked pages of every cached sequence that shares its first page with this prefix."""
+        self._allocator.free(self.cache.forget(handle))
 
     def check(self, owned: Int32) -> None:
         """Assert that each page is exactly one of free, cached and ``owned`` (by requests)."""

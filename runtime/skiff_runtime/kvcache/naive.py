@@ -30,5 +30,8 @@ class NaiveCache(PrefixCache):
     def evict(self, count: int) -> Int32:
         return NO_PAGES
 
+    def forget(self, handle: Handle) -> Int32:
+        return NO_PAGES
+
     def check(self) -> Int32:
         return NO_PAGES

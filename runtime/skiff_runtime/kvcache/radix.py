@@ -79,6 +79,28 @@ class RadixCache(PrefixCache):
         self.evictable_pages -= len(pages)
         return pages
 
+    def forget(self, handle: Handle) -> Int32:
+        node = _node(handle)
+        if node.parent is None:
+            return NO_PAGES
+        while node.parent is not self._root:
+            assert node.parent is not None
+            node = node.parent
+        # A locked node keeps its ancestors locked, so an unlocked one can go with all that is below it.
+        runs: list[Int32] = []
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node.locks:
+                stack.extend(node.children.values())
+            else:
+                runs += self._detach(node)
+        pages = np.concatenate(runs) if runs else NO_PAGES
+        self.changes += len(runs)
+        self.cached_pages -= len(pages)
+        self.evictable_pages -= len(pages)
+        return pages
+
     def check(self) -> Int32:
         runs: list[Int32] = []
         evictable = 0
@@ -177,6 +199,20 @@ class RadixCache(PrefixCache):
         else:
             del parent.children[leaf.key]
             self._offer(parent)
+
+    def _detach(self, top: Node) -> list[Int32]:
+        """Take an unlocked node and all below it out of the tree; their pages, a run for each node."""
+        assert top.parent is not None
+        del top.parent.children[top.key]
+        runs: list[Int32] = []
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            runs.append(node.pages)
+            stack.extend(node.children.values())
+            node.parent = None  # no longer evictable: the heap may still hold an entry of it
+            node.children = {}
+        return runs
 
     def _offer(self, node: Node) -> None:
         if node.evictable:

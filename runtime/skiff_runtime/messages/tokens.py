@@ -49,6 +49,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     A step has ``prefill_rows`` chunks of prompts with ``prefill_tokens`` in all, and one row for each of
     ``decode_tokens``. ``lookup_tokens``: prompt tokens of requests that it lets run for the first time, of
     which ``hit_tokens`` were cached; ``queue_seconds``: how long each of these requests waited.
+    ``corrupted``: requests that failed because their logits contained NaN.
     """
 
     queued: int = 0
@@ -67,6 +68,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     lookup_tokens: int = 0
     hit_tokens: int = 0
     queue_seconds: list[float] = []
+    corrupted: int = 0
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

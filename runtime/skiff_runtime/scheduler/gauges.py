@@ -7,17 +7,20 @@ from skiff_runtime.kvcache.memory import KVMemory
 from skiff_runtime.messages import StepStats
 from skiff_runtime.scheduler.batching import Planned
 from skiff_runtime.scheduler.queue import RequestQueue
+from skiff_runtime.scheduler.results import Results
 from skiff_runtime.scheduler.slots import Slots
 
 
 class Gauges:
     """Reads clocks, which nothing that decides may do."""
 
-    def __init__(self, *, memory: KVMemory, queue: RequestQueue, slots: Slots) -> None:
+    def __init__(self, *, memory: KVMemory, queue: RequestQueue, slots: Slots, results: Results) -> None:
         self._memory = memory
         self._queue = queue
         self._slots = slots
+        self._results = results
         self._evicted = 0
+        self._corrupted = 0
         self._busy_since = 0.0
 
     def now(self) -> StepStats:
@@ -43,9 +46,10 @@ class Gauges:
         )
 
     def _levels(self) -> dict[str, Any]:
-        """All but what a step itself adds; evicted pages are told once."""
-        memory, queue = self._memory, self._queue
+        """Return all but what a step itself adds; evicted pages and corrupted requests are reported once."""
+        memory, queue, results = self._memory, self._queue, self._results
         evicted, self._evicted = memory.evicted_pages - self._evicted, memory.evicted_pages
+        corrupted, self._corrupted = results.corrupted - self._corrupted, results.corrupted
         return {
             "queued": len(queue),
             "queued_tokens": queue.tokens,
@@ -55,4 +59,5 @@ class Gauges:
             "pages_cached": memory.cache.evictable_pages,
             "page_size": memory.cache.page_size,
             "evicted_pages": evicted,
+            "corrupted": corrupted,
         }

@@ -18,7 +18,7 @@ def of_rows(result: StepResult, slots: Slots, rows: Rows, alive: NDArray[np.bool
     """What is told of sampled rows that are ``alive`` and got a token, numbered as if the others were not there."""
     if result.logprobs is None:
         return []
-    alive = alive & (result.tokens != NO_TOKEN)
+    alive = alive & (result.tokens >= 0)
     numbers = np.cumsum(alive) - 1
     told = []
     for index, row in enumerate(result.logprob_rows.tolist()):

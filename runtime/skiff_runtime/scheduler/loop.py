@@ -67,7 +67,7 @@ class Scheduler:
         order = make_order(config.queue_order, queue, memory.cache, running=config.running_limit)
         self._batcher = Batcher(config, memory=memory, slots=slots, queue=queue, order=order, tenancy=tenancy)
         self._results = Results(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
-        self._gauges = Gauges(memory=memory, queue=queue, slots=slots)
+        self._gauges = Gauges(memory=memory, queue=queue, slots=slots, results=self._results)
         self._digest = Digest()
         self._flights: deque[Flight] = deque()
         self._stopped = False

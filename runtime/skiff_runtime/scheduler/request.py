@@ -45,6 +45,8 @@ class Request:
     """How much of its prompt the cache had when it first ran."""
     told_prompt: int = 0
     """Of how many tokens of its prompt the log-probabilities were told, where they are asked for."""
+    corrupted: bool = False
+    """Its logits contained NaN, so no page that it computed or read may stay in the prefix cache."""
     arrived_at: float = field(default_factory=perf_counter)
     """For reports only: what decides must be alike on all ranks, and clocks are not."""
 

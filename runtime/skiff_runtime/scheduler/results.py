@@ -5,17 +5,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.errors import InvalidRequest
+from skiff_runtime import log
+from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 from skiff_runtime.kvcache.base import Int32
 from skiff_runtime.messages import NO_TOKEN, Finish, RequestFailed, TokenLogprobs
 from skiff_runtime.scheduler import logprobs
 from skiff_runtime.scheduler.replies import Replies
 from skiff_runtime.scheduler.slots import Rows, Slots
-from skiff_runtime.step import PromptChunk, StepResult
+from skiff_runtime.step import NAN_LOGITS, PromptChunk, StepResult
 
 STUCK: Final = (
     "the answer cannot go on: no token of this model's vocabulary may follow under the grammar; "
     "change the grammar, schema or pattern of the request"
+)
+CORRUPTED: Final = (
+    "the model computed NaN for this request, so no token could be sampled; the request may be retried. Where it fails "
+    "again, its weights or its dtype are to blame: float16 overflows where bfloat16 and float32 do not (--dtype)"
 )
 
 
@@ -26,13 +31,15 @@ class Results:
         self._eos: Int32 = np.array(eos_token_ids, np.int32)
         self._slots = slots
         self._replies = replies
+        self.corrupted = 0
+        """Requests that failed since the start because their logits contained NaN."""
 
     def apply(self, rows: Rows, result: StepResult) -> Rows:
         """One token for each of the slots int32[S] that sampled; the slots whose requests ended.
 
         Slots whose request has ended meanwhile (at end of sequence, or aborted, while
         this step was in flight) are passed over: their token is dropped. Those whose grammar
-        left them no token fail.
+        left them no token fail, and so do those whose logits contain NaN.
         """
         slots, tokens = self._slots, result.tokens
         alive = slots.alive[rows]
@@ -40,11 +47,12 @@ class Results:
         told = logprobs.of_rows(result, slots, rows, alive)
         if not alive.all():
             rows, tokens = rows[alive], tokens[alive]
-        stuck = tokens == NO_TOKEN
-        if stuck.any():
-            self._fail(rows[stuck])
-            return np.concatenate([rows[stuck], self._append(rows[~stuck], tokens[~stuck], told)])
-        return self._append(rows, tokens, told)
+        failed = tokens < 0
+        if not failed.any():
+            return self._append(rows, tokens, told)
+        self._fail(rows[tokens == NO_TOKEN], InvalidRequest(STUCK, code="grammar_stuck"))
+        self._fail_corrupted(rows[tokens == NAN_LOGITS])
+        return np.concatenate([rows[failed], self._append(rows[~failed], tokens[~failed], told)])
 
     def _append(self, rows: Rows, tokens: Int32, told: list[TokenLogprobs]) -> Rows:
         """Tokens of running requests; the slots of those that end with them."""
@@ -61,12 +69,21 @@ class Results:
         ended: Rows = rows[finishes != Finish.RUNNING]
         return ended
 
-    def _fail(self, rows: Rows) -> None:
-        """End what cannot go on. A step in flight may compute one more token of it, which is nobody's."""
+    def _fail(self, rows: Rows, error: RequestError) -> None:
+        """End requests that cannot go on. The step in flight may compute one more token of them, which is dropped."""
         slots = self._slots
         slots.computed[rows] = np.minimum(slots.computed[rows], slots.known[rows])
         for uid in slots.uids[rows].tolist():
-            self._replies.fail(RequestFailed.of(uid, InvalidRequest(STUCK, code="grammar_stuck")))
+            self._replies.fail(RequestFailed.of(uid, error))
+
+    def _fail_corrupted(self, rows: Rows) -> None:
+        """End requests whose logits contain NaN, and keep what they computed out of the prefix cache."""
+        self._fail(rows, InternalError(CORRUPTED, code="nan_logits"))
+        for row in rows.tolist():
+            request = self._slots.request(row)
+            request.corrupted = True
+            self.corrupted += 1
+            log.error("nan_logits", uid=request.uid, computed_tokens=int(self._slots.computed[row]))
 
     def _tell_prompts(self, chunks: tuple[PromptChunk, ...]) -> None:
         for chunk in chunks:

@@ -71,10 +71,12 @@ class Tenancy:
         """Take the slot and all pages from a request of which no step is in flight."""
         slot, slots = request.slot, self._slots
         assert not slots.flying[slot] and request.handle is not None
-        columns, _ = self._insert(request)
-        row = slots.pages[slot, : slots.held[slot]]
-        self._memory.free(np.concatenate([row[columns], row[request.handle.depth :]]))
-        self._cache.unlock(request.handle)
+        columns = NO_PAGES if request.corrupted else self._insert(request)[0]
+        row, handle = slots.pages[slot, : slots.held[slot]], request.handle
+        self._memory.free(np.concatenate([row[columns], row[handle.depth :]]))
+        self._cache.unlock(handle)
+        if request.corrupted:
+            self._memory.forget(handle)
         request.handle = None
         slots.close(request)
 

@@ -11,10 +11,12 @@ from triton.language.extra import libdevice
 from skiff_runtime.kernels.fused.floors import find_floors
 from skiff_runtime.kernels.fused.overlap import await_previous, launch_options, let_next_start
 from skiff_runtime.kernels.fused.softmax import LOG2_E
+from skiff_runtime.step import NAN_LOGITS
 
 BLOCK = 2048
 """Logits of a row that one program chooses from."""
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
+_NAN_LOGITS = tl.constexpr(NAN_LOGITS)
 _LOG2_E = tl.constexpr(LOG2_E)
 _ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0; those of a fraction below them make a number from 1 to 2."""
@@ -85,7 +87,14 @@ def _choose_parts(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """The best token of each part of each row."""
+    """Find the best token of one part of one row. Grid: (rows, parts of BLOCK logits).
+
+    ``logits`` [rows, VOCAB] of any type, at ``stride``; ``slots`` and ``positions`` int32[rows]; ``seeds`` int64[slots],
+    ``filters`` float32[slots, 4]; ``floors`` float32[rows] and ``maxima`` float32[rows, MAXIMA] as ``find_floors`` returns
+    them. Writes the best score and its token to ``best`` float32 and ``chosen`` int32 [rows, PARTS]. NaN compares as
+    false with everything, so a part that contains one would hide it: it writes +inf and _NAN_LOGITS instead, which wins
+    over every other part, for it is the lowest of the equally good tokens.
+    """
     let_next_start(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -93,6 +102,7 @@ def _choose_parts(
     slot = tl.load(slots + row).to(tl.int64)
     token = part * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * stride + token, token < VOCAB, -float("inf")).to(tl.float32)
+    has_nan = tl.max((score != score).to(tl.int32), 0) > 0
     temperature = tl.load(filters + slot * 4)
     if temperature > 0:
         min_p = tl.load(filters + slot * 4 + 3)
@@ -107,8 +117,9 @@ def _choose_parts(
             kept = tl.where(tl.div_rn(score, temperature + tl.zeros_like(score)) < floor, -float("inf"), kept)
         score = kept
     top = tl.max(score, 0)
-    tl.store(best + row * PARTS + part, top)
-    tl.store(chosen + row * PARTS + part, tl.min(tl.where(score == top, token, _NOWHERE), 0))
+    winner = tl.min(tl.where(score == top, token, _NOWHERE), 0)
+    tl.store(best + row * PARTS + part, tl.where(has_nan, float("inf"), top))
+    tl.store(chosen + row * PARTS + part, tl.where(has_nan, _NAN_LOGITS, winner))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -126,7 +137,12 @@ def _choose(
     HISTORY: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """The best of the parts; of equal ones, the lowest token."""
+    """Choose the best of one row's parts; of equally good ones the lowest token. Grid: (rows,), one warp each.
+
+    ``best`` float32 and ``chosen`` int32 [rows, PARTS]; ``tokens`` int32[rows] is written, and where HISTORY is set also
+    ``history`` int32[slots, history_stride] at ``slots`` and ``positions`` int32[rows]: token 0 for _NAN_LOGITS, because
+    the step in flight looks up its embedding.
+    """
     let_next_start(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -138,7 +154,7 @@ def _choose(
     tl.store(tokens + row, choice)
     if HISTORY:
         slot = tl.load(slots + row).to(tl.int64)
-        tl.store(history + slot * history_stride + tl.load(positions + row), choice)
+        tl.store(history + slot * history_stride + tl.load(positions + row), tl.maximum(choice, 0))
 
 
 def choose(
