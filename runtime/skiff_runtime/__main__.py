@@ -19,6 +19,7 @@ _BENCHMARKS: Final = {
     "compare": "two results of bench serve side by side",
     "offline": "throughput of the engine, without HTTP",
     "gaps": "how long a long prompt holds up those that decode",
+    "structured": "masks of grammars, filled row by row and in batches",
     "overhead": "CPU time that each process of a server spends on a request and a token",
     "path": "what the serving path costs, with a stub in the engine's place",
 }

@@ -169,6 +169,23 @@ def test_gaps_refuses_what_does_not_fit() -> None:
     assert done.returncode == 2 and "exceed --max-model-len (2048)" in done.stderr
 
 
+def test_structured_measures_every_way_of_filling_masks(tmp_path: Path) -> None:
+    """The command itself refuses masks that differ between the ways."""
+    output = tmp_path / "structured.json"
+    flags = ["--rows", "1,6", "--threads", "1,2", "--vocab-size", "4096", "--steps", "9"]
+    done = skiff("bench", "structured", *flags, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = figures(output)
+    assert found["vocabulary"] == 4096
+    assert [(each["rows"], each["threads"]) for each in found["runs"]] == [
+        (rows, threads) for rows in (1, 6) for threads in (0, 1, 2)
+    ]
+    assert all(0 < each["median_ms"] <= each["p99_ms"] and each["steps"] == 9 for each in found["runs"])
+    assert "row by row" in done.stdout and "p99 ms" in done.stdout
+    refused = skiff("bench", "structured", "--rows", "0")
+    assert refused.returncode == 2 and "--rows" in refused.stderr
+
+
 def test_cpu_time_is_that_which_the_system_counts(server: LocalServer) -> None:
     for each in service_processes(server.pid):
         ticks = each.handle.cpu_times()

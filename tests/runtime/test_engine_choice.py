@@ -52,7 +52,7 @@ class Bench:
             *(self.tables, self.sampler),
             logprobs=LogprobReader(count),
             edits=edits,
-            guide=GrammarGuide(count, model),
+            guide=GrammarGuide(count, model, threads=1),
         )
         slots = np.arange(count, dtype=np.int32)[::-1].copy()
         known = np.arange(BEFORE, dtype=np.int32)

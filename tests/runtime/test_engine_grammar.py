@@ -8,20 +8,15 @@ from threading import Event
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 import xgrammar
 from engine_driver import GREEDY, Driver, Row, make_engine
 from grammar_maker import GrammarMaker
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import edit_json, make_model
-from tiny_tokenizer import EOS_ID, VOCAB_SIZE
+from tiny_tokenizer import EOS_ID
 
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.grammar.matcher import Follower, GrammarShelf
-from skiff_runtime.kernels.bitmask import keep_admitted
+from skiff_runtime.grammar.matcher import GrammarShelf
 from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingParams
 from skiff_runtime.step import StepHandle
 
@@ -223,43 +218,3 @@ def test_a_model_without_an_end_token_gets_stuck_at_the_end(tmp_path: Path) -> N
     made.engine.close()
     assert output[-4:] == [NO_TOKEN] * 4
     assert re.fullmatch(b"[xyz]{3}", made.written(output[: output.index(NO_TOKEN)]))
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), pattern=st.sampled_from(REGEXES))
-def test_a_mask_admits_exactly_what_can_follow(made: Made, data: st.DataObject, pattern: str) -> None:
-    """Against the attempt to accept each token of the vocabulary."""
-    grammar = made.compiler.compile_regex(pattern)
-    mask = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
-    follower, naive = Follower(grammar, mask), xgrammar.GrammarMatcher(grammar)
-    follower.follow(())
-    while follower.bound:
-        logits = torch.zeros(3, VOCAB_SIZE)
-        keep_admitted(logits, torch.tensor([1]), torch.from_numpy(mask[None]))
-        assert not logits[[0, 2]].any()
-        admitted = torch.isfinite(logits[1]).nonzero().flatten().tolist()
-        assert admitted == [token for token in range(VOCAB_SIZE) if naive.fork().accept_token(token)]
-        token = data.draw(st.sampled_from(admitted))
-        assert naive.accept_token(token)
-        follower.follow((token,))
-    assert naive.is_terminated() and not follower.stuck
-
-
-def test_the_shelf_keeps_what_was_used_last(made: Made) -> None:
-    grammars = [made.regex(f"a{{{number}}}") for number in range(1, 6)]
-    shelf = GrammarShelf(made.vocabulary, max_grammars=3)
-    first = shelf.get(grammars[0])
-    for grammar in grammars[1:4]:
-        assert shelf.get(grammars[0]) is first
-        shelf.get(grammar)
-    assert len(shelf) == 3
-    assert shelf.get(replace_data(grammars[3])) is shelf.get(grammars[3])
-    with pytest.raises(RuntimeError):
-        shelf.get(replace_data(grammars[1]))
-    small = GrammarShelf(made.vocabulary, max_bytes=1)
-    assert [(small.get(grammar), len(small))[1] for grammar in grammars] == [1] * 5
-
-
-def replace_data(grammar: CompiledGrammar) -> CompiledGrammar:
-    """With the same key, which is all that is looked at, where the grammar is at hand."""
-    return CompiledGrammar(grammar.key, b"{}")

@@ -18,7 +18,7 @@ from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode import DecodeStep
 from skiff_runtime.engine.edits import LogitEdits
 from skiff_runtime.engine.forward import Wanted
-from skiff_runtime.engine.guide import GrammarGuide
+from skiff_runtime.engine.guide import GrammarGuide, filling_threads
 from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
 from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
 from skiff_runtime.engine.profile import reserve
@@ -77,7 +77,9 @@ class Engine:
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         self._threads = StepThreads(threads, count_parameters(model, group.size).total)
-        self._guide = GrammarGuide(config.max_running_requests, model)
+        self._guide = GrammarGuide(
+            config.max_running_requests, model, threads=filling_threads(group.device, group.size)
+        )
         if group.device.type == "cuda":
             self._guide.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)

@@ -5,11 +5,12 @@ forward pass, and waited for right before the next one is sampled. A grammar is 
 request is let in. xgrammar is imported there, too, on a GPU while the model loads: many small services never need it.
 """
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
 
 if TYPE_CHECKING:
-    from skiff_runtime.grammar.matcher import Follower, GrammarShelf
+    from skiff_runtime.grammar.matcher import BatchFollower, Follower, GrammarShelf
 
+MAX_FILLING_THREADS: Final = 8
 Rows = NDArray[np.int64]
 _UNREADABLE = (ModelError, RuntimeError, ValueError)
 
@@ -39,14 +41,17 @@ class GrammarGuide:
     opens only when every step with a row of it has run, but the mask behind its last token may still be in the making.
     """
 
-    def __init__(self, slots: int, model: ModelConfig) -> None:
+    def __init__(self, slots: int, model: ModelConfig, *, threads: int) -> None:
+        """``threads`` fill the masks of many rows together."""
         self._model = model
+        self._threads = threads
         self._guided = np.zeros(slots, dtype=np.bool_)
         self._masks = np.zeros((slots, mask_words(model.vocab_size)), dtype=np.int32)
         self._followers: list[Follower | None] = [None] * slots
         """None: its grammar cannot be followed."""
         self._pending: list[Future[None] | None] = [None] * slots
         """What still works on the slot's mask."""
+        self._batch: BatchFollower | None = None
         self._shelf: GrammarShelf | None = None
         self._opening = Lock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar-reader")
@@ -101,7 +106,7 @@ class GrammarGuide:
             if follower is not None and follower.bound:
                 followed.append((row, follower))
         if followed:
-            future = self._filler.submit(_follow, followed, arrival)
+            future = self._filler.submit(self._follow, rows.host_slots, followed, arrival)
             for row, _ in followed:
                 self._pending[rows.host_slots[row]] = future
 
@@ -139,6 +144,24 @@ class GrammarGuide:
         follower.follow(opened.tokens[opened.prompt_tokens :].tolist())
         self._followers[opened.slot] = follower
 
+    def _follow(
+        self, host_slots: Int32, followed: Sequence[tuple[int, "Follower"]], arrival: Arrival
+    ) -> None:
+        """Go on with the tokens that arrived, and fill the next masks; the filler thread's part of ``follow``."""
+        from skiff_runtime.grammar.matcher import BatchFollower
+
+        if self._batch is None:
+            self._batch = BatchFollower(self._masks, self._threads)
+        tokens = arrival.tokens()
+        going = [
+            (row, follower) for row, follower in followed if tokens[row] >= 0
+        ]  # the others' requests end
+        self._batch.follow(
+            [follower for _, follower in going],
+            [int(host_slots[row]) for row, _ in going],
+            [int(tokens[row]) for row, _ in going],
+        )
+
     def _open_shelf(self) -> "GrammarShelf":
         from skiff_runtime.grammar.matcher import GrammarShelf
         from skiff_runtime.grammar.vocabulary import read_vocabulary
@@ -149,8 +172,12 @@ class GrammarGuide:
             return self._shelf
 
 
-def _follow(followed: Sequence[tuple[int, "Follower"]], arrival: Arrival) -> None:
-    tokens = arrival.tokens()
-    for row, follower in followed:
-        if tokens[row] >= 0:  # else its request ends
-            follower.follow((int(tokens[row]),))
+def filling_threads(device: torch.device, ranks: int) -> int:
+    """Return how many threads should fill the masks of one of ``ranks`` on this machine.
+
+    Half of a rank's share of the cores: the others launch kernels and serve HTTP. On a CPU the model's own threads use
+    every core.
+    """
+    if device.type != "cuda":
+        return 1
+    return max(1, min(MAX_FILLING_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))
