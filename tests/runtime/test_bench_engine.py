@@ -177,8 +177,11 @@ def test_structured_measures_every_way_of_filling_masks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = figures(output)
     assert found["vocabulary"] == 4096
-    assert [(each["rows"], each["threads"]) for each in found["runs"]] == [
-        (rows, threads) for rows in (1, 6) for threads in (0, 1, 2)
+    assert [(each["schema"], each["rows"], each["threads"]) for each in found["runs"]] == [
+        (schema, rows, threads)
+        for schema in ("free strings", "maxLength 40")
+        for rows in (1, 6)
+        for threads in (0, 1, 2)
     ]
     assert all(0 < each["median_ms"] <= each["p99_ms"] and each["steps"] == 9 for each in found["runs"])
     assert "row by row" in done.stdout and "p99 ms" in done.stdout

@@ -6,24 +6,28 @@ the host, beside the forward pass, and hold up a step only where they take longe
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from skiff_runtime.bench import report
 from skiff_runtime.bench.values import natural_int, positive_int
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import SkiffError
+from skiff_runtime.grammar.compiler import GrammarCompiler
 from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.grammar.matcher import BatchFollower, Follower
+from skiff_runtime.grammar.spec import schema_grammar
 from skiff_runtime.grammar.vocabulary import read_vocabulary
+from skiff_runtime.kernels.bitmask import mask_words
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.progress import Counter
 from skiff_runtime.step import Int32
@@ -33,36 +37,60 @@ examples:
   skiff bench structured                                   1, 32 and 256 rows of 151,936 tokens
   skiff bench structured --model /models/qwen3-8b --rows 256 --threads 1,4,8
 """
-SCHEMA: Final = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 60},
+CLOSING: Final = 0.15
+"""Share of a walk's steps that close a string where one can be closed: random tokens alone would hardly ever."""
+
+
+def _schema(text: dict[str, Any]) -> dict[str, Any]:
+    """An object whose strings are ``text``, beside an enum, digits and a list."""
+    address = {
+        "type": "object",
+        "properties": {"street": text, "code": {"type": "string", "pattern": "^[0-9]{5}$"}},
+        "required": ["street", "code"],
+        "additionalProperties": False,
+    }
+    properties = {
+        "name": text,
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "kind": {"enum": ["person", "company", "ship"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4},
-        "address": {
-            "type": "object",
-            "properties": {
-                "street": {"type": "string", "maxLength": 40},
-                "code": {"type": "string", "pattern": "^[0-9]{5}$"},
-            },
-            "required": ["street", "code"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "age", "kind", "tags", "address"],
-    "additionalProperties": False,
+        "tags": {"type": "array", "items": text, "maxItems": 4},
+        "address": address,
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS: Final = {
+    "free strings": _schema({"type": "string"}),
+    "maxLength 40": _schema({"type": "string", "maxLength": 40}),
 }
-"""Strings, where nearly every token may follow, beside enums and digits, where few may."""
+"""By the kind of their strings: near a longest length, each token of the vocabulary must be tried by its length."""
 
 Advance = Callable[[Sequence[Follower], Sequence[int], Sequence[int]], None]
 """Goes on with one token of each follower; the slots of their masks are in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Walks of ``rows`` answers under one grammar; ``closing`` int64[N]: the tokens that close a string."""
+
+    schema: str
+    grammar: xgrammar.CompiledGrammar
+    rows: int
+    steps: int
+    seed: int
+    closing: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """Milliseconds per step over all ``steps`` of one way; ``threads`` 0: row by row."""
 
+    schema: str
     rows: int
     threads: int
     steps: int
@@ -108,20 +136,19 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.model is None
         else read_vocabulary(read_model_config(arguments.model))
     )
-    compiler = xgrammar.GrammarCompiler(vocabulary)
-    grammar = compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
     cores = len(os.sched_getaffinity(0))
     ways = (0, *(arguments.threads or [each for each in (1, 2, 4, 8) if each <= cores]))
-    results = []
-    with Counter("structured", len(arguments.rows) * len(ways) * arguments.steps) as counter:
-        for rows in arguments.rows:
-            walks = [
-                _measure(grammar, rows, threads, arguments, lambda: counter.advance(done=1))
-                for threads in ways
-            ]
-            if any(checksum != walks[0][1] for _, checksum in walks):
-                raise SkiffError(f"masks of {rows} rows differ between the ways of filling them")
-            results += [result for result, _ in walks]
+    closing = _closing(vocabulary)
+    results: list[Result] = []
+    with Counter("structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps) as counter:
+        for name in SCHEMAS:
+            grammar = _compiled(vocabulary, name)
+            for rows in arguments.rows:
+                load = Load(name, grammar, rows, arguments.steps, arguments.seed, closing)
+                walks = [_measure(load, threads, lambda: counter.advance(done=1)) for threads in ways]
+                if any(checksum != walks[0][1] for _, checksum in walks):
+                    raise SkiffError(f"masks of {rows} rows differ between the ways of filling them")
+                results += [result for result, _ in walks]
     _show(results, vocabulary.vocab_size, cores)
     if arguments.output is not None:
         figures: dict[str, Any] = {
@@ -162,33 +189,36 @@ def _made_up_token(generator: np.random.Generator) -> bytes:
     return ((" " if kind < 0.75 else "") + (word.capitalize() if 0.65 < kind < 0.85 else word)).encode()
 
 
-def _measure(
-    grammar: xgrammar.CompiledGrammar,
-    rows: int,
-    threads: int,
-    arguments: argparse.Namespace,
-    on_step: Callable[[], object],
-) -> tuple[Result, int]:
+def _compiled(vocabulary: xgrammar.TokenizerInfo, schema: str) -> xgrammar.CompiledGrammar:
+    """The grammar as an engine gets it from the compiler process."""
+    data = GrammarCompiler(vocabulary).compile(schema_grammar(SCHEMAS[schema], "schema"))
+    return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary)
+
+
+def _closing(vocabulary: xgrammar.TokenizerInfo) -> NDArray[np.int64]:
+    return np.array([token for token, text in enumerate(vocabulary.decoded_vocab) if b'"' in text], np.int64)
+
+
+def _measure(load: Load, threads: int, on_step: Callable[[], object]) -> tuple[Result, int]:
     """The times of one way, and a checksum of all masks that it filled."""
-    masks = np.zeros((rows, -(-grammar.tokenizer_info.vocab_size // 32)), np.int32)
-    followers = [_opened(grammar, mask) for mask in masks]
+    masks = np.zeros((load.rows, mask_words(load.grammar.tokenizer_info.vocab_size)), np.int32)
+    followers = [_opened(load.grammar, mask) for mask in masks]
     advance: Advance = BatchFollower(masks, threads).follow if threads else _row_by_row
-    generator = np.random.default_rng(arguments.seed)
+    generator = np.random.default_rng(load.seed)
     seconds, checksum = [], 0
-    for _ in range(arguments.steps):
-        tokens = [_walk(mask, generator) for mask in masks]
+    for _ in range(load.steps):
+        tokens = [_walk(mask, generator, load.closing) for mask in masks]
         started = perf_counter()
-        advance(followers, range(rows), tokens)
+        advance(followers, range(load.rows), tokens)
         seconds.append(perf_counter() - started)
         for row, follower in enumerate(followers):
             if not follower.bound:  # its answer has ended: another begins
-                followers[row] = _opened(grammar, masks[row])
-        checksum = hash((checksum, masks.tobytes()))
+                followers[row] = _opened(load.grammar, masks[row])
+        checksum = crc32(masks.tobytes(), checksum)
         on_step()
     times = 1e3 * np.array(seconds)
-    return Result(
-        rows, threads, len(times), float(np.median(times)), float(np.percentile(times, 99))
-    ), checksum
+    median, p99 = float(np.median(times)), float(np.percentile(times, 99))
+    return Result(load.schema, load.rows, threads, len(times), median, p99), checksum
 
 
 def _opened(grammar: xgrammar.CompiledGrammar, mask: Int32) -> Follower:
@@ -202,10 +232,13 @@ def _row_by_row(followers: Sequence[Follower], slots: Sequence[int], tokens: Seq
         follower.follow((token,))
 
 
-def _walk(mask: Int32, generator: np.random.Generator) -> int:
-    """One of the tokens that the mask admits."""
-    admitted = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    return int(generator.choice(admitted))
+def _walk(mask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:
+    """One of the tokens that the mask admits, with a preference for the end of a string."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    ends = closing[bits[closing] == 1]
+    if len(ends) and generator.random() < CLOSING:
+        return int(generator.choice(ends))
+    return int(generator.choice(np.flatnonzero(bits)))
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -217,6 +250,7 @@ def _show(results: Sequence[Result], vocab_size: int, cores: int) -> None:
     console.print(f"{vocab_size:,} tokens, {cores} cores; accepting a token and filling the mask of each row")
     lines = [
         (
+            each.schema,
             str(each.rows),
             f"batch, {each.threads} threads" if each.threads else "row by row",
             f"{each.median_ms:.3f}",
@@ -224,4 +258,4 @@ def _show(results: Sequence[Result], vocab_size: int, cores: int) -> None:
         )
         for each in results
     ]
-    console.print(report.table(("rows", "way", "median ms", "p99 ms"), lines))
+    console.print(report.table(("schema", "rows", "way", "median ms", "p99 ms"), lines))
