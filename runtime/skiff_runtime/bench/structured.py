@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="of a batch (default: 1, 2, 4, 8, up to the cores)",
     )
-    parser.add_argument("--steps", type=positive_int, default=64, metavar="N", help=f"default: {counts}")
+    parser.add_argument("--steps", type=positive_int, default=32, metavar="N", help=f"default: {counts}")
     parser.add_argument(
         "--vocab-size",
         type=positive_int,
@@ -145,10 +145,14 @@ def run(arguments: argparse.Namespace) -> int:
             grammar = _compiled(vocabulary, name)
             for rows in arguments.rows:
                 load = Load(name, grammar, rows, arguments.steps, arguments.seed, closing)
-                walks = [_measure(load, threads, lambda: counter.advance(done=1)) for threads in ways]
-                if any(checksum != walks[0][1] for _, checksum in walks):
+                walks: list[list[int]] = []  # of the first way; the others go along with it
+                checksums = []
+                for threads in ways:
+                    result, checksum = _measure(load, threads, walks, lambda: counter.advance(done=1))
+                    results.append(result)
+                    checksums.append(checksum)
+                if len(set(checksums)) != 1:
                     raise SkiffError(f"masks of {rows} rows differ between the ways of filling them")
-                results += [result for result, _ in walks]
     _show(results, vocabulary.vocab_size, cores)
     if arguments.output is not None:
         figures: dict[str, Any] = {
@@ -199,15 +203,22 @@ def _closing(vocabulary: xgrammar.TokenizerInfo) -> NDArray[np.int64]:
     return np.array([token for token, text in enumerate(vocabulary.decoded_vocab) if b'"' in text], np.int64)
 
 
-def _measure(load: Load, threads: int, on_step: Callable[[], object]) -> tuple[Result, int]:
-    """The times of one way, and a checksum of all masks that it filled."""
+def _measure(
+    load: Load, threads: int, walks: list[list[int]], on_step: Callable[[], object]
+) -> tuple[Result, int]:
+    """Return the times of one way, and a checksum of all masks that it filled.
+
+    ``walks`` holds the tokens of each step; where it is too short, they are drawn.
+    """
     masks = np.zeros((load.rows, mask_words(load.grammar.tokenizer_info.vocab_size)), np.int32)
     followers = [_opened(load.grammar, mask) for mask in masks]
     advance: Advance = BatchFollower(masks, threads).follow if threads else _row_by_row
     generator = np.random.default_rng(load.seed)
     seconds, checksum = [], 0
-    for _ in range(load.steps):
-        tokens = [_walk(mask, generator, load.closing) for mask in masks]
+    for step in range(load.steps):
+        if step == len(walks):
+            walks.append([_walk(mask, generator, load.closing) for mask in masks])
+        tokens = walks[step]
         started = perf_counter()
         advance(followers, range(load.rows), tokens)
         seconds.append(perf_counter() - started)
