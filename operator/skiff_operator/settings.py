@@ -6,6 +6,7 @@ Each flag is also read from the environment: `--log-level` from `SKIFF_OPERATOR_
 import argparse
 import importlib.metadata
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +17,8 @@ from skiff_runtime import contract
 
 ENV_PREFIX: Final = "SKIFF_OPERATOR_"
 IMAGE_REPOSITORY: Final = "ghcr.io/skiff-dev"
+_RESOURCE_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?")
+"""An extended resource: a domain and a name."""
 _VERSION: Final = importlib.metadata.version("skiff")
 
 
@@ -27,6 +30,8 @@ class Settings:
     runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{_VERSION}"
     runtime_image_cuda: str = f"{IMAGE_REPOSITORY}/runtime-cuda:{_VERSION}"
     allow_host_path: bool = False
+    allow_privileged_pods: bool = False
+    gpu_resource_name: str = "nvidia.com/gpu"
     workers: int = 8
     resync_seconds: float = 30.0
     status_delay_seconds: float = 0.5
@@ -48,6 +53,8 @@ class Settings:
         for name in ("health_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise SettingsError(f"{_flag(name)} must be a port number")
+        if not _RESOURCE_NAME.fullmatch(self.gpu_resource_name):
+            raise SettingsError("--gpu-resource-name must be DOMAIN/NAME, such as nvidia.com/gpu")
         if self.lease_renew_seconds * 2 > self.lease_duration_seconds:
             raise SettingsError("--lease-renew-seconds must be at most half of --lease-duration-seconds")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -68,6 +75,9 @@ _HELP: Final = {
     "runtime_image_cpu": "image of pods with device cpu whose spec names none",
     "runtime_image_cuda": "image of pods with device cuda whose spec names none",
     "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
+    "allow_privileged_pods": "permit in podTemplate what the restricted Pod Security level forbids, "
+    "other ServiceAccounts, and tokens of the API server",
+    "gpu_resource_name": "extended resource of which each rank takes one, when the spec names none",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService is looked at again this often, from the cache",
     "status_delay_seconds": "changes of status are collected this long before they are written",

@@ -213,9 +213,14 @@ def test_failures_are_read_from_the_pods(api: ApiServer) -> None:
 
 
 def test_pods_that_cannot_be_made_are_told(api: ApiServer) -> None:
-    create(api, podTemplate={"spec": {"hostNetwork": True}})
+    quota = f"/api/v1/namespaces/{api.namespace}/resourcequotas"
+    api.request("POST", quota, {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
+    eventually(
+        lambda: "hard" in api.request("GET", f"{quota}/none").get("status", {}), "the quota is in force"
+    )
+    create(api)
     status = wait_for(api, "Degraded", "True", "PodCreateFailed")
-    assert "violates PodSecurity" in status["conditions"][0]["message"]
+    assert "exceeded quota" in status["conditions"][0]["message"]
 
 
 def test_what_the_api_server_refuses_is_told(api: ApiServer) -> None:

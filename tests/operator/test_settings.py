@@ -14,10 +14,11 @@ def test_flags_win_over_the_environment() -> None:
 
 def test_lists_and_switches() -> None:
     settings = from_arguments(
-        ["--namespaces", "a, b", "--allow-host-path"], {"SKIFF_OPERATOR_LEADER_ELECT": "false"}
+        ["--namespaces", "a, b", "--allow-host-path", "--allow-privileged-pods"],
+        {"SKIFF_OPERATOR_LEADER_ELECT": "false"},
     )
     assert settings.namespaces == ("a", "b")
-    assert settings.allow_host_path and not settings.leader_elect
+    assert settings.allow_host_path and settings.allow_privileged_pods and not settings.leader_elect
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ def test_lists_and_switches() -> None:
         (["--workers", "0"], {}, "--workers"),
         (["--metrics-port", "70000"], {}, "--metrics-port"),
         (["--log-level", "loud"], {}, "--log-level"),
+        (["--gpu-resource-name", "gpu"], {}, "--gpu-resource-name"),
+        ([], {"SKIFF_OPERATOR_ALLOW_PRIVILEGED_PODS": "yes"}, "SKIFF_OPERATOR_ALLOW_PRIVILEGED_PODS"),
         (["--lease-renew-seconds", "20"], {}, "--lease-renew-seconds"),
         ([], {"SKIFF_OPERATOR_ALLOW_HOST_PATH": "perhaps"}, "SKIFF_OPERATOR_ALLOW_HOST_PATH"),
     ],

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from skiff_operator.resources import containers, overlay, volumes
+from skiff_operator.resources import containers, overlay, pod_security, volumes
 from skiff_operator.resources.metadata import LABEL_REVISION, digest, labels, selector
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
@@ -13,12 +13,19 @@ _GRACE_MARGIN_SECONDS: Final = 10
 
 
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
-    """The template with the user's overlay merged in, labelled with its own revision."""
+    """Merge the user's overlay into the template and label it with its own revision.
+
+    Raises:
+        InvalidSpec: the overlay asks for more than the operator was started to allow.
+    """
     base = {
         "metadata": {"labels": {**labels(service), contract.LABEL_ENGINE_TYPE: contract.ENGINE_TYPE}},
         "spec": _pod_spec(service, settings),
     }
     template: dict[str, Any] = overlay.merge(base, service.spec.pod_template)
+    if not settings.allow_privileged_pods:
+        template["spec"] = pod_security.complete(template["spec"])
+        pod_security.check(template, account=service.name)
     template["metadata"]["labels"][LABEL_REVISION] = digest(template)
     return template
 
