@@ -18,6 +18,7 @@ from skiff_operator.controller import Controller
 from skiff_operator.endpoints import serving
 from skiff_operator.errors import OperatorError, SettingsError
 from skiff_operator.leader import Leadership
+from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.settings import Settings, from_arguments
@@ -51,7 +52,8 @@ async def serve(settings: Settings) -> None:
     cache = Cache()
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
-    controller = Controller(observer, Reconciler(observer, applier, settings), settings)
+    reconciler = Reconciler(observer, applier, Nodes(client, settings), settings)
+    controller = Controller(observer, reconciler, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     work = partial(_work, client, observer, controller, settings)
     try:

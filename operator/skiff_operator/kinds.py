@@ -53,6 +53,7 @@ DISRUPTION_BUDGET: Final = Kind(
     "PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets", Stage.NETWORK, True
 )
 POD: Final = Kind("Pod", "", "v1", "pods", Stage.STATUS, True)
+NODE: Final = Kind("Node", "", "v1", "nodes", Stage.STATUS, False)
 LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)
 EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
 

@@ -14,6 +14,7 @@ from skiff_operator.client import Client
 from skiff_operator.drift import covers
 from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
 from skiff_operator.kinds import CHILDREN, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
+from skiff_operator.resources import containers
 from skiff_operator.resources.metadata import digest, stamp_of
 from skiff_operator.settings import Settings
 from skiff_operator.workqueue import Key
@@ -187,7 +188,8 @@ class Observer:
 
     def _fold_pod(self, key: Key, obj: dict[str, Any]) -> Attention | None:
         entry, name = self.cache.touch(key), obj["metadata"]["name"]
-        state = workload.read_pod(obj)
+        gpu = containers.gpu_resource(entry.service, self._settings) if entry.service else ""
+        state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
         if entry.pods.get(name) == state:
             return None
         if state is None:

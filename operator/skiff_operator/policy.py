@@ -28,7 +28,7 @@ def check(service: InferenceService, settings: Settings) -> None:
     """Raise `InvalidSpec` with a message that says what to change; return when the service can be built."""
     _check_host_paths(service, settings)
     _check_arguments(service)
-    _check_gpus(service)
+    _check_gpus(service, settings)
     overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
 
 
@@ -55,12 +55,12 @@ def _check_arguments(service: InferenceService) -> None:
             raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")
 
 
-def _check_gpus(service: InferenceService) -> None:
+def _check_gpus(service: InferenceService, settings: Settings) -> None:
+    name, wanted = containers.gpu_resource(service, settings), containers.gpus(service)
     for group in ("requests", "limits"):
-        given = service.spec.resources.get(group, {}).get(containers.GPU_RESOURCE)
-        wanted = service.spec.parallelism.tensor if service.spec.runtime.device == "cuda" else 0
+        given = service.spec.resources.get(group, {}).get(name)
         if given is not None and str(given) != str(wanted):
             raise InvalidSpec(
-                f"spec.resources.{group}[{containers.GPU_RESOURCE}] is {given}, but the pod needs {wanted} "
+                f"spec.resources.{group}[{name}] is {given}, but the pod needs {wanted} "
                 "by spec.parallelism.tensor and spec.runtime.device; remove it"
             )

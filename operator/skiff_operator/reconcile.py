@@ -2,11 +2,14 @@
 
 from typing import NamedTuple
 
+import msgspec
+
 from skiff_operator import plan, status
 from skiff_operator.apply import Applier, clock
 from skiff_operator.cache import Entry, Objects
 from skiff_operator.errors import InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, Stage
+from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.resources import service as service_builder
 from skiff_operator.settings import Settings
@@ -23,10 +26,11 @@ class Outcome(NamedTuple):
 class Reconciler:
     """Brings the cluster closer to one spec, the most urgent stage at a time."""
 
-    def __init__(self, observer: Observer, applier: Applier, settings: Settings) -> None:
-        """Read through `observer`, write through `applier`."""
+    def __init__(self, observer: Observer, applier: Applier, nodes: Nodes, settings: Settings) -> None:
+        """Read through `observer` and `nodes`, write through `applier`."""
         self._observer = observer
         self._applier = applier
+        self._nodes = nodes
         self._settings = settings
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -74,7 +78,11 @@ class Reconciler:
         return entry.draft
 
     async def _report(self, key: Key, entry: Entry) -> None:
-        new = status.report(_facts(key, entry), entry.status, clock())
+        facts = _facts(key, entry)
+        if entry.service is not None and facts.problem is None and not facts.placed:
+            shortage = await self._nodes.shortage(entry.service)
+            facts = msgspec.structs.replace(_facts(key, entry), shortage=shortage)
+        new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
 
 

@@ -25,6 +25,12 @@ class SecretKey(_Strict, frozen=True):
     key: str = "token"
 
 
+class Fetch(_Strict, frozen=True):
+    """How the weights of an hf:// model are downloaded. `resources`: of the download's container."""
+
+    resources: dict[str, dict[str, str | int]] = {}
+
+
 class Model(_Strict, frozen=True):
     """What to serve. `name` is the model name that clients use; default: the InferenceService's."""
 
@@ -32,10 +38,14 @@ class Model(_Strict, frozen=True):
     name: str | None = None
     revision: str | None = None
     credentials_secret_ref: SecretKey | None = None
+    fetch: Fetch = Fetch()
 
 
 class Runtime(_Strict, frozen=True):
-    """How the serving container is started. `max_model_len` counts tokens."""
+    """How the serving container is started. `max_model_len` counts tokens.
+
+    `gpu_resource_name`: the extended resource of which each rank takes one; default: the operator's.
+    """
 
     image: str | None = None
     args: tuple[str, ...] = ()
@@ -43,6 +53,7 @@ class Runtime(_Strict, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    gpu_resource_name: str | None = None
 
 
 class Parallelism(_Strict, frozen=True):
@@ -143,5 +154,7 @@ def _check(spec: Spec) -> None:
             raise InvalidSpec("spec.model.revision: only hf:// models have revisions; remove it")
         if spec.model.credentials_secret_ref is not None:
             raise InvalidSpec("spec.model.credentialsSecretRef: only hf:// models are downloaded; remove it")
+        if spec.model.fetch != Fetch():
+            raise InvalidSpec("spec.model.fetch: only hf:// models are downloaded; remove it")
     if spec.replicas < 0 or spec.parallelism.tensor < 1:
         raise InvalidSpec("spec.replicas must be 0 or more, and spec.parallelism.tensor 1 or more")

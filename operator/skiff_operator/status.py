@@ -75,7 +75,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that a status is made of.
 
     `replicas` and `revision` are the desired ones (the last known, when the spec is not valid now); `synced`
-    says that the Deployment holds them.
+    says that the Deployment holds them. `shortage` is a message when no node could hold a pod.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout | None
     pods: tuple[PodState, ...]
     problem: Problem | None
+    shortage: str = ""
 
     @property
     def settled(self) -> bool:
@@ -103,6 +104,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def new_pods(self) -> list[PodState]:
         """Pods of the desired revision."""
         return [pod for pod in self.pods if pod.revision == self.revision]
+
+    @property
+    def placed(self) -> bool:
+        """Whether a pod of the desired revision has a node, or none is wanted."""
+        return self.replicas == 0 or self.settled or any(pod.phase != "Scheduling" for pod in self.new_pods)
 
     @property
     def new_ready(self) -> int:
@@ -193,6 +199,8 @@ def _count(facts: Facts) -> str:
 
 def _pod_trouble(facts: Facts) -> Problem | None:
     """What keeps pods from serving: of the desired revision if it has any, by name for a stable answer."""
+    if facts.shortage:
+        return Problem("NoNodeLargeEnough", facts.shortage)
     for pod in sorted(facts.new_pods or facts.pods, key=lambda pod: pod.name):
         if pod.trouble:
             return Problem(pod.trouble, f"pod {pod.name}: {pod.message}")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from skiff_operator.resources.containers import FETCH, GPU_RESOURCE
+from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import LABEL_REVISION
 
 LOG_TAIL_CHARACTERS: Final = 2048
@@ -75,14 +75,17 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     )
 
 
-def read_pod(pod: dict[str, Any]) -> PodState | None:
-    """The state of a pod, or None for one that is being deleted: it serves nobody and tells nothing new."""
+def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState | None:
+    """Read the state of a pod; None for one that is being deleted, which serves no more and has no news.
+
+    A pod that waits for a node because of `gpu_resource` has a reason of its own.
+    """
     meta, status = pod["metadata"], pod.get("status") or {}
     if "deletionTimestamp" in meta:
         return None
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status") == "True"
-    trouble, message = ("", "") if ready else _trouble(status, conditions)
+    trouble, message = ("", "") if ready else _trouble(status, conditions, gpu_resource)
     return PodState(
         name=meta["name"],
         uid=meta["uid"],
@@ -111,12 +114,12 @@ def _phase(status: dict[str, Any], *, ready: bool) -> str:
     return "Creating" if _containers(status) else "Scheduling"
 
 
-def _trouble(status: dict[str, Any], conditions: dict[str, Any]) -> tuple[str, str]:
+def _trouble(status: dict[str, Any], conditions: dict[str, Any], gpu_resource: str) -> tuple[str, str]:
     """Reason and message of the first thing that keeps a pod from being ready; empty when it just starts."""
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
         message = scheduled.get("message", "")
-        return ("InsufficientGPU" if GPU_RESOURCE in message else "Unschedulable"), message
+        return ("InsufficientGPU" if gpu_resource in message else "Unschedulable"), message
     if status.get("phase") == "Failed" and status.get("reason"):
         return status["reason"], status.get("message", "")
     for container in _containers(status):

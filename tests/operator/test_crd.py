@@ -46,6 +46,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model": {"uri": "demo://", "credentialsSecretRef": {"name": "a"}}},
         "remove model.credentialsSecretRef",
     ),
+    ({"model": {"uri": "demo://", "fetch": {}}}, "only hf:// models are downloaded; remove model.fetch"),
+    ({"runtime": {"gpuResourceName": "gpu"}}, "spec.runtime.gpuResourceName"),
+    ({"model": hub(fetch={"resources": {"limits": {"cpu": "much"}}})}, "fetch.resources.limits.cpu"),
     ({"cache": {"size": "1Gi"}}, "only hf:// models are downloaded into a cache; remove cache"),
     ({"model": hub(), "cache": {}}, "set exactly one of claimName, hostPath and size"),
     (

@@ -6,7 +6,7 @@ import pytest
 from services import hub, service
 
 from skiff_operator import plan
-from skiff_operator.resources import deployment
+from skiff_operator.resources import containers, deployment
 from skiff_operator.settings import Settings
 
 SETTINGS = Settings(runtime_image_cpu="cpu:1", runtime_image_cuda="cuda:1", allow_host_path=True)
@@ -104,8 +104,49 @@ def test_models_in_volumes_are_mounted_read_only() -> None:
 def test_gpus_come_from_parallelism() -> None:
     assert runtime(parallelism={"tensor": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert "limits" not in runtime(runtime={"device": "cpu"})["resources"]
-    assert volume("dshm", parallelism={"tensor": 2}) is not None
+    assert runtime(runtime={"gpuResourceName": "a.b/c"})["resources"]["limits"] == {"a.b/c": "1"}
+    shared = {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert volume("dshm", parallelism={"tensor": 2}) == {"name": "dshm", "emptyDir": shared}
     assert volume("dshm") is None
+
+
+def test_the_operators_gpu_resource_is_the_default() -> None:
+    settings = Settings(gpu_resource_name="a.b/gpu")
+    assert containers.resources(service(), settings)["limits"] == {"a.b/gpu": "1"}
+
+
+def test_the_download_has_what_the_server_has() -> None:
+    given = {"limits": {"cpu": "2", "memory": "1Gi", "rdma/hca": "1"}, "requests": {"cpu": "500m"}}
+    fetch = pod(model=hub(), resources=given)["initContainers"][0]["resources"]
+    assert fetch == {
+        "requests": {"cpu": "500m", "memory": "1Gi", "ephemeral-storage": "20Gi"},
+        "limits": {"cpu": "2", "memory": "1Gi"},
+    }
+
+
+def test_the_downloads_own_resources_replace_the_servers_by_name() -> None:
+    own = {"limits": {"memory": "512Mi"}, "requests": {"ephemeral-storage": "90Gi"}}
+    model = hub(fetch={"resources": own})
+    fetch = pod(model=model, resources={"limits": {"cpu": "2", "memory": "64Gi"}})["initContainers"][0]
+    assert fetch["resources"] == {
+        "requests": {"cpu": "2", "ephemeral-storage": "90Gi"},
+        "limits": {"cpu": "2", "memory": "512Mi"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "storage"),
+    [
+        ({"model": hub()}, "20Gi"),
+        ({"model": hub(), "runtime": {"device": "cpu"}}, "4Gi"),
+        ({"model": hub(), "resources": {"limits": {"ephemeral-storage": "200Gi"}}}, "200Gi"),
+        ({"model": hub(), "resources": {"requests": {"ephemeral-storage": "0"}}}, "0"),
+        ({"model": hub(), "cache": {"size": "40Gi"}}, None),
+        ({}, None),
+    ],
+)
+def test_weights_on_the_nodes_disk_are_requested(fields: dict[str, Any], storage: str | None) -> None:
+    assert runtime(**fields)["resources"]["requests"].get("ephemeral-storage") == storage
 
 
 def test_a_limit_is_the_default_request() -> None:

@@ -100,6 +100,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {"uri": "s3://bucket"}}, "hf://ORGANISATION/NAME"),
     ({"model": {"uri": "pvc://a/../b"}}, "must not contain '..'"),
     ({"model": {"uri": "demo://", "revision": "main"}}, "only hf:// models have revisions"),
+    (
+        {"model": {"uri": "demo://", "fetch": {"resources": {"limits": {"cpu": 1}}}}},
+        "spec.model.fetch: only hf",
+    ),
     ({"runtime": {"device": "tpu"}}, "Invalid enum value 'tpu'"),
     ({"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}}, "only one of"),
 ]
@@ -118,6 +122,7 @@ UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"runtime": {"args": ["--tp", "2"]}}, "use spec.parallelism.tensor"),
     ({"resources": {"limits": {"nvidia.com/gpu": 2}}}, "the pod needs 1"),
     ({"runtime": {"device": "cpu"}, "resources": {"limits": {"nvidia.com/gpu": 1}}}, "the pod needs 0"),
+    ({"runtime": {"gpuResourceName": "a.b/c"}, "resources": {"limits": {"a.b/c": 2}}}, "a.b/c. is 2, but"),
     ({"podTemplate": {"kind": "Pod"}}, "podTemplate.kind: not supported"),
     ({"podTemplate": {"metadata": {"name": "a"}}}, "only labels and annotations"),
     ({"podTemplate": {"metadata": {"labels": {"app.kubernetes.io/name": "a"}}}}, "set by the operator"),

@@ -105,6 +105,17 @@ def test_blocked_and_stalled_deployments_are_told() -> None:
     assert verdicts(stalled)["Progressing"] == ("False", "ProgressDeadlineExceeded")
 
 
+def test_a_shortage_of_nodes_is_reported_while_no_pod_has_one() -> None:
+    waiting = pod(phase="Scheduling", trouble="InsufficientGPU", message="0/3 nodes")
+    lacking = facts(rollout=rollout(ready=0), pods=(waiting,), shortage="no node has 64 GPUs")
+    assert not lacking.placed
+    written = report(lacking, None, NOW)
+    assert verdicts(written)["Degraded"] == ("True", "NoNodeLargeEnough")
+    assert verdicts(written)["Ready"] == ("False", "NoNodeLargeEnough")
+    assert facts().placed and facts(replicas=0, rollout=None).placed
+    assert facts(rollout=rollout(ready=0), pods=(waiting, pod("q"))).placed
+
+
 def test_an_invalid_spec_leaves_the_pods_at_work() -> None:
     found = verdicts(report(facts(synced=False, problem=Problem("InvalidSpec", "fix it")), None, NOW))
     assert found["Ready"] == found["Progressing"] == ("False", "InvalidSpec")

@@ -54,7 +54,7 @@ TROUBLES = [
 
 @pytest.mark.parametrize(("obj", "reason", "message"), TROUBLES)
 def test_the_reason_why_a_pod_does_not_serve(obj: dict[str, Any], reason: str, message: str) -> None:
-    state = workload.read_pod(obj)
+    state = workload.read_pod(obj, gpu_resource="nvidia.com/gpu")
     assert state is not None
     assert state.trouble == reason
     assert message in state.message
@@ -66,7 +66,8 @@ def test_a_ready_pod_has_no_trouble_but_remembers_its_crash() -> None:
         pod(
             container(state={"running": {}}, lastState=crashed),
             conditions=[{"type": "Ready", "status": "True"}],
-        )
+        ),
+        gpu_resource="nvidia.com/gpu",
     )
     assert state is not None and state.ready and state.trouble == "" and state.phase == "Serving"
     assert state.crash is not None and state.crash.exit_code == 1
@@ -77,7 +78,7 @@ def test_a_ready_pod_has_no_trouble_but_remembers_its_crash() -> None:
 def test_a_pod_that_is_being_deleted_tells_nothing() -> None:
     obj = pod(container(state=BACK_OFF, lastState=ended(1)))
     obj["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert workload.read_pod(obj) is None
+    assert workload.read_pod(obj, gpu_resource="nvidia.com/gpu") is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_pod_that_is_being_deleted_tells_nothing() -> None:
     ],
 )
 def test_phases_of_a_start(obj: dict[str, Any], phase: str) -> None:
-    state = workload.read_pod(obj)
+    state = workload.read_pod(obj, gpu_resource="nvidia.com/gpu")
     assert state is not None and state.phase == phase
 
 

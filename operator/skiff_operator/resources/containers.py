@@ -13,13 +13,14 @@ FETCH: Final = "fetch"
 PRE_STOP_SECONDS: Final = 5
 """Endpoints are withdrawn in the background when a pod is told to stop; it keeps serving that long."""
 
-GPU_RESOURCE: Final = "nvidia.com/gpu"
 _STARTUP_PERIOD_SECONDS: Final = 2
 _DEFAULT_REQUESTS: Final = {
     "cpu": {"cpu": "1", "memory": "2Gi"},
     "cuda": {"cpu": "4", "memory": "16Gi"},
 }
-_FETCH_RESOURCES: Final = {"requests": {"cpu": "500m", "memory": "512Mi"}}
+_DOWNLOAD_STORAGE: Final = {"cpu": "4Gi", "cuda": "20Gi"}
+"""Default request of ephemeral storage where weights lie in an emptyDir: a model that fits the default memory."""
+_FETCH_SHARES: Final = ("cpu", "memory", "ephemeral-storage")
 _SECURITY: Final = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -35,7 +36,7 @@ def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str
         "ports": [
             {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},
         ],
-        "resources": resources(service),
+        "resources": resources(service, settings),
         "startupProbe": _probe(
             contract.PATH_STARTUPZ,
             period_seconds=_STARTUP_PERIOD_SECONDS,
@@ -52,7 +53,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
     container = {
         **_common(FETCH, service, settings, mounts),
         "args": [contract.COMMAND_FETCH, *_model_arguments(service)],
-        "resources": _FETCH_RESOURCES,
+        "resources": fetch_resources(service, settings),
     }
     secret = service.spec.model.credentials_secret_ref
     if secret is not None:
@@ -62,18 +63,47 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
     return container
 
 
-def resources(service: InferenceService) -> dict[str, Any]:
-    """The user's requests and limits over the defaults, plus one GPU a rank."""
-    spec = service.spec
-    given = spec.resources
+def gpu_resource(service: InferenceService, settings: Settings) -> str:
+    """Name the extended resource of which each rank takes one."""
+    return service.spec.runtime.gpu_resource_name or settings.gpu_resource_name
+
+
+def gpus(service: InferenceService) -> int:
+    """Count the GPUs of one pod: one for each rank."""
+    return service.spec.parallelism.tensor if service.spec.runtime.device == "cuda" else 0
+
+
+def resources(service: InferenceService, settings: Settings) -> dict[str, Any]:
+    """Put the user's requests and limits over the defaults, and add one GPU for each rank."""
+    device, given = service.spec.runtime.device, service.spec.resources
+    defaults = dict(_DEFAULT_REQUESTS[device])
+    if volumes.downloads_to_node(service):
+        defaults["ephemeral-storage"] = _DOWNLOAD_STORAGE[device]
     limits = dict(given.get("limits", {}))
     requests = {
-        **{name: limits.get(name, value) for name, value in _DEFAULT_REQUESTS[spec.runtime.device].items()},
+        **{name: limits.get(name, value) for name, value in defaults.items()},
         **given.get("requests", {}),
     }
-    if spec.runtime.device == "cuda":
-        limits[GPU_RESOURCE] = str(spec.parallelism.tensor)
+    if count := gpus(service):
+        limits[gpu_resource(service, settings)] = str(count)
     return {**given, "requests": requests, **({"limits": limits} if limits else {})}
+
+
+def fetch_resources(service: InferenceService, settings: Settings) -> dict[str, Any]:
+    """Give the download what the server has of CPU, memory and storage, where the user says nothing else.
+
+    The two never run at the same time, and a pod counts as the larger of them: so this costs nothing, and a
+    quota or a LimitRange that admits the server admits the download.
+    """
+    given, server = service.spec.model.fetch.resources, resources(service, settings)
+    named = {name for group in given.values() for name in group}
+    shared = [name for name in _FETCH_SHARES if name not in named]
+    merged = {
+        group: {name: server[group][name] for name in shared if name in server.get(group, {})}
+        | given.get(group, {})
+        for group in ("requests", "limits")
+    }
+    return {group: amounts for group, amounts in merged.items() if amounts}
 
 
 def _common(

@@ -8,6 +8,8 @@ from skiff_operator.spec import InferenceService
 MODEL_DIRECTORY: Final = "/model"
 CACHE_DIRECTORY: Final = "/cache"
 SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on a volume of its own
+SCRATCH_LIMIT: Final = "10Gi"
+"""A pod with more in `/tmp` than this is evicted, before it fills the node's disk: compiled kernels take less."""
 
 
 class Volume(NamedTuple):
@@ -31,10 +33,16 @@ class Volume(NamedTuple):
 
 
 def build(service: InferenceService) -> list[Volume]:
-    """Scratch space always; shared memory for ranks; the model's or the cache's volume by the model's scheme."""
-    volumes = [Volume("tmp", {"emptyDir": {}}, SCRATCH_DIRECTORY)]
-    if service.spec.parallelism.tensor > 1:
-        volumes.append(Volume("dshm", {"emptyDir": {"medium": "Memory"}}, "/dev/shm"))
+    """Scratch space always; shared memory for ranks; the model's or the cache's volume by the model's scheme.
+
+    Files in shared memory count as memory of the container that writes them; 1 GiB for each rank is what NCCL
+    recommends.
+    """
+    volumes = [Volume("tmp", {"emptyDir": {"sizeLimit": SCRATCH_LIMIT}}, SCRATCH_DIRECTORY)]
+    ranks = service.spec.parallelism.tensor
+    if ranks > 1:
+        shared = {"emptyDir": {"medium": "Memory", "sizeLimit": f"{ranks}Gi"}}
+        volumes.append(Volume("dshm", shared, "/dev/shm"))
     source = service.source
     if source.scheme == "pvc":
         claim = {"persistentVolumeClaim": {"claimName": source.place, "readOnly": True}}
@@ -58,6 +66,11 @@ def model_argument(service: InferenceService) -> str:
 def needs_claim(service: InferenceService) -> bool:
     """Whether the operator must create the cache's claim."""
     return service.source.scheme == "hf" and service.spec.cache.size is not None
+
+
+def downloads_to_node(service: InferenceService) -> bool:
+    """Report whether downloaded weights take space of the node's own disk, which the scheduler must count."""
+    return service.source.scheme == "hf" and _cache_source(service) == {"emptyDir": {}}
 
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:
