@@ -27,6 +27,8 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=3
 _APPLY: Final = "application/apply-patch+yaml"
 _JSON: Final = "application/json"
 _BUSY: Final = (429, 500, 502, 503, 504)
+_MALFORMED: Final = "failed to create typed patch object"
+"""A server-side apply with a field of the wrong type or name is answered by 500 and these words."""
 
 
 async def configure() -> Configuration:
@@ -154,7 +156,7 @@ def _error(status: int, request: str, data: bytes) -> OperatorError:
         text = msgspec.json.decode(data)["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         text = data[:300].decode(errors="replace")
-    if status in _BUSY:
+    if status in _BUSY and _MALFORMED not in str(text):
         return ApiUnavailable(f"{request}: {status}: {text}")
     kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiRefused)
     return kind(str(text), status=status)

@@ -55,7 +55,7 @@ class Nodes:
         return f"no schedulable node{allowed} has {needed} {resource}; the largest has {largest}"
 
     async def _refresh(self) -> None:
-        """List the nodes unless that was done lately; those who wait for the same list share it."""
+        """List the nodes unless that was done lately; callers that wait for the same list share it."""
         async with self._listing:
             now = time.monotonic()
             if (
@@ -66,7 +66,8 @@ class Nodes:
             try:
                 found = [_read(node) async for node in self._client.list(NODE, None, selector="")]
             except OperatorError as error:
-                logger.info("nodes not listed", extra={"error": str(error)})
+                if self._listed_at is None or self._nodes is not None:
+                    logger.info("nodes not listed", extra={"error": str(error)})
                 self._nodes = None
             else:
                 self._nodes = tuple(node for node in found if node is not None)
@@ -79,7 +80,7 @@ def _read(node: dict[str, Any]) -> Node | None:
     devices = {
         name: int(amount) for name, amount in allocatable.items() if "/" in name and amount.isdecimal()
     }
-    if not devices or node["spec"].get("unschedulable"):
+    if not devices or (node.get("spec") or {}).get("unschedulable"):
         return None
     return Node(node["metadata"].get("labels") or {}, devices)
 

@@ -107,7 +107,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> bool:
-        """Whether a pod of the desired revision has a node, or none is wanted."""
+        """A pod of the desired revision has a node, or no pod is wanted."""
         return self.replicas == 0 or self.settled or any(pod.phase != "Scheduling" for pod in self.new_pods)
 
     @property

@@ -65,7 +65,7 @@ def _requests() -> float:
 
 
 def gpus(tensor: int, **fields: Any) -> InferenceService:
-    """A service of so many ranks."""
+    """Build a service of `tensor` ranks."""
     return service(parallelism={"tensor": tensor}, **fields)
 
 

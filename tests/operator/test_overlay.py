@@ -43,6 +43,12 @@ def test_named_lists_merge_by_name_and_others_are_replaced() -> None:
     assert merged["priorityClassName"] == "high"
 
 
+def test_a_name_that_comes_twice_is_merged_with_itself() -> None:
+    volumes = [{"name": "more", "emptyDir": {}}, {"name": "more", "emptyDir": {"sizeLimit": "1Gi"}}]
+    merged = overlay.merge(BASE, {"spec": {"volumes": volumes}})["spec"]["volumes"]
+    assert merged == [{"name": "tmp", "emptyDir": {}}, {"name": "more", "emptyDir": {"sizeLimit": "1Gi"}}]
+
+
 def test_null_removes() -> None:
     assert "tolerations" not in overlay.merge(BASE, {"spec": {"tolerations": None}})["spec"]
 
@@ -54,7 +60,7 @@ def test_neither_argument_is_changed() -> None:
     assert (base, patch) == (BASE, before)
 
 
-@pytest.mark.parametrize("bad", ["text", [1], [{"value": "no name"}]])
+@pytest.mark.parametrize("bad", ["text", [1], [{"value": "no name"}], [{"name": {"a": 1}}]])
 def test_a_list_without_names_is_refused(bad: Any) -> None:
     with pytest.raises(InvalidSpec, match="env must be a list whose entries have a name"):
         overlay.merge(BASE, {"spec": {"containers": [{"name": "runtime", "env": bad}]}})

@@ -146,7 +146,7 @@ UNSOUND: list[tuple[dict[str, Any], str]] = [
 
 
 def verdict(api: ApiServer, template: dict[str, Any]) -> str:
-    """What the API server says to a pod of this template that is not kept; empty when it takes it."""
+    """Create a pod of this template as a dry run; the refusal, or an empty text."""
     body = {"metadata": {"name": "pod", **template["metadata"]}, "spec": template["spec"]}
     try:
         api.request("POST", f"{api.path('pods')}?dryRun=All", body)

@@ -56,6 +56,24 @@ def test_downloads_are_admitted_beside_the_defaults_of_a_limit_range(api: ApiSer
     assert isinstance(pod, dict), degraded(api)
 
 
+def test_a_value_of_the_wrong_type_is_reported(api: ApiServer) -> None:
+    create(api, runtime={"device": "cpu"}, podTemplate={"spec": {"nodeName": 5}})
+    eventually(lambda: degraded(api)[0], "a refusal")
+    assert degraded(api)[0] == "ApplyFailed"
+    assert "nodeName" in degraded(api)[1]
+
+
+def test_variables_of_the_users_replace_those_of_the_operator(api: ApiServer) -> None:
+    given = [{"name": "HOME", "value": "/home"}, {"name": "HF_TOKEN", "value": "none"}]
+    model = hub(credentialsSecretRef={"name": "hub"})
+    create(api, model=model, runtime={"device": "cpu", "env": given})
+    pod = eventually(lambda: PlayKubelet(api, "llama").pods() or degraded(api)[1], "a pod, or a refusal")[0]
+    assert isinstance(pod, dict), degraded(api)
+    assert pod["spec"]["containers"][0]["env"] == given
+    variables = {each["name"]: each for each in pod["spec"]["initContainers"][0]["env"]}
+    assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "hub"
+
+
 @pytest.fixture
 def unguarded(api: ApiServer) -> ApiServer:
     """A namespace in which Pod Security forbids nothing."""

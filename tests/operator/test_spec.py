@@ -128,6 +128,10 @@ UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"podTemplate": {"metadata": {"labels": {"app.kubernetes.io/name": "a"}}}}, "set by the operator"),
     ({"podTemplate": {"spec": {"restartPolicy": "Never"}}}, "restartPolicy: is set by the operator"),
     ({"podTemplate": {"spec": {"containers": [{"name": "runtime", "args": []}]}}}, "use spec.runtime.args"),
+    (
+        {"podTemplate": {"spec": {"initContainers": [{"name": "fetch", "resources": {}}]}}},
+        "use spec.model.fetch.resources",
+    ),
     ({"podTemplate": {"spec": {"containers": [{"image": "a"}]}}}, "entries have a name"),
     ({"podTemplate": {"spec": {"containers": None}}}, "must be a list"),
     ({"podTemplate": {"metadata": {"labels": None}}}, "must be a map"),
@@ -146,4 +150,10 @@ def test_what_this_operator_cannot_serve_is_refused_by_name(fields: dict[str, An
 
 @pytest.mark.parametrize("number", [0, 1, -1])
 def test_host_paths_are_served_when_allowed(number: int) -> None:
-    policy.check(service(**UNWELCOME[number][0]), Settings(allow_host_path=True))
+    allowing = Settings(allow_host_path=True)
+    assert plan.objects(service(**UNWELCOME[number][0]), allowing)
+
+
+def test_privileged_pods_do_not_permit_host_paths() -> None:
+    with pytest.raises(InvalidSpec, match="--allow-host-path"):
+        plan.objects(service(**UNWELCOME[-1][0]), Settings(allow_privileged_pods=True))

@@ -59,7 +59,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
     if secret is not None:
         reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
         token = {"name": contract.ENV_HUB_TOKEN, "valueFrom": reference}
-        container["env"] = [*container["env"], token]
+        container["env"] = _variables(*container["env"], token)
     return container
 
 
@@ -115,11 +115,16 @@ def _common(
         "name": name,
         "image": runtime.image or settings.runtime_image(runtime.device),
         "command": ["skiff"],
-        "env": [home, *runtime.env],
+        "env": _variables(home, *runtime.env),
         "volumeMounts": mounts,
         "securityContext": _SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _variables(*entries: dict[str, Any]) -> list[dict[str, Any]]:
+    """Keep the last of several variables of one name: server-side apply refuses a list that has a name twice."""
+    return list({entry.get("name"): entry for entry in entries}.values())
 
 
 def _model_arguments(service: InferenceService) -> list[str]:

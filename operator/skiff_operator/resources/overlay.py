@@ -39,6 +39,10 @@ _OWNED_CONTAINER_FIELDS: Final = {
     "terminationMessagePath": "remove it",
     "terminationMessagePolicy": "remove it",
 }
+_OWNED_FIELDS: Final = {
+    containers.RUNTIME: _OWNED_CONTAINER_FIELDS,
+    containers.FETCH: {**_OWNED_CONTAINER_FIELDS, "resources": "use spec.model.fetch.resources"},
+}
 _OWNED_LABELS: Final = (
     contract.LABEL_NAME,
     contract.LABEL_INSTANCE,
@@ -77,7 +81,9 @@ def check(patch: dict[str, Any], *, allow_host_path: bool) -> None:
     for group in ("containers", "initContainers", "volumes"):
         for entry in _named(pod, group):
             if entry["name"] in (containers.RUNTIME, containers.FETCH) and group != "volumes":
-                _refuse(entry, _OWNED_CONTAINER_FIELDS, f"spec.podTemplate.spec.{group}[{entry['name']}]")
+                _refuse(
+                    entry, _OWNED_FIELDS[entry["name"]], f"spec.podTemplate.spec.{group}[{entry['name']}]"
+                )
             if "hostPath" in entry and not allow_host_path:
                 raise InvalidSpec(
                     f"spec.podTemplate.spec.volumes[{entry['name']}]: hostPath volumes are off; "
@@ -87,7 +93,7 @@ def check(patch: dict[str, Any], *, allow_host_path: bool) -> None:
 
 def _merge_list(base: list[Any], patch: Any, *, list_name: str) -> list[Any]:
     key = _MERGE_KEYS[list_name]
-    if not isinstance(patch, list) or any(not isinstance(item, dict) or key not in item for item in patch):
+    if not isinstance(patch, list) or not all(_has_key(item, key) for item in patch):
         raise InvalidSpec(f"spec.podTemplate: {list_name} must be a list whose entries have a {key}")
     merged = list(base)
     places = {item.get(key): index for index, item in enumerate(merged)}
@@ -96,8 +102,13 @@ def _merge_list(base: list[Any], patch: Any, *, list_name: str) -> list[Any]:
             index = places[item[key]]
             merged[index] = merge(merged[index], item)
         else:
+            places[item[key]] = len(merged)
             merged.append(item)
     return merged
+
+
+def _has_key(item: Any, key: str) -> bool:
+    return isinstance(item, dict) and isinstance(item.get(key), str | int)
 
 
 def _mapping(parent: dict[str, Any], key: str, where: str) -> dict[str, Any]:
