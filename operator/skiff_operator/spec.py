@@ -156,5 +156,7 @@ def _check(spec: Spec) -> None:
             raise InvalidSpec("spec.model.credentialsSecretRef: only hf:// models are downloaded; remove it")
         if spec.model.fetch != Fetch():
             raise InvalidSpec("spec.model.fetch: only hf:// models are downloaded; remove it")
+    if spec.runtime.device != "cuda" and spec.runtime.gpu_resource_name is not None:
+        raise InvalidSpec("spec.runtime.gpuResourceName: only device cuda takes GPUs; remove it")
     if spec.replicas < 0 or spec.parallelism.tensor < 1:
         raise InvalidSpec("spec.replicas must be 0 or more, and spec.parallelism.tensor 1 or more")

@@ -48,6 +48,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model": {"uri": "demo://", "fetch": {}}}, "only hf:// models are downloaded; remove model.fetch"),
     ({"runtime": {"gpuResourceName": "gpu"}}, "spec.runtime.gpuResourceName"),
+    ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"model": hub(fetch={"resources": {"limits": {"cpu": "much"}}})}, "fetch.resources.limits.cpu"),
     ({"cache": {"size": "1Gi"}}, "only hf:// models are downloaded into a cache; remove cache"),
     ({"model": hub(), "cache": {}}, "set exactly one of claimName, hostPath and size"),

@@ -104,6 +104,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model": {"uri": "demo://", "fetch": {"resources": {"limits": {"cpu": 1}}}}},
         "spec.model.fetch: only hf",
     ),
+    ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"runtime": {"device": "tpu"}}, "Invalid enum value 'tpu'"),
     ({"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}}, "only one of"),
 ]

@@ -35,8 +35,8 @@ class Volume(NamedTuple):
 def build(service: InferenceService) -> list[Volume]:
     """Scratch space always; shared memory for ranks; the model's or the cache's volume by the model's scheme.
 
-    Files in shared memory count as memory of the container that writes them; 1 GiB for each rank is what NCCL
-    recommends.
+    Files in shared memory count as memory of the container that writes them. NCCL's documentation recommends
+    1 GiB for a container; here each rank has as much.
     """
     volumes = [Volume("tmp", {"emptyDir": {"sizeLimit": SCRATCH_LIMIT}}, SCRATCH_DIRECTORY)]
     ranks = service.spec.parallelism.tensor
