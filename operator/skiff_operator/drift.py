@@ -1,14 +1,30 @@
-"""Whether a live object still holds everything that the operator asked for. Pure.
+"""Drift detection: the comparison of a live object with the desired one. Pure.
 
 The API server adds defaults and other controllers add fields of their own, so this is no equality: each
-desired field must be there with an equal value, and anything else may be there too.
+desired field must be there with an equal value, and anything else may be there too. A desired False, 0, empty
+text, map or list may also be absent, for the API server does not store the zero value of most fields. Some it
+does store, because their absence means something else; there, absence is drift.
 """
 
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
-_IDENTITIES: Final = ("name", "uid", "mountPath", "containerPort", "port")
+_IDENTITIES: Final = ("uid", "mountPath", "containerPort", "name", "port")
 _QUANTITY_MAPS: Final = ("requests", "limits")
+_MAPS: Final = ("labels", "annotations", "matchLabels", "selector", "nodeSelector", *_QUANTITY_MAPS)
+"""Fields whose value is a map with keys of free choice; each key is stored, also with an empty value."""
+
+_STORED_ZEROS: Final = frozenset(
+    {
+        *("affinity", "nodeAffinity", "podAffinity", "podAntiAffinity", "emptyDir", "securityContext"),
+        *("allowPrivilegeEscalation", "automountServiceAccountToken", "enableServiceLinks", "hostUsers"),
+        *("privileged", "readOnlyRootFilesystem", "runAsGroup", "runAsNonRoot", "runAsUser", "fsGroup"),
+        *("setHostnameAsFQDN", "shareProcessNamespace", "optional", "tolerationSeconds"),
+        *("replicas", "maxSurge", "maxUnavailable"),
+    }
+)
+"""Fields that the API server stores with their zero value, too (pointers in its Go types)."""
+
 _SUFFIXES: Final = {
     **{suffix: Decimal(10) ** power for suffix, power in zip("num", (-9, -6, -3), strict=True)},
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", start=1)},
@@ -17,33 +33,47 @@ _SUFFIXES: Final = {
 
 
 def covers(desired: Any, live: Any, *, quantity: bool = False) -> bool:
-    """True when `live` contains `desired`. `quantity`: the values are amounts, `1000m` equals `1`."""
+    """Return whether `live` contains `desired`. `quantity`: the values are amounts, `1000m` equals `1`."""
+    if desired is None:
+        return True  # null asks for whatever is the default
     if isinstance(desired, dict):
-        return _covers_map(desired, live, quantity=quantity)
+        return isinstance(live, dict) and _covers_map(desired, live)
     if isinstance(desired, list | tuple):
-        return _covers_list(desired, live)
+        return isinstance(live, list) and _covers_list(desired, live)
     if quantity and live is not None:
         return bool(_amount(desired) == _amount(live))
     return bool(desired == live)
 
 
-def _covers_map(desired: dict[str, Any], live: Any, *, quantity: bool) -> bool:
-    if not isinstance(live, dict):
-        return not desired and live is None
+def _covers_map(
+    desired: dict[str, Any], live: dict[str, Any], *, quantity: bool = False, free_keys: bool = False
+) -> bool:
     for key, value in desired.items():
-        amounts = quantity or key in _QUANTITY_MAPS or key == "sizeLimit"
-        if key not in live:
-            if value or value is False or value == 0:
-                return value is False or value == 0
-        elif not covers(value, live[key], quantity=amounts):
+        found = live.get(key)
+        if found is None:
+            if free_keys or not _may_be_absent(key, value):
+                return False
+        elif key in _MAPS and isinstance(value, dict) and isinstance(found, dict):
+            if not _covers_map(value, found, quantity=key in _QUANTITY_MAPS, free_keys=True):
+                return False
+        elif not covers(value, found, quantity=quantity or key == "sizeLimit"):
             return False
     return True
 
 
-def _covers_list(desired: list[Any] | tuple[Any, ...], live: Any) -> bool:
-    if not isinstance(live, list):
-        return not desired and live is None
-    identity = _identity(desired)
+def _may_be_absent(key: str, value: Any) -> bool:
+    """Return whether the API server may leave out a desired field: nothing in it differs from its zero value."""
+    if value is None:
+        return True
+    if key in _STORED_ZEROS:
+        return False
+    if isinstance(value, dict):
+        return all(key not in _MAPS and _may_be_absent(inner, each) for inner, each in value.items())
+    return not value
+
+
+def _covers_list(desired: list[Any] | tuple[Any, ...], live: list[Any]) -> bool:
+    identity = _identity(desired or live)
     if identity is None:
         return len(desired) == len(live) and all(map(covers, desired, live))
     by_identity = {item.get(identity): item for item in live if isinstance(item, dict)}
@@ -51,9 +81,11 @@ def _covers_list(desired: list[Any] | tuple[Any, ...], live: Any) -> bool:
 
 
 def _identity(items: list[Any] | tuple[Any, ...]) -> str | None:
-    """The field by which the entries of a list are known, when there is one; other lists have an order."""
+    """Return the field that tells the entries of a list apart; None for other lists, which have an order."""
+    if not items or not all(isinstance(item, dict) for item in items):
+        return None
     for key in _IDENTITIES:
-        if items and all(isinstance(item, dict) and key in item for item in items):
+        if all(key in item for item in items) and len({str(item[key]) for item in items}) == len(items):
             return key
     return None
 
