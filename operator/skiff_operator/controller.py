@@ -1,4 +1,4 @@
-"""The engine: workers that take keys from the queue, and the resync that puts every key there again."""
+"""The engine: workers that take keys from the queue, and the resync that puts keys there again."""
 
 import asyncio
 import time
@@ -63,13 +63,13 @@ class Controller:
             metrics.reconcile_duration.observe(time.perf_counter() - started)
 
     async def resync(self) -> None:
-        """Look at everything again every so often, from the cache: what an event should have told, time tells."""
+        """Look at everything again every so often, from the cache, in case an event was lost."""
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
             for attention in self._observer.sweep(time.monotonic()):
                 self._attend(attention)
             for key in self._observer.cache:
-                self._queue.add(key, Stage.STATUS)
+                self._queue.refresh(key, Stage.STATUS)
             self._resynced_at = time.monotonic()
             metrics.last_resync.set_to_current_time()
 
@@ -96,6 +96,8 @@ class Controller:
         return "refused" if outcome.refused else "done"
 
     def _attend(self, attention: Attention) -> None:
+        if attention.edited:
+            self._queue.forget(attention.key)
         late = attention.stage == Stage.STATUS
         delay = self._settings.status_delay_seconds if late else 0.0
         self._queue.add(attention.key, attention.stage, delay)

@@ -24,10 +24,14 @@ Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
 
 
 class Attention(NamedTuple):
-    """An InferenceService to look at, and the most urgent work that the event may have caused."""
+    """An InferenceService to look at, and the most urgent work that the event may have caused.
+
+    `edited`: its spec is another one than before, so earlier failures say nothing of it.
+    """
 
     key: Key
     stage: Stage
+    edited: bool = False
 
 
 class Relist:
@@ -166,7 +170,7 @@ class Observer:
             return Attention(key, Stage.STATUS)
         entry.generation = meta["generation"]
         _take_spec(entry, obj)
-        return Attention(key, Stage.CHILDREN)
+        return Attention(key, Stage.CHILDREN, edited=True)
 
     def _fold_child(self, kind: Kind, key: Key, obj: dict[str, Any], event: Event) -> Attention | None:
         entry, meta = self.cache.touch(key), obj["metadata"]

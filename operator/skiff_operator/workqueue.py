@@ -4,6 +4,10 @@
 An entry is due at a time, and has a stage; of the entries that are due, the one with the earliest deadline
 (due time plus the stage's patience) goes first. So missing children come before Services and Services before
 status when there is much to do, and yet nothing waits for ever behind a stream of more urgent work.
+
+A key that failed backs off: it is due again after 1 s, 2 s, 4 s, up to 5 min. An event about it (`add`) makes it due
+at once, for one try that neither shortens nor lengthens the backoff; the routine look at everything (`refresh`)
+leaves it alone. Success ends the backoff, and `forget` does so for a spec that changed.
 """
 
 import asyncio
@@ -29,13 +33,19 @@ class _Entry:
     stage: Stage
 
 
+@dataclass(slots=True)
+class _Backoff:
+    failures: int
+    retry_at: float
+
+
 @dataclass
 class Schedule:
     """Which key is next at a given time. Times are seconds of one monotonic clock."""
 
     _waiting: dict[Key, _Entry] = field(default_factory=dict)
     _running: dict[Key, _Entry | None] = field(default_factory=dict)
-    _failures: dict[Key, int] = field(default_factory=dict)
+    _backoffs: dict[Key, _Backoff] = field(default_factory=dict)
     _by_due: list[tuple[float, Key]] = field(default_factory=list)
     _by_deadline: list[tuple[float, Key]] = field(default_factory=list)
 
@@ -55,6 +65,15 @@ class Schedule:
             self._waiting[key] = entry
             heapq.heappush(self._by_due, (entry.due, key))
 
+    def refresh(self, key: Key, stage: Stage, now: float) -> None:
+        """Ask for `key` as a routine: no reason to try a failed one early, or one in work again."""
+        if key not in self._running and key not in self._backoffs:
+            self.add(key, stage, now)
+
+    def forget(self, key: Key) -> None:
+        """End the backoff of `key`: what failed was another spec."""
+        self._backoffs.pop(key, None)
+
     def take(self, now: float) -> Key | None:
         """The most urgent key that is due and not being worked on; it is the caller's until `finish`."""
         while self._by_due and self._by_due[0][0] <= now:
@@ -72,17 +91,24 @@ class Schedule:
         return None
 
     def finish(self, key: Key, now: float, *, failed: bool = False) -> None:
-        """Give `key` back. A failed one comes again after 1 s, 2 s, 4 s, up to 5 min; success starts anew."""
+        """Give `key` back. A failed one comes again when its backoff is over; success ends the backoff."""
         again = self._running.pop(key)
         if failed:
-            count = self._failures.get(key, 0)
-            self._failures[key] = count + 1
-            delay = min(FIRST_RETRY_SECONDS * 2.0 ** min(count, 20), LAST_RETRY_SECONDS)
-            again = _earlier(again, now + delay, Stage.CHILDREN)
+            again = _earlier(again, self._retry_at(key, now), Stage.CHILDREN)
         else:
-            self._failures.pop(key, None)
+            self.forget(key)
         if again is not None:
             self.add(key, again.stage, again.due)
+
+    def _retry_at(self, key: Key, now: float) -> float:
+        """Return when a failed key is due; the backoff grows only by a failure after its time was over."""
+        known = self._backoffs.get(key)
+        if known is not None and now < known.retry_at:
+            return known.retry_at
+        failures = 0 if known is None else known.failures
+        delay = min(FIRST_RETRY_SECONDS * 2.0 ** min(failures, 20), LAST_RETRY_SECONDS)
+        self._backoffs[key] = _Backoff(failures + 1, now + delay)
+        return now + delay
 
     def overdue_seconds(self, now: float) -> float:
         """How long the key that waits longest has been due."""
@@ -116,6 +142,15 @@ class WorkQueue:
         """Ask for `key` in at least `delay_seconds`."""
         self._schedule.add(key, stage, _now(), delay_seconds)
         self._rouse()
+
+    def refresh(self, key: Key, stage: Stage) -> None:
+        """Ask for `key` as a routine; one in work and one that backs off stay as they are."""
+        self._schedule.refresh(key, stage, _now())
+        self._rouse()
+
+    def forget(self, key: Key) -> None:
+        """End the backoff of `key`."""
+        self._schedule.forget(key)
 
     async def get(self) -> Key:
         """Wait for the next key; give it back with `done`."""

@@ -90,7 +90,7 @@ def test_the_deletion_of_a_predecessor_does_not_hide_its_successor(observer: Obs
 def test_an_edit_is_news_and_our_own_status_is_not(observer: Observer) -> None:
     edited = raw(replicas=2)
     edited["metadata"].update(generation=2, resourceVersion="5")
-    assert observer.fold(INFERENCE_SERVICE, edited, "MODIFIED") == CHILDREN
+    assert observer.fold(INFERENCE_SERVICE, edited, "MODIFIED") == CHILDREN._replace(edited=True)
     found = observer.cache.touch(KEY).service
     assert found is not None and found.spec.replicas == 2
 

@@ -1,7 +1,9 @@
 """The queue's promises: one entry per key, one worker per key, nothing lost, urgent stages first, backing off."""
 
 import asyncio
+import itertools
 import random
+from dataclasses import dataclass
 
 import pytest
 import uvloop
@@ -12,42 +14,87 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from skiff_operator.kinds import Stage
 from skiff_operator.workqueue import LAST_RETRY_SECONDS, PATIENCE_SECONDS, Key, Schedule, WorkQueue
 
-KEYS = st.sampled_from([("ns", name) for name in "abcde"])
+ALL_KEYS: tuple[Key, ...] = tuple(("ns", name) for name in "abcde")
+KEYS = st.sampled_from(ALL_KEYS)
 STAGES = st.sampled_from(list(Stage))
 
 
+@dataclass
+class Backoff:
+    """What the model knows of a key that failed."""
+
+    failures: int
+    retry_at: float
+
+
 class Histories(RuleBasedStateMachine):
-    """Any order of adding, taking, finishing and failing, at any pace."""
+    """Any order of events, resyncs, taking, finishing and failing, at any pace, against a plain model.
+
+    `due` holds the time of each key that waits, and `again` of each that was asked for while it ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.schedule = Schedule()
         self.now = 0.0
-        self.asked: set[Key] = set()
+        self.due: dict[Key, float] = {}
+        self.again: dict[Key, float] = {}
         self.running: set[Key] = set()
+        self.backoffs: dict[Key, Backoff] = {}
+
+    def expect(self, key: Key, due: float) -> None:
+        """The earlier time counts."""
+        waiting = self.again if key in self.running else self.due
+        waiting[key] = min(due, waiting.get(key, due))
 
     @rule(key=KEYS, stage=STAGES, delay=st.floats(0, 100))
     def add(self, key: Key, stage: Stage, delay: float) -> None:
         self.schedule.add(key, stage, self.now, delay)
-        self.asked.add(key)
+        self.expect(key, self.now + delay)
+
+    @rule()
+    def resync(self) -> None:
+        """A resync shortens no backoff and repeats no work that is under way."""
+        for key in ALL_KEYS:
+            self.schedule.refresh(key, Stage.STATUS, self.now)
+            if key not in self.running and key not in self.backoffs:
+                self.expect(key, self.now)
+
+    @rule(key=KEYS)
+    def edit(self, key: Key) -> None:
+        """A new spec is tried at once, and its failures are counted from the first."""
+        self.schedule.forget(key)
+        self.schedule.add(key, Stage.CHILDREN, self.now)
+        self.backoffs.pop(key, None)
+        self.expect(key, self.now)
 
     @rule()
     def take(self) -> None:
         key = self.schedule.take(self.now)
-        if key is not None:
-            assert key not in self.running, "two workers on one key"
-            assert key in self.asked, "a key that nobody asked for"
-            self.running.add(key)
-            self.asked.discard(key)
+        if key is None:
+            assert not [due for due in self.due.values() if due <= self.now], "a key that is due was kept back"
+            return
+        assert key not in self.running, "two workers on one key"
+        assert self.due.pop(key) <= self.now, "a key came before its time"
+        self.running.add(key)
 
     @precondition(lambda self: self.running)
     @rule(failed=st.booleans(), choice=st.randoms(use_true_random=False))
     def finish(self, failed: bool, choice: random.Random) -> None:
         key = choice.choice(sorted(self.running))
-        self.running.discard(key)
         self.schedule.finish(key, self.now, failed=failed)
-        if failed:
-            self.asked.add(key)
+        self.running.discard(key)
+        asked = self.again.pop(key, None)
+        if asked is not None:
+            self.expect(key, asked)
+        if not failed:
+            self.backoffs.pop(key, None)
+            return
+        backoff = self.backoffs.setdefault(key, Backoff(0, self.now))
+        if self.now >= backoff.retry_at:
+            backoff.retry_at = self.now + min(2.0**backoff.failures, LAST_RETRY_SECONDS)
+            backoff.failures += 1
+        self.expect(key, backoff.retry_at)
 
     @rule(seconds=st.floats(0, 50))
     def wait(self, seconds: float) -> None:
@@ -55,7 +102,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def one_entry_per_key(self) -> None:
-        assert len(self.schedule) == len(self.asked - self.running)
+        assert len(self.schedule) == len(self.due)
 
     def teardown(self) -> None:
         """Whatever happened, every key that was asked for is processed in the end."""
@@ -66,7 +113,7 @@ class Histories(RuleBasedStateMachine):
         while (due := self.schedule.take(self.now)) is not None:
             seen.add(due)
             self.schedule.finish(due, self.now)
-        assert seen == self.asked
+        assert seen == set(self.due) | set(self.again)
 
 
 TestHistories = Histories.TestCase
@@ -115,22 +162,64 @@ def test_asked_for_while_running_comes_again() -> None:
     assert schedule.take(0.0) == key
 
 
-@given(failures=st.integers(1, 30))
-def test_retries_back_off_from_a_second_to_five_minutes(failures: int) -> None:
+@given(resync=st.floats(0.1, 40), tries=st.integers(1, 12))
+def test_retries_back_off_from_a_second_to_five_minutes_whatever_resyncs_do(resync: float, tries: int) -> None:
+    schedule, key, now, next_resync = Schedule(), ("ns", "a"), 0.0, 0.0
+    schedule.add(key, Stage.CHILDREN, now)
+    found = []
+    while len(found) < tries:
+        if schedule.take(now) == key:
+            found.append(now)
+            schedule.finish(key, now, failed=True)
+        if now >= next_resync:
+            schedule.refresh(key, Stage.STATUS, now)
+            next_resync = now + resync
+        due = schedule.next_due()
+        assert due is not None
+        now = max(now, min(due, next_resync))
+    waits = [later - earlier for earlier, later in itertools.pairwise(found)]
+    assert waits == [min(2.0**count, LAST_RETRY_SECONDS) for count in range(tries - 1)]
+
+
+def failing(tries: int) -> tuple[Schedule, Key, float]:
+    """A schedule whose only key has failed so often, and the time of the last failure."""
     schedule, key, now = Schedule(), ("ns", "a"), 0.0
     schedule.add(key, Stage.CHILDREN, now)
-    for count in range(failures):
+    for _ in range(tries):
+        now = max(now, schedule.next_due() or 0.0)
         assert schedule.take(now) == key
         schedule.finish(key, now, failed=True)
-        delay = min(2.0**count, LAST_RETRY_SECONDS)
-        assert schedule.take(now + delay * 0.99) is None
-        now += delay
-    assert schedule.take(now) == key
-    schedule.finish(key, now)
-    schedule.add(key, Stage.CHILDREN, now)
-    assert schedule.take(now) == key
-    schedule.finish(key, now, failed=True)
-    assert schedule.take(now + 1.0) == key, "success starts the backing off anew"
+    return schedule, key, now
+
+
+def test_an_event_is_acted_on_at_once_and_once_while_a_key_backs_off() -> None:
+    schedule, key, now = failing(5)
+    retry_at = now + 16.0
+    for early in (now + 1.0, now + 2.0):
+        schedule.add(key, Stage.STATUS, early)
+        assert schedule.take(early) == key
+        schedule.finish(key, early, failed=True)
+        assert schedule.take(retry_at - 0.1) is None
+    assert schedule.take(retry_at) == key, "early tries leave the backoff as it was"
+    schedule.finish(key, retry_at, failed=True)
+    assert schedule.take(retry_at + 31.9) is None
+    assert schedule.take(retry_at + 32.0) == key
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_success_and_a_new_spec_end_the_backoff(edited: bool) -> None:
+    schedule, key, now = failing(9)
+    if edited:
+        schedule.forget(key)
+    schedule.add(key, Stage.CHILDREN, now + 1)
+    assert schedule.take(now + 1) == key
+    schedule.finish(key, now + 1, failed=edited)
+    if not edited:
+        schedule.add(key, Stage.CHILDREN, now + 1)
+        assert schedule.take(now + 1) == key
+        schedule.finish(key, now + 1, failed=True)
+    assert schedule.take(now + 1.9) is None
+    assert schedule.take(now + 2.0) == key
 
 
 @pytest.mark.parametrize("workers", [1, 8])
