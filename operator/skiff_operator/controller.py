@@ -92,7 +92,7 @@ class Controller:
             return "bug"
         if outcome.stage is not None:
             self._attend(Attention(key, outcome.stage))
-        self._queue.done(key, failed=outcome.refused)
+        self._queue.done(key, failed=outcome.refused, partial=outcome.stage is not None)
         return "refused" if outcome.refused else "done"
 
     def _attend(self, attention: Attention) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
 from skiff_operator.resources.metadata import FIELD_MANAGER
-from skiff_operator.status import DEGRADED, READY, Status
+from skiff_operator.status import DEGRADED, READY, SERVING, Status
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -28,13 +28,17 @@ def announcements(previous: Status | None, status: Status) -> Iterator[Announcem
         and (not was_degraded or was_degraded.reason != degraded.reason)
     ):
         yield Announcement("Warning", degraded.reason, degraded.message)
-    ready = status.condition(READY)
-    was_ready = previous.condition(READY) if previous else None
-    if ready and ready.status == "True" and (was_ready is None or was_ready.status != "True"):
+    if _serves(status) and not (previous and _serves(previous)):
         yield Announcement("Normal", "Ready", f"serving at {status.url}")
     if previous and previous.update_revision and previous.update_revision != status.update_revision:
         change = f"from revision {previous.update_revision} to {status.update_revision}"
         yield Announcement("Normal", "RolloutStarted", change)
+
+
+def _serves(status: Status) -> bool:
+    """Return whether it is Ready with pods; with no replicas it is Ready, too, and serves nothing."""
+    ready = status.condition(READY)
+    return ready is not None and (ready.status, ready.reason) == ("True", SERVING)
 
 
 def build(

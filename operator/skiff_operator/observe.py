@@ -152,7 +152,7 @@ class Observer:
                 del entry.pods[name]
         elif (kind, name) in entry.children and entry.children[(kind, name)].uid == uid:
             del entry.children[(kind, name)]
-            if kind == DEPLOYMENT:
+            if kind == DEPLOYMENT and name == key[1]:
                 entry.rollout = None
         self.cache.sweep(key)
         return Attention(key, Stage.STATUS if kind == POD else Stage.CHILDREN)
@@ -178,11 +178,13 @@ class Observer:
         if known is not None and known.uid == meta["uid"] and not _newer(meta, known.resource_version):
             return None
         child = _child(obj, intact=True)
+        if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
+            return None  # somebody else's, although it carries our label
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
             child = msgspec.structs.replace(child, intact=self._intact(kind, key, obj))
         entry.children[(kind, meta["name"])] = child
         same = known is not None and (known.digest, known.intact, child.intact) == (child.digest, True, True)
-        if kind == DEPLOYMENT:
+        if kind == DEPLOYMENT and meta["name"] == key[1]:
             rollout = workload.read_rollout(obj)
             same = same and entry.rollout == rollout
             entry.rollout = rollout
@@ -191,6 +193,8 @@ class Observer:
         return Attention(key, Stage.STATUS if child.intact else Stage.CHILDREN)
 
     def _fold_pod(self, key: Key, obj: dict[str, Any]) -> Attention | None:
+        if not workload.runs_in(obj, key[1]):
+            return None
         entry, name = self.cache.touch(key), obj["metadata"]["name"]
         gpu = containers.gpu_resource(entry.service, self._settings) if entry.service else ""
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)

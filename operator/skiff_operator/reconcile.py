@@ -8,7 +8,7 @@ from skiff_operator import plan, status
 from skiff_operator.apply import Applier, clock
 from skiff_operator.cache import Entry, Objects
 from skiff_operator.errors import InvalidSpec, Permanent
-from skiff_operator.kinds import DEPLOYMENT, Stage
+from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.resources import service as service_builder
@@ -90,16 +90,19 @@ def _facts(key: Key, entry: Entry) -> status.Facts:
     """What a status is made of; while the spec is not valid, the last known revision stays the desired one."""
     namespace, name = key
     wanted, before = entry.wanted, entry.status
-    synced = wanted is not None and not any(step.kind == DEPLOYMENT for step in plan.steps(entry, wanted))
-    replicas = entry.rollout.desired if entry.rollout else 0
+    pending = plan.steps(entry, wanted) if wanted is not None else []
+    deployment = entry.children.get((DEPLOYMENT, name))
+    ours = deployment is not None and deployment.owner == entry.uid
+    rollout = entry.rollout if ours else None
+    desired = rollout.desired if rollout else 0
     return status.Facts(
         name=name,
         generation=entry.generation,
-        replicas=entry.service.spec.replicas if wanted and entry.service else replicas,
+        replicas=entry.service.spec.replicas if wanted and entry.service else desired,
         revision=wanted.revision if wanted else before.update_revision if before else "",
         url=service_builder.url(namespace, name),
-        synced=synced,
-        rollout=entry.rollout,
-        pods=tuple(entry.pods.values()),
+        synced=wanted is not None and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
+        rollout=rollout,
+        pods=tuple(entry.pods.values()) if ours else (),
         problem=entry.problem,
     )

@@ -79,7 +79,7 @@ _HELP: Final = {
     "other ServiceAccounts, and tokens of the API server",
     "gpu_resource_name": "extended resource of which each rank takes one, when the spec names none",
     "workers": "InferenceServices reconciled at the same time",
-    "resync_seconds": "every InferenceService is looked at again this often, from the cache",
+    "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "status_delay_seconds": "changes of status are collected this long before they are written",
     "leader_elect": "wait for the Lease before working; needed with more than one replica",
     "lease_name": "name of the Lease",

@@ -1,5 +1,6 @@
 """Observed facts to the conditions and the status that the user reads. Pure: the time is an argument."""
 
+import datetime
 from typing import Final
 
 import msgspec
@@ -14,7 +15,12 @@ PROGRESSING: Final = "Progressing"
 DEGRADED: Final = "Degraded"
 CONDITIONS: Final = (READY, MODEL_READY, AVAILABLE, PROGRESSING, DEGRADED)
 
+SERVING: Final = "Serving"
+SCALED_TO_ZERO: Final = "ScaledToZero"
+
 _MESSAGE_CHARACTERS: Final = 1024
+_FAILED_POD_SECONDS: Final = 600.0
+"""A pod that failed as a whole is blamed for no longer than this; by then another has taken its place."""
 _LOADING_REASONS: Final = {
     "Loading": "LoadingModel",
     "Creating": "CreatingContainers",
@@ -75,7 +81,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that a status is made of.
 
     `replicas` and `revision` are the desired ones (the last known, when the spec is not valid now); `synced`
-    says that the Deployment holds them. `shortage` is a message when no node could hold a pod.
+    says that the Deployment and the Service hold them. `pods` are those of the Deployment, without those that
+    are being deleted: of these, `new_pods` and `older` have not ended as a whole. `shortage` is a message when no
+    node could hold a pod.
     """
 
     name: str
@@ -90,55 +98,66 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     shortage: str = ""
 
     @property
-    def settled(self) -> bool:
-        """The desired number of pods of the desired revision is all there is, and all of them answer."""
-        rollout = self.rollout
-        return (
-            self.synced
-            and rollout is not None
-            and rollout.observed_generation >= rollout.generation
-            and rollout.updated == rollout.total == rollout.ready == self.replicas
-        )
+    def live(self) -> list[PodState]:
+        """Pods that may serve, of any revision."""
+        return [pod for pod in self.pods if not pod.ended]
 
     @property
     def new_pods(self) -> list[PodState]:
-        """Pods of the desired revision."""
-        return [pod for pod in self.pods if pod.revision == self.revision]
+        """Live pods of the desired revision."""
+        return [pod for pod in self.live if pod.revision == self.revision]
+
+    @property
+    def older(self) -> list[PodState]:
+        """Live pods of any other revision."""
+        return [pod for pod in self.live if pod.revision != self.revision]
 
     @property
     def placed(self) -> bool:
         """A pod of the desired revision has a node, or no pod is wanted."""
-        return self.replicas == 0 or self.settled or any(pod.phase != "Scheduling" for pod in self.new_pods)
+        return self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
 
     @property
     def new_ready(self) -> int:
         """Pods of the desired revision that answer."""
-        return self.replicas if self.settled else sum(pod.ready for pod in self.new_pods)
+        return sum(pod.ready for pod in self.new_pods)
+
+    @property
+    def serves(self) -> bool:
+        """True when the desired revision serves, and it alone; of no replicas, none needs to answer."""
+        return self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
+
+    @property
+    def settled(self) -> bool:
+        """True when there are exactly as many pods as desired, and all of them answer."""
+        replacing = self.rollout is not None and self.rollout.replacing
+        return self.serves and not replacing and self.new_ready == len(self.new_pods) == self.replicas
 
 
 def report(facts: Facts, previous: Status | None, now: str) -> Status:
-    """The status of one InferenceService at `now` (RFC 3339), given the one that was written last."""
-    rollout = facts.rollout
-    trouble = facts.problem or _pod_trouble(facts)
+    """Make the status of one InferenceService at `now` (RFC 3339), given the one that was written last."""
+    concerned = _concerned(facts, now)
+    trouble = facts.problem or _pod_trouble(facts, concerned)
+    completed = facts.revision if facts.serves else previous.current_revision if previous else ""
     verdicts = (
-        _ready(facts, trouble),
+        _ready(facts, trouble, completed),
         _model_ready(facts, trouble),
         _available(facts),
-        _progressing(facts),
+        _progressing(facts, completed),
         _degraded(trouble),
     )
     before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
     return Status(
         observed_generation=facts.generation,
-        replicas=rollout.total if rollout else 0,
-        ready_replicas=rollout.ready if rollout else 0,
-        updated_replicas=rollout.updated if rollout else 0,
+        replicas=len(facts.live),
+        ready_replicas=sum(pod.ready for pod in facts.live),
+        updated_replicas=len(facts.new_pods),
         selector=f"{contract.LABEL_SERVICE}={facts.name}",
         url=facts.url,
         update_revision=facts.revision,
         conditions=tuple(_dated(verdict, facts, before.get(verdict[0]), now) for verdict in verdicts),
-        current_revision=facts.revision if facts.settled else previous.current_revision if previous else "",
-        last_failure=_last_failure(facts, previous),
+        current_revision=completed,
+        last_failure=_last_failure(facts, concerned, previous),
     )
 
 
@@ -146,16 +165,16 @@ _Verdict = tuple[str, bool, str, str]
 """Condition type, whether it holds, reason, message."""
 
 
-def _ready(facts: Facts, trouble: Problem | None) -> _Verdict:
-    if facts.problem is not None:
+def _ready(facts: Facts, trouble: Problem | None, completed: str) -> _Verdict:
+    if facts.problem is not None and not facts.synced:
         return READY, False, facts.problem.reason, facts.problem.message
-    if facts.replicas == 0:
-        return READY, False, "ScaledToZero", "spec.replicas is 0"
-    if facts.settled:
-        return READY, True, "Serving", f"{facts.replicas} of {facts.replicas} pods answer"
+    if facts.serves and facts.replicas == 0:
+        return READY, True, SCALED_TO_ZERO, "spec.replicas is 0"
+    if facts.serves:
+        return READY, True, SERVING, _count(facts)
     if trouble is not None:
         return READY, False, trouble.reason, trouble.message
-    return READY, False, "RolloutInProgress", _count(facts)
+    return READY, False, _movement(facts, completed), _count(facts)
 
 
 def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
@@ -163,6 +182,8 @@ def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
         return MODEL_READY, True, "ModelLoaded", "the current revision answers"
     if trouble is not None:
         return MODEL_READY, False, trouble.reason, trouble.message
+    if facts.replicas == 0:
+        return MODEL_READY, False, SCALED_TO_ZERO, "spec.replicas is 0"
     phases = {pod.phase for pod in facts.new_pods}
     for phase, reason in _LOADING_REASONS.items():
         if phase in phases:
@@ -171,20 +192,29 @@ def _model_ready(facts: Facts, trouble: Problem | None) -> _Verdict:
 
 
 def _available(facts: Facts) -> _Verdict:
-    ready = facts.rollout.ready if facts.rollout else 0
-    if ready > 0:
+    if any(pod.ready for pod in facts.live):
         return AVAILABLE, True, "PodsReady", "requests are answered"
+    if facts.replicas == 0:
+        return AVAILABLE, False, SCALED_TO_ZERO, "spec.replicas is 0"
     return AVAILABLE, False, "NoReadyPods", "no pod answers requests"
 
 
-def _progressing(facts: Facts) -> _Verdict:
-    if facts.problem is not None:
+def _progressing(facts: Facts, completed: str) -> _Verdict:
+    if facts.problem is not None and not facts.synced:
         return PROGRESSING, False, facts.problem.reason, facts.problem.message
     if facts.settled:
         return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
     if facts.rollout is not None and facts.rollout.stalled:
         return PROGRESSING, False, "ProgressDeadlineExceeded", facts.rollout.stalled
-    return PROGRESSING, True, "RolloutInProgress", _count(facts)
+    return PROGRESSING, True, _movement(facts, completed), _count(facts)
+
+
+def _movement(facts: Facts, completed: str) -> str:
+    """Return the reason of what is under way: a rollout, or a change of the number of pods without one."""
+    replacing = facts.rollout is not None and facts.rollout.replacing
+    if facts.older or replacing or facts.revision != completed:
+        return "RolloutInProgress"
+    return "PodsStopping" if len(facts.new_pods) > facts.replicas else "PodsStarting"
 
 
 def _degraded(trouble: Problem | None) -> _Verdict:
@@ -197,11 +227,24 @@ def _count(facts: Facts) -> str:
     return f"{facts.new_ready} of {facts.replicas} pods of revision {facts.revision} answer"
 
 
-def _pod_trouble(facts: Facts) -> Problem | None:
-    """What keeps pods from serving: of the desired revision if it has any, by name for a stable answer."""
+def _concerned(facts: Facts, now: str) -> list[PodState]:
+    """Return the pods that can explain what is wrong now: live ones, and until all is well those that just failed."""
+    if facts.settled:
+        return facts.live
+    clock = datetime.datetime.fromisoformat(now)
+    return [pod for pod in facts.pods if not pod.ended or _seconds(pod.ended, clock) < _FAILED_POD_SECONDS]
+
+
+def _seconds(since: str, now: datetime.datetime) -> float:
+    return (now - datetime.datetime.fromisoformat(since)).total_seconds()
+
+
+def _pod_trouble(facts: Facts, concerned: list[PodState]) -> Problem | None:
+    """Return what keeps pods from serving: of the desired revision if it has any, by name for a stable answer."""
     if facts.shortage:
         return Problem("NoNodeLargeEnough", facts.shortage)
-    for pod in sorted(facts.new_pods or facts.pods, key=lambda pod: pod.name):
+    current = [pod for pod in concerned if pod.revision == facts.revision]
+    for pod in sorted(current or concerned, key=lambda pod: (bool(pod.ended), pod.name)):
         if pod.trouble:
             return Problem(pod.trouble, f"pod {pod.name}: {pod.message}")
     if facts.rollout is not None and facts.rollout.blocked:
@@ -225,9 +268,9 @@ def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) 
     )
 
 
-def _last_failure(facts: Facts, previous: Status | None) -> LastFailure | None:
-    """The newest crash of the pods there are; else the one last told of, until the service is well again."""
-    crashes = [(pod.crash, pod.name) for pod in facts.pods if pod.crash is not None]
+def _last_failure(facts: Facts, concerned: list[PodState], previous: Status | None) -> LastFailure | None:
+    """Return the newest crash that a pod still shows, else the last one reported, until all is well again."""
+    crashes = [(pod.crash, pod.name) for pod in concerned if pod.crash is not None]
     if crashes:
         crash, pod = max(crashes, key=_moment)
         return LastFailure(pod, crash.reason, crash.exit_code, crash.log_tail, crash.at)

@@ -22,14 +22,15 @@ _CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", 
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A Deployment's status. Counts are pods; `stalled` and `blocked` are messages of its conditions."""
+    """A Deployment's progress, as far as its pods do not show it.
 
-    generation: int
-    observed_generation: int
+    `desired` is its number of replicas. The rest is empty until its controller has observed the Deployment's
+    present generation: `replacing`, pods of an older template exist; `stalled` and `blocked`, messages of its
+    conditions.
+    """
+
     desired: int
-    total: int = 0
-    updated: int = 0
-    ready: int = 0
+    replacing: bool = False
     stalled: str = ""
     blocked: str = ""
 
@@ -44,7 +45,10 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PodState(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod. `trouble` names what keeps it from serving now; `crash` is its last one, even when recovered."""
+    """One pod. `trouble` names what keeps it from serving now; `crash` is its last one, even when recovered.
+
+    `ended` is empty, or the time (RFC 3339) when the pod as a whole ended; its object may stay for long.
+    """
 
     name: str
     uid: str
@@ -54,24 +58,37 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
     message: str = ""
     crash: Crash | None = None
+    ended: str = ""
 
 
 def read_rollout(deployment: dict[str, Any]) -> Rollout:
-    """The status of a Deployment; a missing count is zero."""
+    """Read a Deployment's status; one that is about an older generation says nothing of this one."""
     status = deployment.get("status") or {}
+    desired = deployment["spec"].get("replicas", 1)
+    if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
+        return Rollout(desired=desired)
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     progressing = conditions.get("Progressing", {})
     failure = conditions.get("ReplicaFailure", {})
     stalled = progressing.get("reason") == "ProgressDeadlineExceeded"
     return Rollout(
-        generation=deployment["metadata"].get("generation", 0),
-        observed_generation=status.get("observedGeneration", 0),
-        desired=deployment["spec"].get("replicas", 1),
-        total=status.get("replicas", 0),
-        updated=status.get("updatedReplicas", 0),
-        ready=status.get("readyReplicas", 0),
+        desired=desired,
+        replacing=status.get("updatedReplicas", 0) != status.get("replicas", 0),
         stalled=progressing.get("message", "") if stalled else "",
         blocked=failure.get("message", "") if failure.get("status") == "True" else "",
+    )
+
+
+def runs_in(pod: dict[str, Any], deployment: str) -> bool:
+    """Return whether a pod belongs to the Deployment of that name in its namespace, whatever its labels say.
+
+    Its controller is then a ReplicaSet, which Deployments name after themselves and the hash of the template.
+    """
+    meta = pod["metadata"]
+    replica_set = f"{deployment}-{(meta.get('labels') or {}).get('pod-template-hash')}"
+    return any(
+        owner.get("controller") and (owner["kind"], owner["name"]) == ("ReplicaSet", replica_set)
+        for owner in meta.get("ownerReferences") or []
     )
 
 
@@ -95,7 +112,20 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState | None:
         trouble=trouble,
         message=message,
         crash=_last_crash(status),
+        ended=_ended(pod),
     )
+
+
+def _ended(pod: dict[str, Any]) -> str:
+    """Return when a pod as a whole failed or succeeded, as nearly as its status shows; empty for a live one."""
+    status = pod.get("status") or {}
+    if status.get("phase") not in ("Failed", "Succeeded"):
+        return ""
+    stops = [container.get("state", {}).get("terminated") or {} for container in _containers(status)]
+    times: list[str] = [pod["metadata"]["creationTimestamp"]]
+    times += [stop.get("finishedAt") or "" for stop in stops]
+    times += [each.get("lastTransitionTime") or "" for each in status.get("conditions") or []]
+    return max(times)
 
 
 def _containers(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -137,6 +167,8 @@ def _container_trouble(container: dict[str, Any]) -> tuple[str, str] | None:
         return "ImagePullFailed", f"image {container['image']}: {waiting.get('message') or reason}"
     if reason in _CONFIG_REASONS:
         return "ContainerConfigError", f"container {name}: {waiting.get('message') or reason}"
+    if name != FETCH and "running" in state and container.get("started"):
+        return None  # it has started since it last ended; that end is over
     ended = _terminated(container)
     if ended is None or ended["exitCode"] == 0:
         return None

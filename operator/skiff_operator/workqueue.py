@@ -67,7 +67,8 @@ class Schedule:
 
     def refresh(self, key: Key, stage: Stage, now: float) -> None:
         """Ask for `key` as a routine: no reason to try a failed one early, or one in work again."""
-        if key not in self._running and key not in self._backoffs:
+        backs_off = key in self._backoffs and key in self._waiting
+        if key not in self._running and not backs_off:
             self.add(key, stage, now)
 
     def forget(self, key: Key) -> None:
@@ -90,12 +91,15 @@ class Schedule:
                 return key
         return None
 
-    def finish(self, key: Key, now: float, *, failed: bool = False) -> None:
-        """Give `key` back. A failed one comes again when its backoff is over; success ends the backoff."""
+    def finish(self, key: Key, now: float, *, failed: bool = False, partial: bool = False) -> None:
+        """Give `key` back. A failed one comes again when its backoff is over; success ends the backoff.
+
+        `partial`: it went well so far, but the part that failed before may be yet to come.
+        """
         again = self._running.pop(key)
         if failed:
             again = _earlier(again, self._retry_at(key, now), Stage.CHILDREN)
-        else:
+        elif not partial:
             self.forget(key)
         if again is not None:
             self.add(key, again.stage, again.due)
@@ -166,9 +170,9 @@ class WorkQueue:
         self._rouse()
         return key
 
-    def done(self, key: Key, *, failed: bool = False) -> None:
+    def done(self, key: Key, *, failed: bool = False, partial: bool = False) -> None:
         """Give `key` back, and have it again later if it failed or was asked for meanwhile."""
-        self._schedule.finish(key, _now(), failed=failed)
+        self._schedule.finish(key, _now(), failed=failed, partial=partial)
         self._rouse()
 
     def overdue_seconds(self) -> float:

@@ -73,7 +73,9 @@ def trees() -> st.SearchStrategy[Any]:
 
     def deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         fields = st.dictionaries(st.sampled_from(KEPT + DROPPED), inner, max_size=6)
-        return st.builds(lambda some, more: {**more, **some}, fields, st.dictionaries(st.sampled_from(MAPS), maps))
+        return st.builds(
+            lambda some, more: {**more, **some}, fields, st.dictionaries(st.sampled_from(MAPS), maps)
+        )
 
     return deeper(st.recursive(leaf, deeper, max_leaves=12))
 

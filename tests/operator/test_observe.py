@@ -31,6 +31,14 @@ def live(kind: Kind, version: int = 10, generation: int = 1, **changes: Any) -> 
     return {**obj, "metadata": {**obj["metadata"], **meta}, **changes}
 
 
+def pod_of(deployment: str, **meta: Any) -> dict[str, Any]:
+    """A pod with our label, made by the ReplicaSet of a Deployment."""
+    labels = {"serving.skiff.dev/inferenceservice": "llama", "pod-template-hash": "7d9f"}
+    owner = {"kind": "ReplicaSet", "name": f"{deployment}-7d9f", "uid": "r", "controller": True}
+    own = {"name": f"{deployment}-7d9f-x", "uid": "p", "namespace": "default", "ownerReferences": [owner]}
+    return {"metadata": {**own, "labels": labels, **meta}}
+
+
 def child_intact(observer: Observer, kind: Kind) -> bool:
     """Whether a child is known and holds what is desired."""
     return observer.cache.touch(KEY).children[(kind, "llama")].intact
@@ -104,14 +112,7 @@ def test_an_impossible_edit_keeps_the_last_good_spec(observer: Observer) -> None
 
 
 def test_nothing_is_remembered_of_what_is_gone(observer: Observer) -> None:
-    pod = {
-        "metadata": {
-            "name": "p",
-            "uid": "p",
-            "namespace": "default",
-            "labels": {"serving.skiff.dev/inferenceservice": "llama"},
-        }
-    }
+    pod = pod_of("llama")
     observer.fold(POD, pod, "ADDED")
     observer.fold(DEPLOYMENT, live(DEPLOYMENT), "ADDED")
     events: list[tuple[Kind, dict[str, Any], Event]] = [
@@ -138,3 +139,40 @@ def test_what_is_made_while_a_list_goes_on_is_not_swept(observer: Observer) -> N
     observer.relisted(DEPLOYMENT, "another", now=0.0)
     observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
     assert observer.sweep(Relist.QUIET_SECONDS + 1) == []
+
+
+def foreign(name: str, kind: Kind = DEPLOYMENT) -> dict[str, Any]:
+    """An object with our label that another one controls."""
+    obj = live(kind, 30)
+    owner = {**obj["metadata"]["ownerReferences"][0], "uid": "somebody-else"}
+    meta = {"name": name, "uid": "foreign", "ownerReferences": [owner]}
+    return {**obj, "metadata": {**obj["metadata"], **meta}, "spec": {"replicas": 7}}
+
+
+@pytest.mark.parametrize("name", ["llama", "stranger"])
+def test_objects_of_others_with_our_label_are_no_children(observer: Observer, name: str) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
+    entry = observer.cache.touch(KEY)
+    children, rollout = dict(entry.children), entry.rollout
+    for event in ("LISTED", "ADDED", "MODIFIED"):
+        assert observer.fold(DEPLOYMENT, foreign(name), event) is None
+    observer.fold(DEPLOYMENT, foreign(name), "DELETED")
+    assert (entry.children, entry.rollout) == (children, rollout)
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        pod_of("stranger"),
+        pod_of("llama-2"),
+        pod_of("llama", ownerReferences=[]),
+        pod_of("llama", ownerReferences=[{"kind": "StatefulSet", "name": "llama-7d9f", "controller": True}]),
+        pod_of("llama", ownerReferences=[{"kind": "ReplicaSet", "name": "llama-7d9f", "controller": False}]),
+        pod_of("llama", labels={"serving.skiff.dev/inferenceservice": "llama"}),
+    ],
+)
+def test_pods_of_others_with_our_label_are_not_counted(observer: Observer, pod: dict[str, Any]) -> None:
+    assert observer.fold(POD, pod, "ADDED") is None
+    assert observer.cache.touch(KEY).pods == {}
+    assert observer.fold(POD, pod_of("llama"), "ADDED") == STATUS
+    assert list(observer.cache.touch(KEY).pods) == ["llama-7d9f-x"]

@@ -111,7 +111,7 @@ def test_scaling_and_pruning(api: ApiServer) -> None:
     eventually(lambda: api.find("poddisruptionbudgets", "llama") is None, "the budget is pruned")
     eventually(lambda: api.get("deployments", "llama")["spec"]["replicas"] == 1, "one replica")
     api.merge("inferenceservices", "llama", {"spec": {"replicas": 0}}, "scale")
-    wait_for(api, "Ready", "False", "ScaledToZero")
+    wait_for(api, "Ready", "True", "ScaledToZero")
 
 
 def test_drift_is_repaired(api: ApiServer) -> None:

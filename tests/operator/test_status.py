@@ -10,15 +10,7 @@ from skiff_operator.status import Facts, Problem, Status, report
 from skiff_operator.workload import Crash, PodState, Rollout
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
-
-
-def rollout(total: int = 2, updated: int = 2, ready: int = 2, **fields: Any) -> Rollout:
-    """A Deployment of two replicas whose status is up to date."""
-    return Rollout(
-        **{"generation": 1, "observed_generation": 1, "desired": 2}
-        | {"total": total, "updated": updated, "ready": ready}
-        | fields
-    )
+CRASH = Crash(reason="CrashLoop", exit_code=2, log_tail="boom", at="2026-01-01T00:00:05Z")
 
 
 def pod(name: str = "p", revision: str = "new", **fields: Any) -> PodState:
@@ -27,8 +19,16 @@ def pod(name: str = "p", revision: str = "new", **fields: Any) -> PodState:
     return PodState(name=name, uid=name, revision=revision, **values)
 
 
-def facts(**fields: Any) -> Facts:
-    """A service of two replicas that serves."""
+def ready(name: str = "r", revision: str = "new", **fields: Any) -> PodState:
+    """A pod that answers."""
+    return pod(name, revision, ready=True, phase="Serving", **fields)
+
+
+PAIR = (ready("a"), ready("b"))
+
+
+def facts(*pods: PodState, **fields: Any) -> Facts:
+    """A service of two replicas with these pods."""
     values: dict[str, Any] = {
         "name": "llama",
         "generation": 1,
@@ -36,8 +36,8 @@ def facts(**fields: Any) -> Facts:
         "revision": "new",
         "url": "http://llama.default.svc/v1",
         "synced": True,
-        "rollout": rollout(),
-        "pods": (),
+        "rollout": Rollout(desired=2),
+        "pods": pods,
         "problem": None,
         **fields,
     }
@@ -49,90 +49,128 @@ def verdicts(of: Status) -> dict[str, tuple[str, str]]:
     return {condition.type: (condition.status, condition.reason) for condition in of.conditions}
 
 
+SERVED = report(facts(*PAIR), None, NOW)
+
+
 def test_a_service_that_serves() -> None:
-    written = report(facts(), None, NOW)
-    assert verdicts(written) == {
+    assert verdicts(SERVED) == {
         "Ready": ("True", "Serving"),
         "ModelReady": ("True", "ModelLoaded"),
         "Available": ("True", "PodsReady"),
         "Progressing": ("False", "RolloutComplete"),
         "Degraded": ("False", "AsExpected"),
     }
-    assert (written.current_revision, written.update_revision) == ("new", "new")
-    assert written.selector == "serving.skiff.dev/inferenceservice=llama"
+    assert (SERVED.current_revision, SERVED.update_revision) == ("new", "new")
+    assert (SERVED.replicas, SERVED.ready_replicas, SERVED.updated_replicas) == (2, 2, 2)
+    assert SERVED.selector == "serving.skiff.dev/inferenceservice=llama"
 
 
-NOT_READY = [
-    {"rollout": None},
-    {"synced": False},
-    {"rollout": rollout(generation=2)},
-    {"rollout": rollout(total=3, updated=1, ready=3)},
-    {"rollout": rollout(updated=1)},
-    {"rollout": rollout(ready=1)},
-    {"rollout": rollout(total=3)},
-]
+@pytest.mark.parametrize(
+    ("of", "progressing"),
+    [
+        (facts(ready(), pod()), "PodsStarting"),
+        (facts(ready()), "PodsStarting"),
+        (facts(*PAIR, replicas=9), "PodsStarting"),
+        (facts(*PAIR, replicas=1), "PodsStopping"),
+        (facts(*PAIR, rollout=Rollout(desired=2, replacing=True)), "RolloutInProgress"),
+    ],
+)
+def test_one_pod_of_the_revision_alone_makes_it_ready(of: Facts, progressing: str) -> None:
+    """Ready needs no more; the replica counts and Progressing say the rest."""
+    found = verdicts(report(of, None, NOW))
+    assert found["Ready"] == ("True", "Serving")
+    assert found["Progressing"] == ("True", progressing)
+    assert found["Degraded"] == ("False", "AsExpected")
 
 
-@pytest.mark.parametrize("fields", NOT_READY)
-def test_old_pods_do_not_make_it_ready(fields: dict[str, Any]) -> None:
-    found = verdicts(report(facts(**fields), None, NOW))
-    assert found["Ready"] == ("False", "RolloutInProgress")
-    assert found["Progressing"] == ("True", "RolloutInProgress")
+@pytest.mark.parametrize(
+    "of",
+    [
+        facts(rollout=None),
+        facts(*PAIR, synced=False),
+        facts(pod("a"), pod("b")),
+        facts(ready("a"), ready("b"), ready("c", "old")),
+        facts(ready("a"), ready("b"), pod("c", "old")),
+        facts(ready("a", "old"), ready("b", "old")),
+        facts(ready("a", "old"), replicas=0),
+    ],
+)
+def test_without_a_pod_of_the_revision_or_with_an_older_one_it_is_not_ready(of: Facts) -> None:
+    found = report(of, None, NOW)
+    assert verdicts(found)["Ready"] == ("False", "RolloutInProgress")
+    assert verdicts(found)["Progressing"] == ("True", "RolloutInProgress")
+    assert found.current_revision == ""
 
 
 def test_during_a_rollout_old_pods_keep_it_available() -> None:
-    pods = (pod("a", "old", ready=True), pod("b", "old", ready=True), pod("c"))
-    written = report(facts(rollout=rollout(total=3, updated=1, ready=2), pods=pods), None, NOW)
+    written = report(facts(ready("a", "old"), ready("b", "old"), pod("c")), None, NOW)
     found = verdicts(written)
     assert found["Available"][0] == "True"
     assert found["ModelReady"] == ("False", "LoadingModel")
-    assert written.current_revision == ""
+    assert (written.replicas, written.ready_replicas, written.updated_replicas) == (3, 2, 1)
 
 
-def test_trouble_of_the_new_revision_is_told_and_not_the_olds() -> None:
+def test_a_service_all_of_whose_pods_are_lost_is_in_no_rollout() -> None:
+    found = verdicts(report(facts(pod("a")), SERVED, NOW))
+    assert found["Ready"] == ("False", "PodsStarting")
+    assert found["Available"] == ("False", "NoReadyPods")
+
+
+def test_trouble_of_the_new_revision_is_reported_and_not_the_olds() -> None:
     pods = (pod("a", "old", trouble="OutOfMemory"), pod("b", trouble="ImagePullFailed", message="no image"))
-    written = report(facts(rollout=rollout(updated=1, ready=1), pods=pods), None, NOW)
+    written = report(facts(*pods), None, NOW)
     assert verdicts(written)["Degraded"] == ("True", "ImagePullFailed")
     assert verdicts(written)["Ready"] == ("False", "ImagePullFailed")
     condition = written.condition("Degraded")
     assert condition is not None and condition.message == "pod b: no image"
 
 
-def test_blocked_and_stalled_deployments_are_told() -> None:
-    blocked = report(facts(rollout=rollout(ready=0, blocked="exceeded quota")), None, NOW)
+def test_blocked_and_stalled_deployments_are_reported() -> None:
+    blocked = report(facts(rollout=Rollout(desired=2, blocked="exceeded quota")), None, NOW)
     assert verdicts(blocked)["Degraded"] == ("True", "PodCreateFailed")
-    stalled = report(facts(rollout=rollout(ready=0, stalled="too slow")), None, NOW)
+    stalled = report(facts(rollout=Rollout(desired=2, stalled="too slow")), None, NOW)
     assert verdicts(stalled)["Progressing"] == ("False", "ProgressDeadlineExceeded")
 
 
 def test_a_shortage_of_nodes_is_reported_while_no_pod_has_one() -> None:
     waiting = pod(phase="Scheduling", trouble="InsufficientGPU", message="0/3 nodes")
-    lacking = facts(rollout=rollout(ready=0), pods=(waiting,), shortage="no node has 64 GPUs")
+    lacking = facts(waiting, shortage="no node has 64 GPUs")
     assert not lacking.placed
     written = report(lacking, None, NOW)
     assert verdicts(written)["Degraded"] == ("True", "NoNodeLargeEnough")
     assert verdicts(written)["Ready"] == ("False", "NoNodeLargeEnough")
-    assert facts().placed and facts(replicas=0, rollout=None).placed
-    assert facts(rollout=rollout(ready=0), pods=(waiting, pod("q"))).placed
+    assert facts(*PAIR).placed and facts(replicas=0, rollout=None).placed
+    assert facts(waiting, pod("q")).placed
 
 
 def test_an_invalid_spec_leaves_the_pods_at_work() -> None:
-    found = verdicts(report(facts(synced=False, problem=Problem("InvalidSpec", "fix it")), None, NOW))
+    problem = Problem("InvalidSpec", "fix it")
+    found = verdicts(report(facts(*PAIR, synced=False, problem=problem), None, NOW))
     assert found["Ready"] == found["Progressing"] == ("False", "InvalidSpec")
     assert found["Degraded"] == ("True", "InvalidSpec")
     assert found["Available"] == ("True", "PodsReady")
 
 
-def test_scaled_to_zero_is_neither_ready_nor_degraded() -> None:
-    found = verdicts(report(facts(replicas=0, rollout=rollout(0, 0, 0, desired=0)), None, NOW))
-    assert found["Ready"] == ("False", "ScaledToZero")
-    assert found["Degraded"][0] == "False"
-    assert found["ModelReady"][0] == "False"
+def test_a_problem_beside_the_pods_degrades_a_service_that_serves() -> None:
+    found = verdicts(report(facts(*PAIR, problem=Problem("ApplyFailed", "quota")), None, NOW))
+    assert found["Ready"] == ("True", "Serving")
+    assert found["Progressing"] == ("False", "RolloutComplete")
+    assert found["Degraded"] == ("True", "ApplyFailed")
+
+
+@pytest.mark.parametrize("left", [(), PAIR, (pod(ended=NOW, trouble="Evicted"),)])
+def test_scaled_to_zero_is_ready_and_not_degraded(left: tuple[PodState, ...]) -> None:
+    found = verdicts(report(facts(*left, replicas=0), SERVED, NOW))
+    assert found["Ready"] == ("True", "ScaledToZero")
+    assert found["Degraded"] == ("False", "AsExpected")
+    if left != PAIR:
+        assert found["ModelReady"] == found["Available"] == ("False", "ScaledToZero")
+        assert found["Progressing"] == ("False", "RolloutComplete")
 
 
 def test_times_move_only_with_the_status() -> None:
-    first = report(facts(rollout=rollout(ready=0)), None, NOW)
-    same = report(facts(rollout=rollout(ready=1), pods=(pod(trouble="CrashLoop"),)), first, LATER)
+    first = report(facts(pod("a")), None, NOW)
+    same = report(facts(pod("a", trouble="CrashLoop"), ready("b", "old")), first, LATER)
     times = {condition.type: condition.last_transition_time for condition in same.conditions}
     assert times == {
         "Ready": NOW,
@@ -144,44 +182,61 @@ def test_times_move_only_with_the_status() -> None:
 
 
 def test_reporting_again_changes_nothing() -> None:
-    first = report(facts(), None, NOW)
-    assert report(facts(), first, LATER) == first
-    stored = msgspec.json.decode(msgspec.json.encode(first))
-    assert status.read(stored) == first
+    assert report(facts(*PAIR), SERVED, LATER) == SERVED
+    stored = msgspec.json.decode(msgspec.json.encode(SERVED))
+    assert status.read(stored) == SERVED
 
 
 def test_the_last_failure_is_the_newest_and_goes_when_all_is_well() -> None:
-    crash = Crash(reason="CrashLoop", exit_code=2, log_tail="boom", at="2026-01-01T00:00:05Z")
-    older = msgspec.structs.replace(crash, at="2026-01-01T00:00:01Z")
-    broken = facts(rollout=rollout(ready=0), pods=(pod("a", crash=crash), pod("b", crash=older)))
-    written = report(broken, None, NOW)
+    older = msgspec.structs.replace(CRASH, at="2026-01-01T00:00:01Z")
+    written = report(facts(pod("a", crash=CRASH), pod("b", crash=older)), None, NOW)
     failure = written.last_failure
     assert failure is not None
     assert (failure.pod, failure.exit_code, failure.log_tail) == ("a", 2, "boom")
-    waiting = report(facts(rollout=rollout(ready=0)), written, NOW)
+    waiting = report(facts(pod("c"), ready("d")), written, NOW)
     assert waiting.last_failure == failure, "a new pod that still starts does not hide it"
-    assert report(facts(), waiting, NOW).last_failure is None
+    assert report(facts(*PAIR), waiting, NOW).last_failure is None
+
+
+def test_a_pod_that_recovered_keeps_its_last_failure_as_history() -> None:
+    """As long as the pod lives and the API server shows it; nothing is wrong with it now."""
+    written = report(facts(ready("a", crash=CRASH), ready("b")), None, NOW)
+    assert written.last_failure is not None and written.last_failure.at == CRASH.at
+    assert verdicts(written)["Degraded"] == ("False", "AsExpected")
+    assert report(facts(*PAIR), written, NOW).last_failure is None
+
+
+def test_a_failed_pod_is_blamed_until_all_is_well_and_not_for_ever() -> None:
+    failed = pod("a", ended=NOW, trouble="Evicted", message="disk", crash=CRASH)
+    broken = report(facts(failed, ready("b")), SERVED, "2026-01-01T00:09:00Z")
+    assert verdicts(broken)["Ready"] == ("True", "Serving")
+    assert verdicts(broken)["Degraded"] == ("True", "Evicted")
+    assert broken.last_failure is not None and (broken.replicas, broken.updated_replicas) == (1, 1)
+    for later in (facts(failed, *PAIR), facts(failed, *PAIR, replicas=3)):
+        written = report(later, SERVED, "2026-01-01T00:10:00Z")
+        assert verdicts(written)["Degraded"] == ("False", "AsExpected")
+        assert written.last_failure is None
 
 
 def test_events_tell_transitions_once() -> None:
     def told(before: Status | None, after: Status) -> list[tuple[str, str]]:
         return [(news.type, news.reason) for news in events.announcements(before, after)]
 
-    starting = report(facts(rollout=rollout(ready=0)), None, NOW)
-    crashing = report(
-        facts(rollout=rollout(ready=0), pods=(pod(trouble="CrashLoop", message="1"),)), starting, NOW
-    )
-    again = report(
-        facts(rollout=rollout(ready=0), pods=(pod(trouble="CrashLoop", message="2"),)), crashing, NOW
-    )
-    serving = report(facts(), again, NOW)
-    edited = report(facts(revision="newer", synced=False), serving, NOW)
+    starting = report(facts(pod()), None, NOW)
+    crashing = report(facts(pod(trouble="CrashLoop", message="1")), starting, NOW)
+    again = report(facts(pod(trouble="CrashLoop", message="2")), crashing, NOW)
+    serving = report(facts(*PAIR), again, NOW)
+    edited = report(facts(*PAIR, revision="newer", synced=False), serving, NOW)
+    zero = report(facts(replicas=0), serving, NOW)
+    woken = report(facts(pod()), zero, NOW)
     assert told(None, starting) == []
     assert told(starting, crashing) == [("Warning", "CrashLoop")]
     assert told(crashing, again) == []
     assert told(again, serving) == [("Normal", "Ready")]
     assert told(serving, serving) == []
     assert told(serving, edited) == [("Normal", "RolloutStarted")]
+    assert told(serving, zero) == told(zero, woken) == told(None, zero) == []
+    assert told(zero, serving) == told(woken, serving) == [("Normal", "Ready")]
 
 
 @pytest.mark.parametrize("stored", [None, "text", {}, {"conditions": 1}, {"observedGeneration": "1"}])

@@ -25,7 +25,13 @@ TEMPLATE = {
         "hostAliases": [],
         "affinity": {"nodeAffinity": {}, "podAffinity": {}, "podAntiAffinity": {}},
         "hostUsers": False,
-        "securityContext": {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0, "fsGroup": 0, "supplementalGroups": []},
+        "securityContext": {
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "fsGroup": 0,
+            "supplementalGroups": [],
+        },
         "tolerations": [{"key": "", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 0}],
         "containers": [
             {
@@ -34,7 +40,9 @@ TEMPLATE = {
                 "workingDir": "",
                 "env": [{"name": "EMPTY", "value": ""}],
                 "securityContext": {"privileged": False, "readOnlyRootFilesystem": False, "capabilities": {}},
-                "volumeMounts": [{"name": "config", "mountPath": "/etc/model", "readOnly": False, "subPath": ""}],
+                "volumeMounts": [
+                    {"name": "config", "mountPath": "/etc/model", "readOnly": False, "subPath": ""}
+                ],
             }
         ],
         "volumes": [

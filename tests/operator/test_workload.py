@@ -6,13 +6,15 @@ import pytest
 
 from skiff_operator import workload
 
+MADE = {"creationTimestamp": "2026-01-01T00:00:00Z"}
+
 
 def pod(
     *containers: dict[str, Any], init: list[dict[str, Any]] | None = None, **status: Any
 ) -> dict[str, Any]:
     """A pod with these container statuses."""
     return {
-        "metadata": {"name": "p", "uid": "u", "labels": {"serving.skiff.dev/revision": "r"}},
+        "metadata": {"name": "p", "uid": "u", "labels": {"serving.skiff.dev/revision": "r"}, **MADE},
         "status": {"containerStatuses": list(containers), "initContainerStatuses": init or [], **status},
     }
 
@@ -48,6 +50,8 @@ TROUBLES = [
     (pod(conditions=[UNSCHEDULABLE | {"message": "unbound claims"}]), "Unschedulable", "unbound claims"),
     (pod(phase="Failed", reason="Evicted", message="disk pressure"), "Evicted", "disk pressure"),
     (pod(container(state={"running": {}})), "", ""),
+    (pod(container(state={"running": {}}, started=True, lastState=ended(1))), "", ""),
+    (pod(init=[container("fetch", state={"running": {}}, started=True, lastState=ended(5))]), "WeightsDownloadFailed", ""),
     (pod(), "", ""),
 ]  # fmt: skip
 
@@ -95,32 +99,38 @@ def test_phases_of_a_start(obj: dict[str, Any], phase: str) -> None:
     assert state is not None and state.phase == phase
 
 
+def deployment(generation: int, **status: Any) -> dict[str, Any]:
+    """A Deployment of two replicas."""
+    return {"metadata": {"generation": generation}, "spec": {"replicas": 2}, "status": status}
+
+
+STUCK = [
+    {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "slow"},
+    {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "quota"},
+]
+
+
 def test_a_deployments_status() -> None:
-    rollout = workload.read_rollout(
-        {
-            "metadata": {"generation": 3},
-            "spec": {"replicas": 2},
-            "status": {
-                "observedGeneration": 3,
-                "replicas": 3,
-                "updatedReplicas": 1,
-                "readyReplicas": 2,
-                "conditions": [
-                    {
-                        "type": "Progressing",
-                        "status": "False",
-                        "reason": "ProgressDeadlineExceeded",
-                        "message": "slow",
-                    },
-                    {
-                        "type": "ReplicaFailure",
-                        "status": "True",
-                        "reason": "FailedCreate",
-                        "message": "quota",
-                    },
-                ],
-            },
-        }
-    )
-    assert (rollout.total, rollout.updated, rollout.ready, rollout.desired) == (3, 1, 2, 2)
-    assert (rollout.stalled, rollout.blocked) == ("slow", "quota")
+    status = {"observedGeneration": 3, "replicas": 3, "updatedReplicas": 1, "conditions": STUCK}
+    found = workload.read_rollout(deployment(3, **status))
+    assert found == workload.Rollout(desired=2, replacing=True, stalled="slow", blocked="quota")
+    whole = workload.read_rollout(deployment(3, observedGeneration=3, replicas=2, updatedReplicas=2))
+    assert whole == workload.Rollout(desired=2)
+
+
+def test_a_status_of_an_older_generation_says_nothing() -> None:
+    status = {"observedGeneration": 2, "replicas": 3, "updatedReplicas": 1, "conditions": STUCK}
+    assert workload.read_rollout(deployment(3, **status)) == workload.Rollout(desired=2)
+
+
+def test_a_pod_that_ended_as_a_whole_says_when() -> None:
+    crashed = container(state=ended(1, at="2026-01-01T00:00:05Z"))
+    evicted = [{"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:00:07Z"}]
+    for obj, at in (
+        (pod(crashed, phase="Running"), ""),
+        (pod(crashed, phase="Failed"), "2026-01-01T00:00:05Z"),
+        (pod(crashed, phase="Failed", conditions=evicted), "2026-01-01T00:00:07Z"),
+        (pod(phase="Succeeded"), MADE["creationTimestamp"]),
+    ):
+        state = workload.read_pod(obj, gpu_resource="nvidia.com/gpu")
+        assert state is not None and state.ended == at

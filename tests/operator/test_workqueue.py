@@ -72,23 +72,29 @@ class Histories(RuleBasedStateMachine):
     def take(self) -> None:
         key = self.schedule.take(self.now)
         if key is None:
-            assert not [due for due in self.due.values() if due <= self.now], "a key that is due was kept back"
+            assert not [due for due in self.due.values() if due <= self.now], (
+                "a key that is due was kept back"
+            )
             return
         assert key not in self.running, "two workers on one key"
         assert self.due.pop(key) <= self.now, "a key came before its time"
         self.running.add(key)
 
     @precondition(lambda self: self.running)
-    @rule(failed=st.booleans(), choice=st.randoms(use_true_random=False))
-    def finish(self, failed: bool, choice: random.Random) -> None:
+    @rule(result=st.sampled_from(["done", "failed", "partial"]), choice=st.randoms(use_true_random=False))
+    def finish(self, result: str, choice: random.Random) -> None:
+        """Work that was done in part goes on at once, and says nothing of the part that failed before."""
         key = choice.choice(sorted(self.running))
-        self.schedule.finish(key, self.now, failed=failed)
+        if result == "partial":
+            self.add(key, Stage.NETWORK, 0.0)
+        self.schedule.finish(key, self.now, failed=result == "failed", partial=result == "partial")
         self.running.discard(key)
         asked = self.again.pop(key, None)
         if asked is not None:
             self.expect(key, asked)
-        if not failed:
+        if result == "done":
             self.backoffs.pop(key, None)
+        if result != "failed":
             return
         backoff = self.backoffs.setdefault(key, Backoff(0, self.now))
         if self.now >= backoff.retry_at:
@@ -163,10 +169,12 @@ def test_asked_for_while_running_comes_again() -> None:
 
 
 @given(resync=st.floats(0.1, 40), tries=st.integers(1, 12))
-def test_retries_back_off_from_a_second_to_five_minutes_whatever_resyncs_do(resync: float, tries: int) -> None:
+def test_retries_back_off_from_a_second_to_five_minutes_whatever_resyncs_do(
+    resync: float, tries: int
+) -> None:
     schedule, key, now, next_resync = Schedule(), ("ns", "a"), 0.0, 0.0
     schedule.add(key, Stage.CHILDREN, now)
-    found = []
+    found: list[float] = []
     while len(found) < tries:
         if schedule.take(now) == key:
             found.append(now)
@@ -204,6 +212,17 @@ def test_an_event_is_acted_on_at_once_and_once_while_a_key_backs_off() -> None:
     schedule.finish(key, retry_at, failed=True)
     assert schedule.take(retry_at + 31.9) is None
     assert schedule.take(retry_at + 32.0) == key
+
+
+def test_a_success_in_part_does_not_end_the_backoff() -> None:
+    schedule, key, now = failing(9)
+    schedule.add(key, Stage.CHILDREN, now)
+    assert schedule.take(now) == key
+    schedule.add(key, Stage.NETWORK, now)
+    schedule.finish(key, now, partial=True)
+    assert schedule.take(now) == key
+    schedule.finish(key, now, failed=True)
+    assert schedule.take(now + 255.0) is None
 
 
 @pytest.mark.parametrize("edited", [True, False])

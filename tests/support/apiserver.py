@@ -89,6 +89,12 @@ class ApiServer:
                 raise
             return None
 
+    def watched(self, plural: str, since: str) -> list[Any]:
+        """Every watch event of the collection after a resource version, in order, up to a second from now."""
+        query = f"watch=true&resourceVersion={since}&timeoutSeconds=1"
+        reply = self._http.get(f"{self.path(plural)}?{query}")
+        return [json.loads(line) for line in reply.text.splitlines()]
+
     def list(self, plural: str, selector: str = "") -> list[Any]:
         """All objects of the namespace, by label selector."""
         items: list[Any] = self.request("GET", f"{self.path(plural)}?labelSelector={selector}")["items"]

@@ -1,5 +1,6 @@
 """On a control plane without nodes, tests play the kubelet: they write the status that a kubelet would."""
 
+import datetime
 from typing import Any
 
 from apiserver import ApiServer, Refused
@@ -18,9 +19,10 @@ class PlayKubelet:
         self._service = service
 
     def pods(self, revision: str = "") -> list[Any]:
-        """Pods that are not being deleted, of one revision or all."""
+        """Pods that neither failed nor are being deleted, of one revision or all."""
         found = self._api.list("pods", f"serving.skiff.dev/inferenceservice={self._service}")
-        alive = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        whole = [pod for pod in found if pod["status"].get("phase") != "Failed"]
+        alive = [pod for pod in whole if "deletionTimestamp" not in pod["metadata"]]
         return [pod for pod in alive if not revision or pod["metadata"]["labels"][REVISION] == revision]
 
     def serve(self, count: int, revision: str = "") -> None:
@@ -57,6 +59,20 @@ class PlayKubelet:
         ended = {"exitCode": code, "reason": reason, "message": log, "startedAt": TIME, "finishedAt": TIME}
         back_off = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
         self.report(pod, state=back_off, last={"terminated": ended}, restarts=1, init=init)
+
+    def evict(self, pod: Any, *, code: int, log: str) -> None:
+        """End a pod as a whole, as under disk pressure; its object stays, and another pod takes its place."""
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ended = {"exitCode": code, "reason": "Error", "message": log, "startedAt": TIME, "finishedAt": now}
+        stopped = {"state": {"terminated": ended}}
+        status = {
+            "phase": "Failed",
+            "reason": "Evicted",
+            "message": "The node was low on resource: ephemeral-storage.",
+            "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": now}],
+            "containerStatuses": [_container(spec, stopped) for spec in pod["spec"]["containers"]],
+        }
+        self._api.merge("pods", pod["metadata"]["name"], {"status": status}, "status")
 
     def remove_deleted(self) -> None:
         """Let pods go that are being deleted, as a kubelet does when their containers have stopped."""
