@@ -91,6 +91,28 @@ def test_every_response_has_the_request_id(front: Front) -> None:
         assert re.fullmatch("[0-9a-f]{24}", made)
 
 
+def test_the_description_names_the_keys(front: Front) -> None:
+    document = front.get("/openapi.json").json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    keyed = {
+        path
+        for path, methods in document["paths"].items()
+        if all(each.get("security") and "401" in each["responses"] for each in methods.values())
+    }
+    assert set(document["paths"]) - keyed == set(PROBES)
+    assert front.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", [*PROBES, "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
+)
+def test_head_is_get_without_a_body(front: Front, path: str) -> None:
+    response = ask(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
+    assert (response.status_code, response.content) == (200, b"")
+    assert int(response.headers["content-length"]) > 0
+    assert response.headers.get_list("x-request-id") == ["trace.8"]
+
+
 def test_an_allowed_origin_may_read(front: Front) -> None:
     asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,x-own"}
     preflight = ask(front, "OPTIONS", CHAT, origin=ORIGIN, **asked)

@@ -16,6 +16,8 @@ from skiff_runtime.messages import Finish
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": NAME, "prompt": "hi"}
+PATHS = (CHAT, "/tokenize")
+"""One path of the gate's, one of FastAPI's."""
 LIMIT = 100_000
 
 
@@ -88,10 +90,35 @@ def test_bad_requests(
     assert says in found["message"]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 10_000, b'{"model": "\\ud800"}', b"model=tiny"])
-def test_bodies_that_are_no_json(front: Front, raw: bytes) -> None:
-    found = error(front.http.post(front.url + CHAT, content=raw), 400)
+def test_bodies_that_are_no_json(front: Front, raw: bytes, path: str) -> None:
+    found = error(front.http.post(front.url + path, content=raw), 400)
     assert found["message"].startswith("the request body is no valid JSON")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bodies_of_the_wrong_type(front: Front, path: str) -> None:
+    for raw, says in ((b"[]", "must be a JSON object"), (b'{"model": NaN}', "'model': Input should be")):
+        assert says in error(front.http.post(front.url + path, content=raw), 400)["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json"]
+)
+def test_a_body_is_json_whatever_its_content_type_says(front: Front, path: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = front.http.post(front.url + path, content=b'{"nonsense": 1}', headers=headers)
+    assert error(response, 400)["message"].startswith(("'model' is missing", "unknown field 'nonsense'"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_of_too_many_parts(front: Front, path: str) -> None:
+    raw = b'{"prompt": [' + b'"",' * 20_000 + b'""]}'
+    assert (
+        "strings, objects and arrays" in error(front.http.post(front.url + path, content=raw), 413)["message"]
+    )
 
 
 def test_the_official_client_understands(front: Front) -> None:
@@ -107,21 +134,26 @@ def test_unknown_paths_and_methods(front: Front) -> None:
     response = front.get(CHAT)
     assert error(response, 405)["message"] == f"{CHAT} does not take GET; use POST"
     assert response.headers["allow"] == "POST"
+    response = front.post("/livez")
+    assert error(response, 405)["message"] == "/livez does not take POST; use GET, HEAD"
+    assert response.headers["allow"] == "GET, HEAD"
     assert error(front.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
 
 
-def test_a_large_body_is_refused_before_it_is_read(front: Front) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_large_body_is_refused_before_it_is_read(front: Front, path: str) -> None:
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 40}\r\n\r\n".encode())
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 40}\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_that_is_sent_whole(front: Front, chunked: bool) -> None:
+def test_a_large_body_that_is_sent_whole(front: Front, chunked: bool, path: str) -> None:
     data = json.dumps({**BODY, "user": "x" * 4_000_000}).encode()
     content = iter([data[i : i + 65536] for i in range(0, len(data), 65536)]) if chunked else data
-    found = error(front.http.post(front.url + CHAT, content=content, timeout=TIMEOUT_SECONDS), 413)
+    found = error(front.http.post(front.url + path, content=content, timeout=TIMEOUT_SECONDS), 413)
     assert (found["code"], str(LIMIT) in found["message"]) == ("request_too_large", True)
 
 
@@ -141,8 +173,9 @@ def test_too_many_requests(front: Front) -> None:
     assert front.metric(rejected) == before + 1
 
 
-def test_a_client_that_leaves_within_its_request(front: Front) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_client_that_leaves_within_its_request(front: Front, path: str) -> None:
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{{".encode())
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{{".encode())
     assert front.get("/readyz").status_code == 200

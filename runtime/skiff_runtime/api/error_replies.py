@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from pydantic import BaseModel
+
 from skiff_runtime.api.sse import encode_json
 from skiff_runtime.api.writer import Headers
 from skiff_runtime.errors import RequestError
@@ -9,6 +11,21 @@ from skiff_runtime.messages import RequestFailed
 
 _RETRY: Final = (429, 503)
 _CLOSING: Final = (401, 403, 408, 413)
+
+
+class ErrorDetail(BaseModel):
+    """The fault, and the change that mends it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorDetail
 
 
 def error_body(error: RequestError | RequestFailed) -> bytes:

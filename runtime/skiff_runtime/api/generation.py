@@ -143,9 +143,9 @@ class ServedModel:
             formats=AnswerFormats.of(launch),
         )
 
-    def check_name(self, name: str) -> None:
-        """Raise ``ModelNotFound`` for a model that is not served here."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raise ``ModelNotFound`` for a model that is not served here; None means the one that is."""
+        if name is not None and name != self.name:
             raise ModelNotFound(
                 f"the model {name[:200]!r} is not served here; served is {self.name!r}", param="model"
             )

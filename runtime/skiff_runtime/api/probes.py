@@ -1,23 +1,23 @@
-"""Probes and what operators ask: /livez /readyz /startupz /health_generate /metrics /server_info /v1/models."""
+"""GET operations: probes (/livez /readyz /startupz /health_generate), /metrics, /server_info and /v1/models."""
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from skiff_runtime import __version__
-from skiff_runtime.api.body import Receive, Scope
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+from skiff_runtime import __version__, contract
 from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.documented import failures, plain_text, unready
 from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
-from skiff_runtime.api.reply import JSON, reply, reply_error
 from skiff_runtime.api.sinks import NullSink
-from skiff_runtime.api.sse import encode_json
 from skiff_runtime.api.status import ServiceStatus, State
-from skiff_runtime.api.writer import Send
 from skiff_runtime.errors import InternalError, RequestError, Unavailable
+from skiff_runtime.exposition import CONTENT_TYPE
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     Finish,
@@ -30,106 +30,158 @@ from skiff_runtime.messages import (
 from skiff_runtime.metrics import Metrics
 
 HEALTH_TIMEOUT_SECONDS: Final = 30.0
-Reply = tuple[int, bytes]
 
 
-class SimpleEndpoint:
-    """An ASGI application for a GET that is answered at once. ``handler`` gives status and body, or raises ``RequestError``."""
+class ModelCard(BaseModel):
+    """The served model."""
 
-    def __init__(self, handler: Callable[[Scope], Reply], *, content_type: str = JSON) -> None:
-        self._handler = handler
-        self._content_type = content_type
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        try:
-            status, body = self._handler(scope)
-            await reply(scope, send, status, body, self._content_type)
-        except RequestError as error:
-            await reply_error(scope, send, error)
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
 
 
-class Probes:
-    """Handlers that tell where the service stands."""
+class ModelList(BaseModel):
+    """All served models: one."""
 
-    def __init__(self, launch: Launch, model: ServedModel, status: ServiceStatus, metrics: Metrics) -> None:
-        self._launch = launch
-        self._model = model
-        self._status = status
-        self._metrics = metrics
-        self._created = int(time.time())
+    object: Literal["list"]
+    data: list[ModelCard]
 
-    def livez(self, _scope: Scope) -> Reply:
+
+class StatusReply(BaseModel):
+    """The state of the service."""
+
+    status: State
+
+
+class StartReply(StatusReply):
+    """Progress of the start: each process's phase, its progress from 0 to 1, and its phases' seconds."""
+
+    elapsed_seconds: float
+    processes: dict[str, dict[str, Any]]
+
+
+class HealthReply(BaseModel):
+    """One token was generated in this many seconds."""
+
+    status: Literal["ok"]
+    seconds: float
+
+
+class ServerInfo(BaseModel):
+    """Version, model, configuration (secrets left out), capacity and start."""
+
+    version: str
+    status: State
+    model: dict[str, Any]
+    config: dict[str, Any]
+    kv_tokens: int
+    start_phase_seconds: dict[str, float]
+
+
+def probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
+    """Return the operations of kubelets, scrapers and routers."""
+    router = APIRouter(tags=["probes"])
+    health = _HealthCheck(dispatcher)
+
+    @router.get(contract.PATH_LIVEZ, summary="Alive?", responses=unready(StatusReply))
+    async def livez(response: Response) -> StatusReply:
         """200 until the service fails: the supervisor ends every process when one of them does not beat."""
-        return _told(self._status.state is not State.FAILED, {"status": self._status.state})
+        _set_status(response, good=status.state is not State.FAILED)
+        return StatusReply(status=status.state)
 
-    def readyz(self, _scope: Scope) -> Reply:
+    @router.get(contract.PATH_READYZ, summary="Ready?", responses=unready(StatusReply))
+    async def readyz(response: Response) -> StatusReply:
         """200 while new requests are served."""
-        return _told(self._status.state is State.READY, {"status": self._status.state})
+        _set_status(response, good=status.state is State.READY)
+        return StatusReply(status=status.state)
 
-    def startupz(self, _scope: Scope) -> Reply:
-        """200 once every process is ready; the body tells each one's phase and progress."""
-        return _told(self._status.state in (State.READY, State.DRAINING), self._status.report())
+    @router.get(contract.PATH_STARTUPZ, summary="Started?", responses=unready(StartReply))
+    async def startupz(response: Response) -> StartReply:
+        """200 once every process is ready; the body has the phase and the progress of each."""
+        _set_status(response, good=status.state in (State.READY, State.DRAINING))
+        return StartReply(**status.report())
 
-    def metrics(self, _scope: Scope) -> Reply:
+    @router.get(
+        contract.PATH_HEALTH_GENERATE, summary="Generate one token", responses=failures(429, 500, 503)
+    )
+    async def health_generate() -> HealthReply:
+        """One real token through every process. Checks that come meanwhile wait for the same one."""
+        began = time.perf_counter()
+        await health.run()
+        return HealthReply(status="ok", seconds=round(time.perf_counter() - began, 6))
+
+    @router.get(
+        contract.PATH_METRICS, summary="Metrics", response_class=Response, responses=plain_text("text/plain")
+    )
+    async def read_metrics() -> Response:
         """Prometheus' text format."""
-        return 200, self._metrics.page()
+        return Response(metrics.page(), media_type=CONTENT_TYPE)
 
-    def server_info(self, _scope: Scope) -> Reply:
+    return router
+
+
+def model_routes(launch: Launch, model: ServedModel, status: ServiceStatus) -> APIRouter:
+    """Return the operations that describe the service."""
+    router = APIRouter(tags=["service"])
+    card = ModelCard(
+        id=model.name,
+        object="model",
+        created=int(time.time()),
+        owned_by="skiff",
+        max_model_len=model.max_model_len,
+    )
+
+    @router.get(contract.PATH_MODELS, summary="List the served model")
+    async def models() -> ModelList:
+        """OpenAI's list of models."""
+        return ModelList(object="list", data=[card])
+
+    @router.get(
+        contract.PATH_MODELS + "/{name:path}", summary="Show the served model", responses=failures(404)
+    )
+    async def one_model(name: str) -> ModelCard:
+        """One entry of that list."""
+        model.check_name(name)
+        return card
+
+    @router.get(contract.PATH_SERVER_INFO, summary="Show version and configuration")
+    async def server_info() -> ServerInfo:
         """Version, model, configuration, capacity and start."""
-        model = {
+        described = {
             field: value
-            for field, value in dataclasses.asdict(self._launch.model).items()
+            for field, value in dataclasses.asdict(launch.model).items()
             if isinstance(value, str | int | float | list | tuple)
         }
-        info = {
-            "version": __version__,
-            "status": self._status.state,
-            "model": {"name": self._model.name, **model},
-            "config": self._launch.config.shown(),
-            "kv_tokens": self._status.kv_tokens,
-            "start_phase_seconds": self._status.phase_seconds(),
-        }
-        return 200, encode_json(info)
+        return ServerInfo(
+            version=__version__,
+            status=status.state,
+            model={"name": model.name, **described},
+            config=launch.config.shown(),
+            kv_tokens=status.kv_tokens,
+            start_phase_seconds=status.phase_seconds(),
+        )
 
-    def models(self, _scope: Scope) -> Reply:
-        """OpenAI's list of models."""
-        return 200, encode_json({"object": "list", "data": [self._card()]})
-
-    def one_model(self, scope: Scope) -> Reply:
-        """One entry of that list."""
-        self._model.check_name(scope["path_params"]["name"])
-        return 200, encode_json(self._card())
-
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "skiff",
-            "max_model_len": self._model.max_model_len,
-        }
+    return router
 
 
-class HealthEndpoint:
-    """GET /health_generate: one real token through every process. Whoever asks meanwhile waits for the same one."""
+def _set_status(response: Response, *, good: bool) -> None:
+    response.status_code = 200 if good else 503
+
+
+class _HealthCheck:
+    """Generates one token, the same one for all that ask at a time."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._check: asyncio.Task[None] | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        began = time.perf_counter()
+    async def run(self) -> None:
+        """Wait for a token. Raises ``RequestError``."""
         if self._check is None or self._check.done():
             self._check = asyncio.get_running_loop().create_task(self._one_token())
-        try:
-            await asyncio.shield(self._check)
-        except RequestError as error:
-            await reply_error(scope, send, error)
-            return
-        seconds = round(time.perf_counter() - began, 6)
-        await reply(scope, send, 200, encode_json({"status": "ok", "seconds": seconds}))
+        await asyncio.shield(self._check)
 
     async def _one_token(self) -> None:
         sink = _HealthSink()
@@ -167,7 +219,3 @@ class _HealthSink(NullSink):
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
-
-
-def _told(good: bool, value: dict[str, Any]) -> Reply:
-    return (200 if good else 503), encode_json(value)

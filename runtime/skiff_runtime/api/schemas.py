@@ -7,12 +7,13 @@ Every field that OpenAI's API knows is declared. One that is not served yet acce
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.format_schemas import Guided
 from skiff_runtime.api.message_schemas import Empty, Message
 from skiff_runtime.api.strict import Strict as Strict
+from skiff_runtime.api.strict import exactly_one
 from skiff_runtime.api.tool_schemas import ToolFields
 from skiff_runtime.limits import (
     BIAS,
@@ -235,6 +236,8 @@ class CompletionRequest(OpenAIRequest):
 
 class GenerateBody(Sampling, Guided):
     """POST /generate, the native endpoint: ``text`` or ``token_ids`` in, text and token ids out."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one("text", "token_ids"))
 
     text: str | None = None
     token_ids: TokenIds | None = None

@@ -1,24 +1,27 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer makes of a prompt, and of token ids, in vLLM's shapes."""
+"""POST /tokenize and /detokenize: the model's tokenizer over HTTP, in vLLM's shapes."""
 
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 import numpy as np
-from pydantic import Field, JsonValue, model_validator
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from skiff_runtime import contract
 from skiff_runtime.api.chat import chat_prompt
+from skiff_runtime.api.documented import failures
 from skiff_runtime.api.generation import ServedModel
+from skiff_runtime.api.json_body import BoundedRoute, JsonBody
 from skiff_runtime.api.message_schemas import Message
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.schemas import (
     MAX_MESSAGES,
     MAX_TEMPLATE_OPTIONS,
     ChatRequest,
-    Strict,
     TokenIds,
 )
+from skiff_runtime.api.strict import Strict, exactly_one
 from skiff_runtime.api.tool_schemas import ToolFields
-from skiff_runtime.api.validation import parse
 from skiff_runtime.messages import ChatPrompt, Decoded, DecodeRequest, Encoded, EncodeRequest, Wire
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -29,6 +32,8 @@ class TokenizeBody(ToolFields):
 
     ``add_special_tokens`` is for a text; a conversation's template writes its own.
     """
+
+    model_config = ConfigDict(json_schema_extra=exactly_one("prompt", "messages"))
 
     model: ModelName | None = None
     prompt: str | None = None
@@ -67,46 +72,60 @@ class DetokenizeBody(Strict):
     tokens: TokenIds
 
 
-class TokenActions:
-    """What the two endpoints do."""
+class TokenizeReply(BaseModel):
+    """Token ids of a prompt."""
 
-    def __init__(self, model: ServedModel, queries: Queries) -> None:
-        self._model = model
-        self._queries = queries
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
 
-    async def tokenize(self, raw: bytes) -> dict[str, object]:
-        """Token ids of a prompt, as they would be computed."""
-        body = parse(TokenizeBody, raw)
-        self._check(body.model)
-        prompt = self._prompt(body)
+
+class DetokenizeReply(BaseModel):
+    """The text of token ids."""
+
+    prompt: str
+
+
+_ERRORS: Final = failures(400, 404, 408, 413, 429, 500, 503)
+
+
+def token_routes(model: ServedModel, queries: Queries) -> APIRouter:
+    """Return the operations."""
+    router = APIRouter(tags=["tokens"], route_class=BoundedRoute, responses=_ERRORS)
+
+    @router.post(contract.PATH_TOKENIZE, summary="Tokenize a prompt")
+    async def tokenize(body: JsonBody[TokenizeBody]) -> TokenizeReply:
+        """Return the token ids of a text or of a conversation, as they would be computed."""
+        model.check_name(body.model)
+        prompt = _prompt(body, model.name)
         special = body.add_special_tokens is not False
-        told = await self._queries.ask(lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special))
-        assert isinstance(told, Encoded)
-        tokens = np.frombuffer(told.token_ids, dtype=Wire.TOKEN).tolist()
-        return {
-            "count": len(tokens),
-            "max_model_len": self._model.max_model_len,
-            "tokens": tokens,
-            "token_strs": told.texts if body.return_token_strs else None,
-        }
-
-    async def detokenize(self, raw: bytes) -> dict[str, object]:
-        """The text of token ids, special ones included."""
-        body = parse(DetokenizeBody, raw)
-        self._check(body.model)
-        told = await self._queries.ask(lambda uid: DecodeRequest(uid, body.tokens))
-        assert isinstance(told, Decoded)
-        return {"prompt": told.text}
-
-    def _check(self, name: str | None) -> None:
-        if name is not None:
-            self._model.check_name(name)
-
-    def _prompt(self, body: TokenizeBody) -> str | ChatPrompt:
-        if body.prompt is not None:
-            return body.prompt
-        fields = body.model_fields_set & (_CHAT_FIELDS | {"messages"})
-        chat = ChatRequest.model_construct(
-            _fields_set=set(fields), model=self._model.name, **{name: getattr(body, name) for name in fields}
+        encoded = await queries.ask(lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special))
+        assert isinstance(encoded, Encoded)
+        tokens = np.frombuffer(encoded.token_ids, dtype=Wire.TOKEN).tolist()
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=model.max_model_len,
+            tokens=tokens,
+            token_strs=encoded.texts if body.return_token_strs else None,
         )
-        return chat_prompt(chat)
+
+    @router.post(contract.PATH_DETOKENIZE, summary="Detokenize token ids")
+    async def detokenize(body: JsonBody[DetokenizeBody]) -> DetokenizeReply:
+        """Return the text of token ids, special ones included."""
+        model.check_name(body.model)
+        decoded = await queries.ask(lambda uid: DecodeRequest(uid, body.tokens))
+        assert isinstance(decoded, Decoded)
+        return DetokenizeReply(prompt=decoded.text)
+
+    return router
+
+
+def _prompt(body: TokenizeBody, model: str) -> str | ChatPrompt:
+    if body.prompt is not None:
+        return body.prompt
+    fields = body.model_fields_set & (_CHAT_FIELDS | {"messages"})
+    chat = ChatRequest.model_construct(
+        _fields_set=set(fields), model=model, **{name: getattr(body, name) for name in fields}
+    )
+    return chat_prompt(chat)

@@ -1,9 +1,10 @@
-"""What replies look like, for the API's description alone: the replies themselves are written without any of this.
+"""Replies of the generation endpoints as pydantic models, for the OpenAPI document.
 
-Clients must expect further fields, so none of these forbids them.
+The replies themselves are written without these models (``chunks``, ``chat_format``, ``completion_format``). Clients must
+expect further fields, so no model forbids them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -13,23 +14,8 @@ FinishReason = Annotated[
 ]
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong, and what to change."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    """Every error, in OpenAI's shape."""
-
-    error: ErrorDetail
-
-
 class PromptDetails(BaseModel):
-    """Of the prompt's tokens, those that the prefix cache held."""
+    """Tokens of the prompt that the prefix cache held."""
 
     cached_tokens: int
 
@@ -58,12 +44,12 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of every token of the answer."""
+    """Log-probabilities of every token of the answer."""
 
     content: list[ChatTokenLogprob] | None
 
 
-class CalledFunction(BaseModel):
+class ToolCallFunction(BaseModel):
     """``arguments``: JSON, as text; in a stream the next piece of it, and the name comes with the first."""
 
     name: str | None = None
@@ -76,11 +62,11 @@ class ToolCall(BaseModel):
     index: int | None = None
     id: str | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: ToolCallFunction
 
 
 class AssistantMessage(BaseModel):
-    """The answer. In a stream, what was added to it."""
+    """The answer; in a stream, the addition to it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -109,7 +95,7 @@ class ChatReply(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """What was added to one answer."""
+    """The text that was added to one answer."""
 
     index: int
     delta: AssistantMessage
@@ -138,7 +124,7 @@ class CompletionLogprobsReply(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion, or what was added to it."""
+    """One completion, or the addition to it."""
 
     index: int
     text: str
@@ -165,79 +151,3 @@ class GenerateReply(BaseModel):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: UsageReply | None = None
-
-
-class TokenizeReply(BaseModel):
-    """Token ids of a prompt."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeReply(BaseModel):
-    """The text of token ids."""
-
-    prompt: str
-
-
-class AbortReply(BaseModel):
-    """How many requests were ended."""
-
-    aborted: int
-
-
-class FlushReply(BaseModel):
-    """Pages of the KV cache that were freed, and requests that still hold some."""
-
-    pages: int
-    running: int
-
-
-class ModelCard(BaseModel):
-    """The served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """All served models: one."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class StatusReply(BaseModel):
-    """Where the service stands."""
-
-    status: Literal["starting", "ready", "draining", "failed"]
-
-
-class StartReply(StatusReply):
-    """How far the start is: each process's phase, its progress from 0 to 1, and its phases' seconds."""
-
-    elapsed_seconds: float
-    processes: dict[str, dict[str, Any]]
-
-
-class HealthReply(BaseModel):
-    """One token was generated in so many seconds."""
-
-    status: Literal["ok"]
-    seconds: float
-
-
-class ServerInfo(BaseModel):
-    """Version, model, configuration (secrets left out), capacity and start."""
-
-    version: str
-    status: str
-    model: dict[str, Any]
-    config: dict[str, Any]
-    kv_tokens: int
-    start_phase_seconds: dict[str, float]

@@ -1,0 +1,69 @@
+"""Administration: POST /abort ends requests early, POST /flush_cache empties the prefix cache."""
+
+from typing import Annotated, Literal, Self
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from skiff_runtime import contract, log
+from skiff_runtime.api.dispatcher import Dispatcher
+from skiff_runtime.api.documented import failures
+from skiff_runtime.api.json_body import BoundedRoute, JsonBody
+from skiff_runtime.api.queries import Queries
+from skiff_runtime.api.strict import Strict, exactly_one
+from skiff_runtime.messages import FlushCache, Flushed
+
+
+class AbortBody(Strict):
+    """POST /abort. ``request_id``: the X-Request-Id of a request, or the id of its reply; or ``all`` of them."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one("request_id", "all"))
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    all: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if (self.request_id is None) == (self.all is None):
+            raise PydanticCustomError("target", "send either 'request_id' or \"all\": true")
+        return self
+
+
+class AbortReply(BaseModel):
+    """The number of requests that were ended."""
+
+    aborted: int
+
+
+class FlushReply(BaseModel):
+    """Pages of the KV cache that were freed, and requests that still hold some."""
+
+    pages: int
+    running: int
+
+
+def admin_routes(dispatcher: Dispatcher, queries: Queries) -> APIRouter:
+    """Return the operations that act on everybody's requests."""
+    router = APIRouter(tags=["administration"], route_class=BoundedRoute)
+
+    @router.post(contract.PATH_ABORT, summary="End requests early", responses=failures(400, 408, 413))
+    async def abort(body: JsonBody[AbortBody]) -> AbortReply:
+        """End a request, known by its X-Request-Id or by the id of its reply, or all. Clients get the text so far."""
+        count = dispatcher.end_early(body.request_id)
+        log.event("abort", request_id=body.request_id or "all", aborted=count)
+        return AbortReply(aborted=count)
+
+    @router.post(
+        contract.PATH_FLUSH_CACHE,
+        summary="Forget cached prefixes",
+        responses=failures(408, 413, 429, 500, 503),
+    )
+    async def flush_cache() -> FlushReply:
+        """Free every page of the prefix cache that no request holds. There is no body to send."""
+        flushed = await queries.ask(FlushCache)
+        assert isinstance(flushed, Flushed)
+        log.event("cache_flushed", pages=flushed.pages, running=flushed.running)
+        return FlushReply(pages=flushed.pages, running=flushed.running)
+
+    return router
