@@ -1,11 +1,14 @@
-"""Every metric of the runtime, defined once, and the page that Prometheus reads, made when it is asked for."""
+"""Every metric of the runtime, defined once, and collected for the page that Prometheus reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
 from skiff_runtime import contract
-from skiff_runtime.exposition import Counter, Distribution, Family, Gauge, Histogram
 from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.metric_families import Counter, Distribution, Family, Gauge, Histogram
 from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome, Refusal, StepKind
 
 _TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -91,8 +94,8 @@ class _Gauges:
         self.routing_cache.set(1, str(stats.page_size), str(stats.pages_total))
 
 
-class Metrics:
-    """The numbers of one service. The callables tell, at the moment of a scrape, what others keep."""
+class Metrics(Collector):
+    """The numbers of one service. The callables give, at the moment of a scrape, those that others keep."""
 
     def __init__(
         self,
@@ -232,8 +235,8 @@ class Metrics:
             self._steps.of(kind).observe(stats.step_seconds)
             self._step_tokens.of().observe(stats.prefill_tokens + stats.decode_tokens)
 
-    def page(self) -> bytes:
-        """The exposition in Prometheus' text format."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family, gauges set to this moment."""
         self._gauges.set(self._stats)
         self._gauges.in_flight.set(self._in_flight())
         self._gauges.ready.set(int(self._ready()))
@@ -243,7 +246,8 @@ class Metrics:
         for process, running, silent in self._heartbeats():
             self._gauges.up.set(int(running), process)
             self._gauges.silent.set(silent, process)
-        return "".join(family.render() for family in self.families()).encode()
+        for family in self.families():
+            yield family.collect()
 
     def families(self) -> list[Family]:
         """Every metric."""

@@ -11,7 +11,7 @@ from skiff_runtime.contract import API_PORT
 
 TRAFFIC = (Path(__file__).parents[1] / "support" / "traffic.py").read_text()
 URL = "http://llama"
-ANSWERED = 'skiff_requests_total{outcome="finished",endpoint="chat"} '
+ANSWERED = 'skiff_requests_total{endpoint="chat",outcome="finished"} '
 OPENAI = """
 import openai, sys
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)

@@ -159,7 +159,7 @@ def test_a_large_body_that_is_sent_whole(front: Front, chunked: bool, path: str)
 
 def test_too_many_requests(front: Front) -> None:
     """Two more fill what may run and wait; the next is told to come back."""
-    rejected = 'skiff_requests_total{outcome="rejected",endpoint="chat"}'
+    rejected = 'skiff_requests_total{endpoint="chat",outcome="rejected"}'
     before = front.metric(rejected)
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]

@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from skiff_runtime import contract
 from skiff_runtime.messages import StepStats, Usage
 from skiff_runtime.metric_labels import AbortReason, Endpoint, Outcome
 from skiff_runtime.metrics import Metrics
+from skiff_runtime.metrics_page import MAX_FORMATS, PAGE_SECONDS, MetricsPage
 
 STATS = StepStats(
     queued=3,
@@ -42,7 +45,8 @@ def make() -> Metrics:
 
 def samples(metrics: Metrics) -> dict[str, float]:
     found = {}
-    for family in text_string_to_metric_families(metrics.page().decode()):
+    page, _ = MetricsPage(metrics).read()
+    for family in text_string_to_metric_families(page.decode()):
         assert family.documentation
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
@@ -159,3 +163,54 @@ def test_capacity_is_known_before_the_first_step() -> None:
     metrics = make()
     metrics.note_capacity(1024, 16)
     assert samples(metrics)["skiff_kv_pages{state=free}"] == 64
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_page_is_kept_for_a_moment() -> None:
+    metrics, clock = make(), Clock()
+    page = MetricsPage(metrics, clock=clock)
+    before, _ = page.read()
+    metrics.note_step(STATS, generated=2)
+    clock.now = 0.9 * PAGE_SECONDS
+    assert page.read()[0] == before
+    clock.now = PAGE_SECONDS
+    assert b"skiff_generated_tokens_total 2.0\n" in page.read()[0]
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8"),
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/plain;version=abc", "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/openmetrics-text;version=x, */*", "text/plain; version=0.0.4; charset=utf-8"),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.5,*/*;q=0.1",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores",
+        ),
+    ],
+)
+def test_a_scraper_gets_the_format_that_it_accepts(accept: str, kind: str) -> None:
+    page, content_type = MetricsPage(make()).read(accept)
+    assert content_type == kind
+    parse = text_string_to_metric_families if "plain" in kind else openmetrics.text_string_to_metric_families
+    found = {sample.name: sample.value for family in parse(page.decode()) for sample in family.samples}
+    assert found["skiff_requests_in_flight"] == 7 and found["skiff_generated_tokens_total"] == 0
+    assert not [name for name in found if name.endswith("_created")]
+
+
+def test_formats_are_kept_in_a_bounded_number() -> None:
+    page = MetricsPage(make(), clock=Clock())
+    for minor in range(3 * MAX_FORMATS):
+        page.read(f"text/plain;version=1.{minor}.0;escaping=dots")
+        page.read(f"application/openmetrics-text;version=1.{minor}.0")
+    assert len(page._pages) <= MAX_FORMATS

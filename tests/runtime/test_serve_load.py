@@ -108,7 +108,7 @@ def outcomes(service: Service) -> Counter[str]:
     return Counter(
         {
             outcome: int(
-                service.metric(f'skiff_requests_total{{outcome="{outcome}",endpoint="completions"}}')
+                service.metric(f'skiff_requests_total{{endpoint="completions",outcome="{outcome}"}}')
             )
             for outcome in ("finished", "aborted", "failed", "rejected")
         }

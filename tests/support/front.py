@@ -43,6 +43,7 @@ from skiff_runtime.messages import (
     ToSupervisor,
     Wire,
 )
+from skiff_runtime.metrics_page import PAGE_SECONDS
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.process import process_name
 from skiff_runtime.transport import Endpoints, Receiver, Sender
@@ -200,6 +201,7 @@ class Front:
 
     def metric(self, line: str) -> float:
         """The value of the sample that begins with ``line``."""
+        time.sleep(PAGE_SECONDS)  # the page may be this old
         page = self.get("/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)

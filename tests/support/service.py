@@ -16,6 +16,8 @@ from typing import IO, Final
 import httpx
 import psutil
 
+from skiff_runtime.metrics_page import PAGE_SECONDS
+
 DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
 START_SECONDS: Final = 120.0
 END_SECONDS: Final = 30.0
@@ -48,6 +50,7 @@ class Service:
 
     def metric(self, line: str) -> float:
         """The value of the sample that begins with ``line``."""
+        time.sleep(PAGE_SECONDS)  # the page may be this old
         page = self.http.get(self.url + "/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)

@@ -54,9 +54,10 @@ def unready(model: type[BaseModel]) -> Responses:
     return {503: {"model": model, "description": "Not so.", "headers": ID_HEADER}}
 
 
-def plain_text(media_type: str) -> Responses:
+def text(*media_types: str) -> Responses:
     """A success whose body is text, of a path operation with the class ``Response``."""
-    return {200: {"content": {media_type: {"schema": {"type": "string"}}}, **DEFAULT_RESPONSES[200]}}
+    content = {kind: {"schema": {"type": "string"}} for kind in media_types}
+    return {200: {"content": content, **DEFAULT_RESPONSES[200]}}
 
 
 async def request_id_header(

@@ -3,21 +3,20 @@
 import asyncio
 import dataclasses
 import time
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from pydantic import BaseModel
 
 from skiff_runtime import __version__, contract
 from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.documented import failures, plain_text, unready
+from skiff_runtime.api.documented import failures, text, unready
 from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generate import GenerateFormat
 from skiff_runtime.api.generation import Generation, ServedModel
 from skiff_runtime.api.sinks import NullSink
 from skiff_runtime.api.status import ServiceStatus, State
 from skiff_runtime.errors import InternalError, RequestError, Unavailable
-from skiff_runtime.exposition import CONTENT_TYPE
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import (
     Finish,
@@ -28,6 +27,7 @@ from skiff_runtime.messages import (
     Usage,
 )
 from skiff_runtime.metrics import Metrics
+from skiff_runtime.metrics_page import MetricsPage
 
 HEALTH_TIMEOUT_SECONDS: Final = 30.0
 
@@ -84,6 +84,7 @@ def probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics
     """Return the operations of kubelets, scrapers and routers."""
     router = APIRouter(tags=["probes"])
     health = _HealthCheck(dispatcher)
+    page = MetricsPage(metrics)
 
     @router.get(contract.PATH_LIVEZ, summary="Alive?", responses=unready(StatusReply))
     async def livez(response: Response) -> StatusReply:
@@ -113,11 +114,15 @@ def probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics
         return HealthReply(status="ok", seconds=round(time.perf_counter() - began, 6))
 
     @router.get(
-        contract.PATH_METRICS, summary="Metrics", response_class=Response, responses=plain_text("text/plain")
+        contract.PATH_METRICS,
+        summary="Metrics",
+        response_class=Response,
+        responses=text("text/plain", "application/openmetrics-text"),
     )
-    async def read_metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(metrics.page(), media_type=CONTENT_TYPE)
+    async def read_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        """Prometheus' text format, or OpenMetrics where the header Accept names it."""
+        content, content_type = page.read(accept)
+        return Response(content, headers={"content-type": content_type})
 
     return router
 

@@ -1,37 +1,40 @@
-"""Prometheus' text format, for numbers that change with every token and are read every 50 milliseconds.
+"""Counts behind the metric families of ``/metrics``: cheap to change with every token, collected when a page is made.
 
-Names and labels of all series are rendered once; a page then costs one formatted number a line.
+``prometheus_client`` writes the page. Its own instruments take a lock and look a series up at every observation, which
+costs 1.2 us where these take 0.17, so it collects from these counts instead. Names and labels of samples are made once.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+from prometheus_client.core import Metric, Sample
+
 Labels = tuple[str, ...]
 
 
 class Family:
-    """One metric. ``labels`` are names; a series is known by their values, in the same order."""
+    """One metric family. ``labels`` are names; a series is known by their values, in the same order."""
 
     kind = "untyped"
 
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
         self.name = name
+        self.text = text
         self.labels = labels
-        self.header = f"# HELP {name} {text}\n# TYPE {name} {self.kind}\n"
 
-    def render(self) -> str:
-        """The lines of this metric."""
+    def collect(self) -> Metric:
+        """Return the family with its samples of this moment."""
+        family = Metric(self.name.removesuffix("_total"), self.text, self.kind)
+        family.samples = self._samples()
+        return family
+
+    def _samples(self) -> list[Sample]:
         raise NotImplementedError
 
-    def _series(self, values: Sequence[str], suffix: str = "", **more: str) -> str:
-        """``name_suffix{label="value",...}`` and a space."""
+    def _series(self, values: Labels, **more: str) -> dict[str, str]:
+        """Return the labels of one series with their values."""
         assert len(values) == len(self.labels), (self.name, values)
-        pairs = [*zip(self.labels, values, strict=True), *more.items()]
-        assert not any(mark in value for _, value in pairs for mark in '"\\\n'), pairs
-        inside = ",".join(f'{label}="{value}"' for label, value in pairs)
-        return f"{self.name}{suffix}{{{inside}}} " if inside else f"{self.name}{suffix} "
+        return {**dict(zip(self.labels, values, strict=True)), **more}
 
 
 class Counter(Family):
@@ -42,7 +45,7 @@ class Counter(Family):
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
         super().__init__(name, text, labels)
         self._values: dict[Labels, float] = {}
-        self._prefixes: dict[Labels, str] = {}
+        self._labels: dict[Labels, dict[str, str]] = {}
         if not labels:
             self.add(0)
 
@@ -50,13 +53,12 @@ class Counter(Family):
         """Add to one series; adding 0 makes it appear."""
         self._set(values, self._values.get(values, 0) + amount)
 
-    def render(self) -> str:
-        lines = [f"{self._prefixes[values]}{number}\n" for values, number in self._values.items()]
-        return self.header + "".join(lines)
+    def _samples(self) -> list[Sample]:
+        return [Sample(self.name, self._labels[values], number) for values, number in self._values.items()]
 
     def _set(self, values: Labels, number: float) -> None:
-        if values not in self._prefixes:
-            self._prefixes[values] = self._series(values)
+        if values not in self._labels:
+            self._labels[values] = self._series(values)
         self._values[values] = number
 
 
@@ -72,7 +74,7 @@ class Gauge(Counter):
     def clear(self) -> None:
         """Forget all series, where label values change with the numbers."""
         self._values.clear()
-        self._prefixes.clear()
+        self._labels.clear()
 
 
 class Distribution:
@@ -112,24 +114,21 @@ class Histogram(Family):
         super().__init__(name, text, labels)
         self._distributions = {values: Distribution(bounds) for values in series}
         limits = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-        self._prefixes = {
-            values: [self._series(values, "_bucket", le=limit) for limit in limits] for values in series
-        }
-        self._totals = {
-            values: (self._series(values, "_sum"), self._series(values, "_count")) for values in series
-        }
+        self._buckets = {values: [self._series(values, le=limit) for limit in limits] for values in series}
+        self._labels = {values: self._series(values) for values in series}
 
     def of(self, *values: str) -> Distribution:
-        """One series' distribution."""
+        """Return one series' distribution."""
         return self._distributions[values]
 
-    def render(self) -> str:
-        lines = [self.header]
+    def _samples(self) -> list[Sample]:
+        bucket, samples = f"{self.name}_bucket", []
         for values, distribution in self._distributions.items():
             total = 0
-            for prefix, count in zip(self._prefixes[values], distribution.counts, strict=True):
+            for labels, count in zip(self._buckets[values], distribution.counts, strict=True):
                 total += count
-                lines.append(f"{prefix}{total}\n")
-            sum_prefix, count_prefix = self._totals[values]
-            lines.append(f"{sum_prefix}{distribution.sum}\n{count_prefix}{total}\n")
-        return "".join(lines)
+                samples.append(Sample(bucket, labels, total))
+            labels = self._labels[values]
+            samples.append(Sample(f"{self.name}_sum", labels, distribution.sum))
+            samples.append(Sample(f"{self.name}_count", labels, total))
+        return samples
