@@ -85,6 +85,31 @@ class Config:
     api_key_file: str | None = option(
         None, "Server", "a file of such keys, one a line; # begins a comment. Read once, at the start"
     )
+    isolate_keys: bool = option(
+        False,
+        "Server",
+        "requests share cached prefixes only with requests of the same key, so that the time of an answer reveals "
+        "nothing of what others sent",
+    )
+    admin_key: tuple[str, ...] = option(
+        (),
+        "Server",
+        "a key for what acts on the requests of others (POST /abort and /flush_cache), and for all else; may be "
+        "repeated. Without one these are off, unless the server listens on loopback only",
+        secret=True,
+    )
+    admin_key_file: str | None = option(
+        None, "Server", "a file of such keys, one a line; # begins a comment. Read once, at the start"
+    )
+    allow_priority: bool = option(
+        False, "Server", "let requests ask for a priority below 0, which runs before the requests of others"
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Server",
+        "a host name that requests may address besides localhost, where the server listens on loopback without keys: "
+        "else a web page could reach it by a name of its own (DNS rebinding). * for all; may be repeated",
+    )
     cors_origin: tuple[str, ...] = option(
         (),
         "Server",
@@ -216,6 +241,14 @@ class Config:
                 f"--page-size {self.page_size}"
             )
         check_keys(self.api_key, "--api-key")
+        check_keys(self.admin_key, "--admin-key")
+        if self.isolate_keys and not (self.api_key or self.api_key_file):
+            raise ConfigError(
+                "--isolate-keys needs keys that tell clients apart: add --api-key or --api-key-file"
+            )
+        for host in self.allowed_host:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"--allowed-host must be * or a host name without a port, not {host!r}")
         if self.otlp_endpoint is not None and not re.match(r"https?://[^/\s]+", self.otlp_endpoint):
             raise ConfigError(f"--otlp-endpoint must be http(s)://host[:port], not {self.otlp_endpoint!r}")
         for origin in self.cors_origin:
@@ -250,6 +283,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
 )
 
 
+_HOST: Final = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/,*]+")
 
 

@@ -88,11 +88,25 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
 
+class Forbidden(RequestError):
+    """The request acts on the requests of others, which needs an admin key."""
+
+    status = 403
+    code = "admin_key_required"
+
+
 class OriginRefused(RequestError):
     """A page of an origin that may not use this service asks for something that a key would protect."""
 
     status = 403
     code = "origin_not_allowed"
+
+
+class HostRefused(RequestError):
+    """The request addresses a loopback server without keys by a name that is not known to be its own."""
+
+    status = 403
+    code = "host_not_allowed"
 
 
 class ModelNotFound(RequestError):

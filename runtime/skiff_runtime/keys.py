@@ -24,11 +24,15 @@ def check_keys(keys: tuple[str, ...], source: str) -> None:
             )
 
 
-def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys in a file, one a line; none for no file. Raises ``ConfigError``, also for a file without any."""
+def read_keys(path: str | None, flag: str) -> tuple[str, ...]:
+    """Return the keys in the file that ``flag`` names, one a line; none for no file.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no key, or holds a malformed one.
+    """
     if path is None:
         return ()
-    source = f"--api-key-file {path}"
+    source = f"{flag} {path}"
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MAX_FILE_BYTES)
@@ -37,13 +41,13 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     lines = (line.strip() for line in text.splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{source} holds no key; without one the service would be open to everyone")
+        raise ConfigError(f"{source} holds no key; leave the flag out, or put a key into the file")
     check_keys(keys, source)
     return keys
 
 
 class KeyRing:
-    """Digests of the keys that open the API. An empty ring lets everyone in."""
+    """SHA-256 digests of keys that are accepted for one purpose."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -51,13 +55,13 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def opens(self, key: bytes) -> bool:
-        """Whether ``key`` is one of the ring's; every one of them is looked at, whatever the answer."""
+    def find(self, key: bytes) -> bytes | None:
+        """Return the digest of ``key`` if the ring has it; every key of the ring is compared, whatever the answer."""
         given = _digest(key)
         found = False
         for digest in self._digests:
             found |= hmac.compare_digest(given, digest)
-        return found
+        return given if found else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -25,7 +25,7 @@ class Refusal(StrEnum):
 
     INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
-    OTHER_ORIGIN = "other_origin"
+    FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
     TOO_SLOW = "too_slow"

@@ -41,7 +41,7 @@ _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _REFUSALS: Final = {
     401: Refusal.UNAUTHORIZED,
-    403: Refusal.OTHER_ORIGIN,
+    403: Refusal.FORBIDDEN,
     404: Refusal.NOT_FOUND,
     408: Refusal.TOO_SLOW,
     413: Refusal.TOO_LARGE,

@@ -26,13 +26,15 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     """
     if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
         raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
-    keys = config.api_key + read_keys(config.api_key_file)
+    keys = config.api_key + read_keys(config.api_key_file, "--api-key-file")
+    admin_keys = config.admin_key + read_keys(config.admin_key_file, "--admin-key-file")
     model = read_model_config(locate(config), max_model_len=config.max_model_len)
     device = _device(config)
     check_parallel(model, config.tp)
     resolved = replace(
         config,
         api_key=keys,
+        admin_key=admin_keys,
         device=device,
         dtype=_dtype(config, model, device),
         quantization=_quantization(config, model),

@@ -142,7 +142,7 @@ def test_a_stream_ends_with_its_only_error(front: Front, pool: ThreadPoolExecuto
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_every_choice(front: Front, stream: bool) -> None:
     body = json.dumps({"model": NAME, "prompt": ["a", "b"], "n": 2, "stream": stream})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as client:
         client.sendall((head + body).encode())

@@ -16,16 +16,17 @@ from front import TIMEOUT_SECONDS, running_front, write_model
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from skiff_runtime.api import protocol
+from skiff_runtime.api.access import Access
 from skiff_runtime.api.body import BodyReader, Receive, Scope
 from skiff_runtime.api.gate import Gate
 from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, JoinedHead, LimitedConfig
 from skiff_runtime.api.reply import reply
 from skiff_runtime.api.writer import Send
-from skiff_runtime.keys import KeyRing
+from skiff_runtime.config import Config
 
 LIMIT = 4
 HEAD_SECONDS = 0.3
-GET = "GET {} HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n\r\n"
+GET = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
 Address = tuple[str, int]
 
 
@@ -51,8 +52,7 @@ def serving(listener: socket.socket) -> Iterator[None]:
     gate = Gate(
         hello,
         posts={"/broken": broken, "/echo": echo},
-        keys=KeyRing(()),
-        origins=(),
+        access=Access.of(Config(host="0.0.0.0")),
         on_refused=lambda status: None,
     )
     config = LimitedConfig(
@@ -168,14 +168,14 @@ def test_a_connection_on_which_nothing_comes_is_ended_without_a_word() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"])
 def test_a_slow_head_is_refused(begun: bytes) -> None:
     with said_before_it_opens(begun) as connection:
         refused_as_late(until_closed(connection))
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("begun", [b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"])
 def test_a_slow_head_after_a_request_is_refused(begun: bytes) -> None:
     with said_before_it_opens(GET.format("/v1/models").encode()) as connection:
         assert response(connection).startswith(b"HTTP/1.1 200")
@@ -210,7 +210,7 @@ def test_a_head_without_end_is_refused(address: Address) -> None:
 
 @pytest.mark.parametrize("upgrade", ["Upgrade: h2c", "upgrade: websocket", "UPGRADE : h2c"])
 def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str) -> None:
-    head = f"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n{upgrade}\r\nhost: x\r\ncontent-length: 18"
+    head = f"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n{upgrade}\r\nhost: localhost\r\ncontent-length: 18"
     with closing(connect(address)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n\r\nupgrade: 7 hello")
         answer = response(connection)
@@ -220,7 +220,7 @@ def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str)
 def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(
-            b"POST /broken HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n"
+            b"POST /broken HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n"
         )
         answer = response(connection)
         assert answer.startswith(b"HTTP/1.1 500") and b"x-request-id: abc" in answer
@@ -249,11 +249,11 @@ def test_what_is_no_http_is_refused_in_the_api_s_shape(tmp_path: Path) -> None:
 def test_the_head_waits_for_the_body_but_not_without_end(address: Address) -> None:
     """Neither a request for the head alone, nor one that waits for 100 Continue, hangs."""
     with closing(connect(address)) as connection:
-        connection.sendall(b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(b"HEAD /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n")
         connection.sendall(
-            b"POST /echo HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+            b"POST /echo HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
         )
         assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"hello")

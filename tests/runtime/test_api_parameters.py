@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def front(model: Path) -> Iterator[Front]:
-    with running_front(model) as front:
+    with running_front(model, allow_priority=True) as front:
         yield front
 
 

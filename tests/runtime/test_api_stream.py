@@ -59,7 +59,7 @@ def raw_request(front: Front, stream: bool, pause: bool = False) -> socket.socke
     connection.settimeout(TIMEOUT_SECONDS)
     connection.connect((host, int(port)))
     body = json.dumps({**BODY, "stream": stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -10,6 +10,7 @@ from skiff_runtime import contract, log
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.documented import failures
 from skiff_runtime.api.json_body import BoundedRoute, JsonBody
+from skiff_runtime.api.principal import principal_of
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.strict import Strict, exactly_one
 from skiff_runtime.messages import FlushCache, Flushed
@@ -47,20 +48,27 @@ def admin_routes(dispatcher: Dispatcher, queries: Queries) -> APIRouter:
     """Return the operations that act on everybody's requests."""
     router = APIRouter(tags=["administration"], route_class=BoundedRoute)
 
-    @router.post(contract.PATH_ABORT, summary="End requests early", responses=failures(400, 408, 413))
-    async def abort(body: JsonBody[AbortBody]) -> AbortReply:
-        """End a request, known by its X-Request-Id or by the id of its reply, or all. Clients get the text so far."""
-        count = dispatcher.end_early(body.request_id)
+    @router.post(contract.PATH_ABORT, summary="End requests early", responses=failures(400, 403, 408, 413))
+    async def abort(body: JsonBody[AbortBody], request: Request) -> AbortReply:
+        """End a request, known by its X-Request-Id or by the id of its reply, or all. Clients get the text so far.
+
+        A key may end its own requests; those of others need an admin key. Without keys, clients cannot be told apart.
+        """
+        principal = principal_of(request.scope)
+        if body.all or not principal.key:
+            principal.require_admin()
+        count = dispatcher.end_early(body.request_id, key=None if principal.admin else principal.key)
         log.event("abort", request_id=body.request_id or "all", aborted=count)
         return AbortReply(aborted=count)
 
     @router.post(
         contract.PATH_FLUSH_CACHE,
         summary="Forget cached prefixes",
-        responses=failures(408, 413, 429, 500, 503),
+        responses=failures(403, 408, 413, 429, 500, 503),
     )
-    async def flush_cache() -> FlushReply:
-        """Free every page of the prefix cache that no request holds. There is no body to send."""
+    async def flush_cache(request: Request) -> FlushReply:
+        """Free every page of the prefix cache that no request holds. Needs an admin key. There is no body to send."""
+        principal_of(request.scope).require_admin()
         flushed = await queries.ask(FlushCache)
         assert isinstance(flushed, Flushed)
         log.event("cache_flushed", pages=flushed.pages, running=flushed.running)

@@ -5,6 +5,7 @@ from typing import Any, Final
 from fastapi import Depends, FastAPI
 
 from skiff_runtime import __version__, contract
+from skiff_runtime.api.access import Access
 from skiff_runtime.api.admin import admin_routes
 from skiff_runtime.api.body import BodyReader
 from skiff_runtime.api.chat import prepare_chat
@@ -22,7 +23,6 @@ from skiff_runtime.api.probes import model_routes, probe_routes
 from skiff_runtime.api.queries import Queries
 from skiff_runtime.api.status import ServiceStatus
 from skiff_runtime.api.tokens import token_routes
-from skiff_runtime.keys import KeyRing
 from skiff_runtime.launch import Launch
 from skiff_runtime.metric_labels import Endpoint
 from skiff_runtime.metrics import Metrics
@@ -55,6 +55,8 @@ def build_app(
             body=body,
             longest_seconds=config.request_timeout_seconds,
             traced=config.otlp_endpoint is not None,
+            allows_priority=config.allow_priority,
+            isolates_keys=config.isolate_keys,
         )
 
     generations = {
@@ -87,7 +89,6 @@ def build_app(
     return Gate(
         OwnHeaders(OpenApiOnThread(app)),
         posts=generations,
-        keys=KeyRing(config.api_key),
-        origins=config.cors_origin,
+        access=Access.of(config),
         on_refused=metrics.note_refused,
     )

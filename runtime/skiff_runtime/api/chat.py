@@ -29,6 +29,7 @@ def prepare_chat(raw: bytes, model: ServedModel) -> Generation:
         priority=body.priority or 0,
         grammar=check_with_grammar(body, plan.grammar),
         user=body.user,
+        cache_salt=body.cache_salt,
     )
 
 

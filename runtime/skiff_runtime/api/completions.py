@@ -29,6 +29,7 @@ def prepare_completion(raw: bytes, model: ServedModel) -> Generation:
         priority=body.priority or 0,
         grammar=check_with_grammar(body, answer_grammar(body)),
         user=body.user,
+        cache_salt=body.cache_salt,
     )
 
 

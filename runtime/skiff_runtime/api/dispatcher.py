@@ -75,7 +75,7 @@ class Dispatcher:
         copies = generation.copies
         try:
             for index, prompt in enumerate(generation.prompts):
-                self._launch(flight, prompt, generation, sinks[index * copies : (index + 1) * copies])
+                self._launch(flight, prompt, sinks[index * copies : (index + 1) * copies])
         except TransportError:
             self.abort(flight)
             raise
@@ -94,9 +94,9 @@ class Dispatcher:
                 retry_after_seconds=self._pace.wait_seconds(),
             )
 
-    def _launch(self, flight: Flight, prompt: Prompt, generation: Generation, sinks: Sequence[Sink]) -> None:
+    def _launch(self, flight: Flight, prompt: Prompt, sinks: Sequence[Sink]) -> None:
         """Send one prompt to a tokenizer; its choices are in flight from then on."""
-        uid = self._next_uid
+        uid, generation = self._next_uid, flight.generation
         tokenizer = self._tokenizers[self._next_tokenizer]
         self._next_uid += len(sinks)
         self._next_tokenizer = (self._next_tokenizer + 1) % len(self._tokenizers)
@@ -109,6 +109,7 @@ class Dispatcher:
                 copies=len(sinks),
                 priority=generation.priority,
                 grammar=generation.grammar,
+                cache_salt=flight.caller.cache_salt,
             )
         )
         for index, sink in enumerate(sinks):
@@ -128,13 +129,17 @@ class Dispatcher:
             self._note_ending(flight, AbortReason.DISCONNECT)
             self._silence(flight)
 
-    def end_early(self, request_id: str | None) -> int:
-        """End the requests with this id, their own or their reply's, or all; how many. They tell what there is."""
+    def end_early(self, request_id: str | None, *, key: bytes | None) -> int:
+        """End the requests with this id, their own or their reply's, or all; their clients get what there is.
+
+        ``key``: only those that came with the key of this digest; None: of every client. Returns how many.
+        """
         flights = {choice.flight.first: choice.flight for choice in self._choices.values()}
         count = 0
         for flight in flights.values():
-            ids = (flight.caller.request_id, flight.generation.reply.id)
-            if flight.ending is None and flight.caller.endpoint and (request_id is None or request_id in ids):
+            caller = flight.caller
+            named = request_id in (None, caller.request_id, flight.generation.reply.id)
+            if named and flight.ending is None and caller.endpoint and key in (None, caller.key):
                 self._note_ending(flight, AbortReason.ENDPOINT)
                 self._end(flight, Finish.ABORT)
                 count += 1

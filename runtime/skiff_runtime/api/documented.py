@@ -14,7 +14,7 @@ Responses = dict[int | str, dict[str, Any]]
 _REASONS: Final = {
     400: "The request is malformed, or asks for something that cannot be done.",
     401: "A key is missing, or not known.",
-    403: "A page of another origin may not send this where no keys are wanted.",
+    403: "A page of another origin may not send this where no keys are wanted, or an admin key is needed.",
     404: "The model is not served here.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",

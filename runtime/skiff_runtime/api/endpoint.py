@@ -19,6 +19,7 @@ from skiff_runtime.api.body import (
 from skiff_runtime.api.dispatcher import Dispatcher
 from skiff_runtime.api.flight import Caller
 from skiff_runtime.api.generation import Generation, ServedModel
+from skiff_runtime.api.principal import cache_namespace, principal_of
 from skiff_runtime.api.reply import own_headers, own_id
 from skiff_runtime.api.sinks import make_sinks, write_error
 from skiff_runtime.api.writer import CHUNKS, Send, Writer
@@ -43,8 +44,14 @@ class GenerationEndpoint:
         body: BodyReader,
         longest_seconds: float,
         traced: bool,
+        allows_priority: bool,
+        isolates_keys: bool,
     ) -> None:
-        """``longest_seconds``: when a request is ended at the latest, 0 for never; ``traced``: its parent is wanted."""
+        """``longest_seconds``: when a request is ended at the latest, 0 for never; ``traced``: its parent is wanted.
+
+        ``allows_priority``: requests may ask to run before others; ``isolates_keys``: cached prefixes are shared by
+        requests of one key only.
+        """
         self._name = name
         self._prepare = prepare
         self._model = model
@@ -53,6 +60,8 @@ class GenerationEndpoint:
         self._body = body
         self._longest_seconds = longest_seconds
         self._traced = traced
+        self._allows_priority = allows_priority
+        self._isolates_keys = isolates_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -61,6 +70,8 @@ class GenerationEndpoint:
             deadline = deadline_seconds(scope["headers"], self._longest_seconds)
             raw = await self._body.read(scope["headers"], receive)
             generation = self._prepare(raw, self._model)
+            principal = principal_of(scope)
+            principal.require_priority(generation.priority, allowed=self._allows_priority)
             flight = self._dispatcher.submit(
                 generation,
                 make_sinks(generation, exchange.writer, exchange.headers),
@@ -69,6 +80,10 @@ class GenerationEndpoint:
                     endpoint=self._name,
                     deadline_seconds=deadline,
                     trace=trace_context(scope["headers"]) if self._traced else None,
+                    key=principal.key,
+                    cache_salt=cache_namespace(
+                        principal.key if self._isolates_keys else b"", generation.cache_salt
+                    ),
                 ),
             )
         except ClientGone:

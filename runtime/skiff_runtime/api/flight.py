@@ -18,13 +18,16 @@ from skiff_runtime.transport import Sender
 class Caller:
     """What a request says beside its body. ``endpoint`` None: the service's own health check.
 
-    ``deadline_seconds`` 0: none. ``trace``: W3C trace context, by header name.
+    ``deadline_seconds`` 0: none. ``trace``: W3C trace context, by header name. ``key``: digest of its API key, b"" for
+    none. ``cache_salt``: the namespace of the prefix cache, see ``principal.cache_namespace``.
     """
 
     request_id: str
     endpoint: Endpoint | None
     deadline_seconds: float = 0.0
     trace: dict[str, str] | None = None
+    key: bytes = b""
+    cache_salt: bytes = b""
 
 
 class Flight:

@@ -99,7 +99,8 @@ class ReplyFormat(Protocol):
 class Generation:
     """One validated request: ``copies`` choices for each of its prompts, numbered prompt by prompt.
 
-    ``user``: whom the client says it asks for, for the log.
+    ``user``: whom the client says it asks for, for the log. ``cache_salt``: the request shares cached prefixes only with
+    requests that send the same one.
     """
 
     prompts: Sequence[Prompt]
@@ -111,6 +112,7 @@ class Generation:
     priority: int = 0
     grammar: Grammar | None = None
     user: str | None = None
+    cache_salt: str | None = None
 
     @property
     def choices(self) -> int:

@@ -37,6 +37,7 @@ MAX_MESSAGES: Final = 4096
 MAX_ANSWERS: Final = 1024
 """Prompts of one request, times the choices of each: so many are set up in a few milliseconds."""
 MAX_PRIORITY: Final = 1000
+MAX_SALT_CHARACTERS: Final = 256
 MAX_TEMPLATE_OPTIONS: Final = 64
 DEFAULT_COMPLETION_TOKENS: Final = 16
 
@@ -99,6 +100,7 @@ class Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     stream: bool | None = None
 

@@ -34,7 +34,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave.
 
     ``copies`` requests come of it, with the uids ``uid``, ``uid + 1`` and on, and likewise seeds. A request of
-    lower ``priority`` runs earlier.
+    lower ``priority`` runs earlier. Requests share cached prefixes only under one ``cache_salt``.
     """
 
     uid: int
@@ -44,6 +44,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     copies: int = 1
     priority: int = 0
     grammar: Grammar | None = None
+    cache_salt: bytes = b""
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
@@ -70,6 +71,7 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     text: TextOptions
     priority: int = 0
     grammar: CompiledGrammar | None = None
+    cache_salt: bytes = b""
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):

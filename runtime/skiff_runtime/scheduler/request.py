@@ -111,6 +111,7 @@ def accept(message: GenerateRequest, *, place: Place, limits: Limits) -> Request
         text=message.text,
         grammar=message.grammar,
         priority=message.priority,
+        salt=message.cache_salt,
     )
 
 

@@ -35,6 +35,7 @@ class PromptBuilder:
             sampling=self._fitting(ids.size, request.sampling),
             text=request.text,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:
