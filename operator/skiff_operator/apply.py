@@ -1,29 +1,53 @@
-"""The only writer of the cluster: server-side apply, prune, status and Events."""
+"""The only writer of the cluster: creations, server-side apply, deletions, status and Events.
 
+Every write names the one object that it means. A creation is a POST, which never changes what exists; a change and
+a deletion carry the uid and the resourceVersion at which the object was last read and found to be ours.
+"""
+
+import contextlib
 import datetime
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from skiff_operator import events, plan
-from skiff_operator.cache import Entry, Objects
+from skiff_operator import events, ownership, plan
+from skiff_operator.cache import Entry, Objects, Wanted
 from skiff_operator.client import Client
-from skiff_operator.errors import ApiConflict, ApiNotFound, OperatorError, Permanent
-from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
+from skiff_operator.errors import (
+    ApiAlreadyExists,
+    ApiBusy,
+    ApiConflict,
+    ApiNotFound,
+    ApiUnavailable,
+    OperatorError,
+)
+from skiff_operator.kinds import EVENT, INFERENCE_SERVICE, Kind
 from skiff_operator.log import logger
 from skiff_operator.observe import Observer
 from skiff_operator.status import Status
 from skiff_operator.workqueue import Key
 
+_ATTEMPTS: Final = 3
+"""Reads of one object in a turn; a write of others, such as a Deployment's status, makes a read stale."""
 
-class NameTaken(Permanent):
-    """Another object, which is not ours, has the name that a child needs."""
 
-    reason = "NameConflict"
+class Failure(NamedTuple):
+    """A step that failed, and why."""
+
+    step: plan.Step
+    error: OperatorError
+
+
+class Goal(NamedTuple):
+    """The children that the InferenceService of this uid must have."""
+
+    uid: str
+    wanted: Wanted
+    objects: Objects
 
 
 class Applier:
-    """Carries out steps and tells the observer what came of them, so that no echo needs to be awaited."""
+    """Carries out steps and reports the results to the observer, so that no echo needs to be awaited."""
 
     def __init__(self, client: Client, observer: Observer, *, reporter: str) -> None:
         """Write through `client`; `reporter` names this process in Events."""
@@ -31,50 +55,97 @@ class Applier:
         self._observer = observer
         self._reporter = reporter
 
-    async def run(self, key: Key, steps: list[plan.Step], objects: Objects) -> None:
-        """Take the steps in their order.
+    async def run(self, key: Key, entry: Entry, steps: list[plan.Step], goal: Goal) -> list[Failure]:
+        """Take the steps in their order, and go on behind one that fails with those that do not need it.
 
         Raises:
-            NameTaken: an object of someone else is in the way.
-            ApiRefused, ApiUnavailable: the API server's answer to the first step that failed.
+            ApiUnavailable: the API server cannot be reached.
         """
+        failures = []
         for step in steps:
-            if step.action == "delete":
-                await self._client.delete(step.kind, key[0], step.name, uid=step.uid)
-                self._observer.deleted(step.kind, key, step.name, step.uid)
-            else:
-                live = await self._apply(key, step, objects[(step.kind, step.name)])
-                self._observer.applied(step.kind, key, live)
+            if plan.is_blocked(entry, goal.wanted, step):
+                continue  # the step that makes what it needs has failed
+            try:
+                if step.action == "delete":
+                    await self._delete(key, goal.uid, step)
+                else:
+                    obj = goal.objects[(step.kind, step.name)]
+                    live = await self._write(key, goal.uid, step, obj)
+                    self._observer.applied(step.kind, key, live)
+            except OperatorError as error:
+                if isinstance(error, ApiUnavailable) and not isinstance(error, ApiBusy):
+                    raise
+                failures.append(Failure(step, error))
+        return failures
 
     async def write_status(self, key: Key, entry: Entry, status: Status) -> None:
-        """Write the status if it differs from the last one, and tell of the transitions in it."""
+        """Write the status if it differs from the last one, and announce the transitions in it."""
         if status == entry.status:
             return
         body = {
             "apiVersion": INFERENCE_SERVICE.api_version,
             "kind": INFERENCE_SERVICE.name,
-            "metadata": {"name": key[1], "uid": entry.uid},
+            # For a status the API server ignores the uid, so that only the version keeps it from a successor.
+            "metadata": {"name": key[1], "uid": entry.uid, "resourceVersion": entry.resource_version},
             "status": msgspec.to_builtins(status),
         }
         previous, uid = entry.status, entry.uid
         try:
-            live = await self._client.apply(
-                INFERENCE_SERVICE, key[0], key[1], body, force=True, subresource="status"
-            )
+            live = await self._client.apply(INFERENCE_SERVICE, key[0], key[1], body, subresource="status")
         except (ApiNotFound, ApiConflict):
-            return  # deleted, or deleted and made again; its event is on the way
+            return  # changed, deleted, or deleted and made again; its event is on the way
         self._observer.reported(key, live, status)
         for news in events.announcements(previous, status):
             await self._announce(key, uid, news)
 
-    async def _apply(self, key: Key, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
+    async def _write(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
+        """Create or change a child of the InferenceService `uid`; the answer is the child as it is now."""
+        ownership.require_free(step.kind, step.name)
+        if step.action == "create":
+            try:
+                return await self._client.create(step.kind, key[0], obj)
+            except ApiAlreadyExists:
+                pass  # It is ours if the answer to an earlier creation, or the label, was lost.
         try:
-            return await self._client.apply(step.kind, key[0], step.name, obj, force=step.ours)
-        except ApiConflict as error:
-            raise NameTaken(
-                f"{step.kind.name} {step.name} exists and is not this InferenceService's; "
-                f"delete it or rename the InferenceService ({error})"
-            ) from error
+            for _ in range(_ATTEMPTS - 1):
+                with contextlib.suppress(ApiConflict):
+                    return await self._change(key, uid, step.kind, obj)
+            return await self._change(key, uid, step.kind, obj)
+        except ApiNotFound as error:
+            self._observer.deleted(step.kind, key, step.name, step.uid)
+            raise ApiConflict(f"{step.kind.name} {step.name} was deleted meanwhile") from error
+
+    async def _change(self, key: Key, uid: str, kind: Kind, obj: dict[str, Any]) -> dict[str, Any]:
+        """Read a child and apply to what was read, and to nothing else."""
+        place = key[0], obj["metadata"]["name"]
+        live = await self._client.get(kind, *place)
+        ownership.require_owned(kind, live, service=key[1], uid=uid)
+        fields = ownership.migrated_fields(live)
+        if fields is not None:
+            version = live["metadata"]["resourceVersion"]
+            edits = {"/metadata/managedFields": fields}
+            live = await self._client.edit(kind, *place, edits, version=version)
+        guard = {name: live["metadata"][name] for name in ("uid", "resourceVersion")}
+        return await self._client.apply(kind, *place, {**obj, "metadata": {**obj["metadata"], **guard}})
+
+    async def _delete(self, key: Key, uid: str, step: plan.Step) -> None:
+        """Delete a child of the InferenceService `uid`; one that is gone, or is no longer ours, is left alone."""
+        with contextlib.suppress(ApiNotFound):
+            for _ in range(_ATTEMPTS - 1):
+                with contextlib.suppress(ApiConflict):
+                    await self._delete_once(key, uid, step)
+                    break
+            else:
+                await self._delete_once(key, uid, step)
+        self._observer.deleted(step.kind, key, step.name, step.uid)
+
+    async def _delete_once(self, key: Key, uid: str, step: plan.Step) -> None:
+        live = await self._client.get(step.kind, key[0], step.name)
+        meta = live["metadata"]
+        ours = (meta["uid"], ownership.controller_uid(live)) == (step.uid, uid)
+        if ours and "deletionTimestamp" not in meta:
+            version = meta["resourceVersion"]
+            await self._client.delete(step.kind, key[0], step.name, uid=step.uid, version=version)
 
     async def _announce(self, key: Key, uid: str, news: events.Announcement) -> None:
         namespace, name = key

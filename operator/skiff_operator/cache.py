@@ -44,10 +44,11 @@ class Record(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What must exist for one generation of a spec: the hash of each child, and the pods' revision."""
+    """What must exist for one generation of a spec: the hash of each child, the pods' revision and what they use."""
 
     digests: dict[tuple[Kind, str], str]
     revision: str
+    used: frozenset[tuple[Kind, str]] = frozenset()
 
 
 class Entry(msgspec.Struct):

@@ -15,9 +15,21 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from skiff_operator import metrics
-from skiff_operator.errors import ApiConflict, ApiNotFound, ApiRefused, ApiUnavailable, OperatorError
+from skiff_operator.errors import (
+    ApiAlreadyExists,
+    ApiBusy,
+    ApiConflict,
+    ApiFailed,
+    ApiNotFound,
+    ApiRefused,
+    ApiUnavailable,
+    OperatorError,
+)
 from skiff_operator.kinds import Kind
 from skiff_operator.resources.metadata import FIELD_MANAGER
+
+Body = dict[str, Any] | list[dict[str, Any]]
+"""An object, or the operations of a JSON patch."""
 
 PAGE: Final = 100
 """Objects of one list request."""
@@ -26,6 +38,7 @@ PAGE: Final = 100
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
 _APPLY: Final = "application/apply-patch+yaml"
 _JSON: Final = "application/json"
+_JSON_PATCH: Final = "application/json-patch+json"
 _BUSY: Final = (429, 500, 502, 503, 504)
 _MALFORMED: Final = "failed to create typed patch object"
 """A server-side apply with a field of the wrong type or name is answered by 500 and these words."""
@@ -88,38 +101,55 @@ class Client:
         name: str,
         body: dict[str, Any],
         *,
-        force: bool,
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Server-side apply under this operator's name; the answer is the object as it is now.
+        """Server-side apply under this operator's name, by force; the answer is the object as it is now.
 
-        `force` takes fields back from others; without it their owner is named in an `ApiConflict`.
+        It creates what does not exist and takes over what does, unless `metadata` of the body has the uid and the
+        resourceVersion of the object that is meant: then any other raises `ApiConflict`.
         """
-        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         path = kind.path(namespace, name, subresource)
         return await self.request("PATCH", path, body, query=query, content_type=_APPLY)
 
     async def create(self, kind: Kind, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Create an object that is written once. Raises `ApiConflict` when the name is taken."""
-        return await self.request("POST", kind.path(namespace), body)
+        """Create an object; the answer is the object as it is now. An unknown field is refused, as by an apply.
+
+        Raises:
+            ApiAlreadyExists: another object has the name.
+        """
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        return await self.request("POST", kind.path(namespace), body, query=query)
+
+    async def edit(
+        self, kind: Kind, namespace: str, name: str, values: dict[str, Any], *, version: str
+    ) -> dict[str, Any]:
+        """Replace the values at JSON pointers. Raises `ApiConflict` unless the object is of this version."""
+        places = {"/metadata/resourceVersion": version, **values}
+        operations = [{"op": "replace", "path": path, "value": value} for path, value in places.items()]
+        path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
+        return await self.request("PATCH", path, operations, query=query, content_type=_JSON_PATCH)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Write a whole object over the version it was read at. Raises `ApiConflict` when that is old."""
         return await self.request("PUT", kind.path(namespace, name), body)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete exactly this object, and what it owns in the background; gone already is as good."""
-        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
-        try:
-            await self.request("DELETE", kind.path(namespace, name), body)
-        except (ApiNotFound, ApiConflict):
-            return
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
+        """Delete exactly this version of an object, and what it owns in the background.
+
+        Raises:
+            ApiNotFound: nothing has the name.
+            ApiConflict: the object is another one, or of another version.
+        """
+        preconditions = {"uid": uid, "resourceVersion": version}
+        body = {"preconditions": preconditions, "propagationPolicy": "Background"}
+        await self.request("DELETE", kind.path(namespace, name), body)
 
     async def request(
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: Body | None = None,
         *,
         query: dict[str, str] | None = None,
         content_type: str = _JSON,
@@ -127,7 +157,8 @@ class Client:
         """One request and its decoded answer.
 
         Raises:
-            ApiUnavailable: no answer, or one that says to try later.
+            ApiUnavailable: no answer; `ApiBusy` one that says to try later.
+            ApiConflict: what the request is about has changed meanwhile.
             ApiRefused: any other answer that is not a success.
         """
         configuration = self._api.configuration
@@ -152,11 +183,17 @@ class Client:
 
 
 def _error(status: int, request: str, data: bytes) -> OperatorError:
+    """Choose the error by the code and by the Status object's reason, for a 409 stands for conflicts of many kinds."""
     try:
-        text = msgspec.json.decode(data)["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        text = data[:300].decode(errors="replace")
-    if status in _BUSY and _MALFORMED not in str(text):
-        return ApiUnavailable(f"{request}: {status}: {text}")
-    kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiRefused)
-    return kind(str(text), status=status)
+        answer: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError:
+        answer = {}
+    text = str(answer.get("message", data[:300].decode(errors="replace")))
+    if status in _BUSY and _MALFORMED not in text:
+        return (ApiFailed if status == 500 else ApiBusy)(f"{request}: {status}: {text}")
+    reason = answer.get("reason")
+    if status == 409 and reason == "Conflict":
+        return ApiConflict(text)
+    if status == 409 and reason == "AlreadyExists":
+        return ApiAlreadyExists(text, status=status)
+    return (ApiNotFound if status == 404 else ApiRefused)(text, status=status)

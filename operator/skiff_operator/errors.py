@@ -37,6 +37,22 @@ class ApiUnavailable(Retryable):
     reason = "ApiUnavailable"
 
 
+class ApiBusy(ApiUnavailable):
+    """The API server answered one request with "try again later"; others may succeed."""
+
+
+class ApiFailed(ApiBusy):
+    """500: the API server, or an admission webhook that it had to call, failed over this one request."""
+
+    reason = "ApplyFailed"
+
+
+class ApiConflict(Retryable):
+    """The object is no longer as it was read: someone wrote, replaced or deleted it, or its quota, meanwhile."""
+
+    reason = "Conflict"
+
+
 class ApiRefused(Permanent):
     """The API server answered and said no. `status` is the HTTP code, the message the server's own."""
 
@@ -53,7 +69,7 @@ class ApiNotFound(ApiRefused):
     reason = "NotFound"
 
 
-class ApiConflict(ApiRefused):
-    """409: someone else wrote first, or owns the fields."""
+class ApiAlreadyExists(ApiRefused):
+    """409: an object of that name exists."""
 
-    reason = "Conflict"
+    reason = "AlreadyExists"

@@ -60,4 +60,7 @@ EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, Fals
 CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
 """What one InferenceService may own, in the order of creation: a pod needs its account and its claim."""
 
+NEEDED_BY_PODS: Final = (SERVICE_ACCOUNT, CLAIM)
+"""Children without which a pod cannot start; under another's, it must not."""
+
 BY_NAME: Final = {kind.name: kind for kind in CHILDREN}

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from skiff_operator import metrics
 from skiff_operator.client import Client
-from skiff_operator.errors import ApiConflict, ApiNotFound, ApiRefused, ApiUnavailable
+from skiff_operator.errors import ApiAlreadyExists, ApiConflict, ApiNotFound, ApiRefused, ApiUnavailable
 from skiff_operator.kinds import LEASE
 from skiff_operator.log import logger
 from skiff_operator.settings import Settings
@@ -75,7 +75,7 @@ class Leadership:
         try:
             async with asyncio.timeout(_RELEASE_SECONDS):
                 await self._write(self._mine)
-        except (ApiUnavailable, ApiRefused, TimeoutError) as error:
+        except (ApiUnavailable, ApiConflict, ApiRefused, TimeoutError) as error:
             logger.warning("lease not released", extra={"error": repr(error)})
 
     async def _try(self) -> bool:
@@ -125,7 +125,7 @@ class Leadership:
         }
         try:
             self._mine = await self._client.create(LEASE, settings.lease_namespace, body)
-        except ApiConflict:
+        except ApiAlreadyExists:
             return False
         self._renewed_at = time.monotonic()
         return True

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from skiff_operator import plan, spec, status, workload
+from skiff_operator import ownership, plan, spec, status, workload
 from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.client import Client
 from skiff_operator.drift import covers
@@ -200,10 +200,7 @@ class Observer:
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
         if entry.pods.get(name) == state:
             return None
-        if state is None:
-            del entry.pods[name]
-        else:
-            entry.pods[name] = state
+        entry.pods[name] = state
         return Attention(key, Stage.STATUS)
 
     def _intact(self, kind: Kind, key: Key, obj: dict[str, Any]) -> bool:
@@ -239,7 +236,7 @@ def _child(obj: dict[str, Any], *, intact: bool) -> Child:
         generation=meta.get("generation", 0),
         digest=stamp_of(obj),
         shape=digest([meta.get("labels"), owners]),
-        owner=next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        owner=ownership.controller_uid(obj),
         intact=intact,
     )
 

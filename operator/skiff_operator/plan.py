@@ -2,9 +2,9 @@
 
 from typing import Literal, NamedTuple
 
-from skiff_operator import policy
+from skiff_operator import policy, workload
 from skiff_operator.cache import Child, Entry, Objects, Wanted
-from skiff_operator.kinds import BY_NAME, DEPLOYMENT, Kind, Stage
+from skiff_operator.kinds import BY_NAME, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
 from skiff_operator.resources import (
     cache_claim,
     deployment,
@@ -19,12 +19,15 @@ from skiff_operator.spec import InferenceService
 
 
 class Step(NamedTuple):
-    """One write. `ours`: the object is known to be ours, so its fields may be taken back by force."""
+    """One write. `uid`: the object that is known to have the name.
 
-    action: Literal["apply", "delete"]
+    `create`: none is known; `update` and `delete`: it is ours; `verify`: it is not ours, so only a look at it can
+    show that it is by now, or that it still is in the way.
+    """
+
+    action: Literal["create", "update", "verify", "delete"]
     kind: Kind
     name: str
-    ours: bool = True
     uid: str = ""
 
 
@@ -48,26 +51,41 @@ def objects(wanted: InferenceService, settings: Settings) -> Objects:
 
 
 def summarize(built: Objects) -> Wanted:
-    """What is remembered of built objects: their hashes and the pods' revision."""
-    revisions = [deployment.revision(obj) for (kind, _), obj in built.items() if kind == DEPLOYMENT]
-    return Wanted({key: stamp_of(obj) for key, obj in built.items()}, revisions[0])
+    """Reduce built objects to what is remembered of them."""
+    digests = {key: stamp_of(obj) for key, obj in built.items()}
+    [made] = [obj for (kind, _), obj in built.items() if kind == DEPLOYMENT]
+    return Wanted(digests, deployment.revision(made), workload.used_by(made["spec"]["template"]["spec"]))
 
 
 def steps(entry: Entry, wanted: Wanted) -> list[Step]:
-    """The writes that lead from what exists to what is wanted: applies in order of creation, then deletions.
+    """The writes that lead from what exists to what is wanted, in order of creation, then deletions.
 
-    Only objects whose controller is this very InferenceService are deleted.
+    Only objects whose controller is this very InferenceService are changed or deleted. What pods need is deleted
+    last: when the wanted revision has taken over, and no pod of any revision uses it.
     """
     result = []
     for (kind, name), digest in wanted.digests.items():
         child = entry.children.get((kind, name))
-        if child is None or not _holds(child, digest):
-            ours = child is not None and child.owner == entry.uid
-            result.append(Step("apply", kind, name, ours=ours))
+        if child is None:
+            result.append(Step("create", kind, name))
+        elif child.owner != entry.uid:
+            result.append(Step("verify", kind, name, child.uid))
+        elif not _holds(child, digest):
+            result.append(Step("update", kind, name, child.uid))
     for (kind, name), child in sorted(entry.children.items(), key=_kind_and_name):
-        if (kind, name) not in wanted.digests and child.owner == entry.uid:
-            result.append(Step("delete", kind, name, uid=child.uid))
+        if (kind, name) in wanted.digests or child.owner != entry.uid:
+            continue
+        if kind not in NEEDED_BY_PODS or _is_unused(entry, wanted, (kind, name)):
+            result.append(Step("delete", kind, name, child.uid))
     return result
+
+
+def is_blocked(entry: Entry, wanted: Wanted, step: Step) -> bool:
+    """Return True for a Deployment whose ServiceAccount or claim is missing or another's: its pods must not use that."""
+    if step.kind != DEPLOYMENT:
+        return False
+    needs = [entry.children.get(key) for key in wanted.digests if key[0] in NEEDED_BY_PODS]
+    return any(child is None or child.owner != entry.uid for child in needs)
 
 
 def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
@@ -77,6 +95,17 @@ def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
     now = min(step.kind.stage for step in pending)
     later = [step.kind.stage for step in pending if step.kind.stage != now]
     return [step for step in pending if step.kind.stage == now], min(later, default=Stage.STATUS)
+
+
+def _is_unused(entry: Entry, wanted: Wanted, key: tuple[Kind, str]) -> bool:
+    if key in wanted.used or any(key in pod.used for pod in entry.pods.values()):
+        return False
+    rolled_out = entry.rollout is not None and entry.rollout.complete
+    made = [(child, entry.children.get(child)) for child in wanted.digests if child[0] == DEPLOYMENT]
+    return rolled_out and all(
+        live is not None and live.owner == entry.uid and _holds(live, wanted.digests[child])
+        for child, live in made
+    )
 
 
 def _holds(child: Child, digest: str) -> bool:

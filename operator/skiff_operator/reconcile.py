@@ -5,9 +5,9 @@ from typing import NamedTuple
 import msgspec
 
 from skiff_operator import plan, status
-from skiff_operator.apply import Applier, clock
-from skiff_operator.cache import Entry, Objects
-from skiff_operator.errors import InvalidSpec, Permanent
+from skiff_operator.apply import Applier, Failure, Goal, clock
+from skiff_operator.cache import Entry, Objects, Wanted
+from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
@@ -37,29 +37,45 @@ class Reconciler:
         """Take the next steps for `key`.
 
         Raises:
-            ApiUnavailable: try again later. What the API server refuses is reported in the status instead.
+            Retryable: try again later. What the API server refuses is reported in the status instead.
         """
         entry = self._observer.cache.get(key)
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
         try:
-            steps, later = plan.first_stage(self._pending(entry))
-            if steps:
-                await self._applier.run(key, steps, self._draft(entry))
-            entry.problem = None
-            if steps:
-                return Outcome(stage=later)
-            entry.draft = None
+            wanted = self._wanted(entry)
+            pending = plan.steps(entry, wanted)
+            goal = Goal(entry.uid, wanted, self._draft(entry) if pending else {})
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
-        except Permanent as error:
-            entry.problem = status.Problem(error.reason, str(error))
             await self._report(key, entry)
-            return Outcome(refused=True)
+            return Outcome()
+        steps, later = plan.first_stage(pending)
+        failures = await self._applier.run(key, entry, steps, goal)
+        if failures:
+            # The stage cannot be completed now, so the others wait for nothing.
+            rest = [step for step in pending if step not in steps]
+            failures += await self._applier.run(key, entry, rest, goal)
+            return await self._fail(key, entry, failures)
+        entry.problem = None
+        if steps:
+            return Outcome(stage=later)
+        entry.draft = None
         await self._report(key, entry)
         return Outcome()
 
-    def _pending(self, entry: Entry) -> list[plan.Step]:
+    async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
+        """Report what was refused or failed; what merely came at a bad time stands in the log."""
+        refused = [failure for failure in failures if isinstance(failure.error, Permanent | ApiFailed)]
+        if refused:
+            messages = [_message(failure) for failure in refused]
+            entry.problem = status.Problem(refused[0].error.reason, "; ".join(messages))
+        await self._report(key, entry)
+        if not refused:
+            raise failures[0].error
+        return Outcome(refused=True)
+
+    def _wanted(self, entry: Entry) -> Wanted:
         if entry.invalid is not None:
             raise entry.invalid
         if entry.wanted is None:
@@ -68,7 +84,7 @@ class Reconciler:
             except InvalidSpec as error:
                 entry.invalid = error
                 raise
-        return plan.steps(entry, entry.wanted)
+        return entry.wanted
 
     def _draft(self, entry: Entry) -> Objects:
         """The built objects, kept until all of them exist."""
@@ -84,6 +100,12 @@ class Reconciler:
             facts = msgspec.structs.replace(_facts(key, entry), shortage=shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
+
+
+def _message(failure: Failure) -> str:
+    """The error's own words, and the child's name where they lack it, as those of admission webhooks do."""
+    step, text = failure.step, str(failure.error)
+    return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
 def _facts(key: Key, entry: Entry) -> status.Facts:
@@ -103,6 +125,6 @@ def _facts(key: Key, entry: Entry) -> status.Facts:
         url=service_builder.url(namespace, name),
         synced=wanted is not None and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
         rollout=rollout,
-        pods=tuple(entry.pods.values()) if ours else (),
+        pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
         problem=entry.problem,
     )

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import LABEL_REVISION
 
@@ -25,14 +26,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A Deployment's progress, as far as its pods do not show it.
 
     `desired` is its number of replicas. The rest is empty until its controller has observed the Deployment's
-    present generation: `replacing`, pods of an older template exist; `stalled` and `blocked`, messages of its
-    conditions.
+    present generation: `replacing`, pods of an older template exist; `complete`, all that are desired answer and
+    there are no others; `stalled` and `blocked`, messages of its conditions.
     """
 
     desired: int
     replacing: bool = False
     stalled: str = ""
     blocked: str = ""
+    complete: bool = False
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -48,6 +50,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` names what keeps it from serving now; `crash` is its last one, even when recovered.
 
     `ended` is empty, or the time (RFC 3339) when the pod as a whole ended; its object may stay for long.
+    `used`: the ServiceAccount and the claims that it holds. Of a `terminating` pod only these still matter.
     """
 
     name: str
@@ -59,6 +62,16 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     crash: Crash | None = None
     ended: str = ""
+    used: frozenset[tuple[Kind, str]] = frozenset()
+    terminating: bool = False
+
+
+def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
+    """The ServiceAccount and the claims that a pod of this spec needs."""
+    claims = [volume.get("persistentVolumeClaim") for volume in pod_spec.get("volumes") or []]
+    names = [claim.get("claimName") for claim in claims if isinstance(claim, dict)]
+    account = (SERVICE_ACCOUNT, str(pod_spec.get("serviceAccountName", "")))
+    return frozenset([account, *((CLAIM, str(name)) for name in names)])
 
 
 def read_rollout(deployment: dict[str, Any]) -> Rollout:
@@ -71,8 +84,10 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     progressing = conditions.get("Progressing", {})
     failure = conditions.get("ReplicaFailure", {})
     stalled = progressing.get("reason") == "ProgressDeadlineExceeded"
+    counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "readyReplicas")}
     return Rollout(
         desired=desired,
+        complete=counts == {desired},
         replacing=status.get("updatedReplicas", 0) != status.get("replicas", 0),
         stalled=progressing.get("message", "") if stalled else "",
         blocked=failure.get("message", "") if failure.get("status") == "True" else "",
@@ -92,27 +107,39 @@ def runs_in(pod: dict[str, Any], deployment: str) -> bool:
     )
 
 
-def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState | None:
-    """Read the state of a pod; None for one that is being deleted, which serves no more and has no news.
+def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
+    """Read the state of a pod; of one that is being deleted, only what it is and uses.
 
     A pod that waits for a node because of `gpu_resource` has a reason of its own.
     """
     meta, status = pod["metadata"], pod.get("status") or {}
+    revision = (meta.get("labels") or {}).get(LABEL_REVISION, "")
+    ended = status.get("phase") in ("Succeeded", "Failed")
+    used = frozenset() if ended else used_by(pod.get("spec") or {})
     if "deletionTimestamp" in meta:
-        return None
+        return PodState(
+            name=meta["name"],
+            uid=meta["uid"],
+            revision=revision,
+            ready=False,
+            phase="Terminating",
+            used=used,
+            terminating=True,
+        )
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status") == "True"
     trouble, message = ("", "") if ready else _trouble(status, conditions, gpu_resource)
     return PodState(
         name=meta["name"],
         uid=meta["uid"],
-        revision=(meta.get("labels") or {}).get(LABEL_REVISION, ""),
+        revision=revision,
         ready=ready,
         phase=_phase(status, ready=ready),
         trouble=trouble,
         message=message,
         crash=_last_crash(status),
         ended=_ended(pod),
+        used=used,
     )
 
 

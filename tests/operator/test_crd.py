@@ -1,5 +1,6 @@
 """The CRD on a real API server: it takes the samples, fills in defaults, and refuses the rest helpfully."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "set exactly one of claimName, hostPath and size",
     ),
     ({"model": hub(), "cache": {"size": "big"}}, "spec.cache.size"),
+    ({"model": hub(), "cache": {"size": "0Gi"}}, "size must be greater than 0"),
+    ({"model": hub(), "cache": {"size": -1}}, "size must be greater than 0"),
+    ({"model": hub(), "cache": {"claimName": "llama-cache"}}, "the one that cache.size makes and deletes"),
     ({"runtime": {"device": "tpu"}}, 'supported values: "cuda", "cpu"'),
     (
         {"runtime": {"env": [{"name": "A", "value": "1", "valueFrom": {}}]}},
@@ -87,6 +91,33 @@ def test_an_edit_is_checked_too(api: ApiServer) -> None:
     api.create("inferenceservices", manifest())
     with pytest.raises(Refused, match="only hf:// models have revisions"):
         api.merge("inferenceservices", "llama", {"spec": {"model": {"revision": "main"}}})
+
+
+SIZES = [
+    ("10Gi", "9Gi", False),
+    ("10Gi", "10G", False),
+    ("1Gi", 1073741823, False),
+    ("1Gi", "1024Mi", True),
+    ("1000Mi", "1Gi", True),
+    (1000, "1k", True),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "taken"), SIZES)
+def test_a_cache_can_grow_and_never_shrink(
+    api: ApiServer, old: str | int, new: str | int, taken: bool
+) -> None:
+    api.create("inferenceservices", manifest(model=hub(), cache={"size": old}))
+    resized = {"spec": {"cache": {"size": new}}}
+    with contextlib.nullcontext() if taken else pytest.raises(Refused, match="size cannot shrink"):
+        api.merge("inferenceservices", "llama", resized)
+    assert api.get("inferenceservices", "llama")["spec"]["cache"]["size"] == (new if taken else old)
+
+
+def test_a_cache_may_be_given_up_and_be_smaller_later(api: ApiServer) -> None:
+    api.create("inferenceservices", manifest(model=hub(), cache={"size": "2Gi"}))
+    api.merge("inferenceservices", "llama", {"spec": {"cache": {"size": None, "claimName": "models"}}})
+    api.merge("inferenceservices", "llama", {"spec": {"cache": {"claimName": None, "size": "1Gi"}}})
 
 
 def test_kubectl_get_shows_the_columns(api: ApiServer) -> None:

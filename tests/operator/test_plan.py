@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from services import hub, service
 
-from skiff_operator import plan
+from skiff_operator import plan, workload
 from skiff_operator.cache import Child, Entry
 from skiff_operator.kinds import (
     CLAIM,
@@ -12,6 +12,7 @@ from skiff_operator.kinds import (
     DISRUPTION_BUDGET,
     SERVICE,
     SERVICE_ACCOUNT,
+    Kind,
     Stage,
 )
 from skiff_operator.settings import Settings
@@ -50,7 +51,7 @@ def steps(of: Entry) -> list[plan.Step]:
 def test_everything_is_created_in_the_order_in_which_pods_need_it() -> None:
     pending = steps(entry(service(model=hub(), cache={"size": "1Gi"}, replicas=2)))
     assert [step.kind for step in pending] == [SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET]
-    assert not any(step.ours for step in pending)
+    assert {step.action for step in pending} == {"create"}
     now, later = plan.first_stage(pending)
     assert [step.kind for step in now] == [SERVICE_ACCOUNT, CLAIM, DEPLOYMENT]
     assert later == Stage.NETWORK
@@ -64,13 +65,13 @@ def test_nothing_is_done_when_all_is_well() -> None:
 def test_a_changed_spec_changes_what_differs_only() -> None:
     of = settled(service())
     of.wanted = plan.summarize(plan.objects(service(runtime={"dtype": "bfloat16"}), Settings()))
-    assert [(step.action, step.kind, step.ours) for step in steps(of)] == [("apply", DEPLOYMENT, True)]
+    assert [(step.action, step.kind) for step in steps(of)] == [("update", DEPLOYMENT)]
 
 
 def test_drift_is_repaired() -> None:
     of = settled(service())
     of.children[(SERVICE, "llama")] = msgspec.structs.replace(of.children[(SERVICE, "llama")], intact=False)
-    assert [(step.action, step.kind) for step in steps(of)] == [("apply", SERVICE)]
+    assert [(step.action, step.kind) for step in steps(of)] == [("update", SERVICE)]
 
 
 @pytest.mark.parametrize(("owner", "pruned"), [("u1", True), ("someone", False), ("", False)])
@@ -85,8 +86,71 @@ def test_only_what_is_ours_is_pruned(owner: str, pruned: bool) -> None:
     )
 
 
-def test_an_object_of_someone_else_is_not_taken_by_force() -> None:
+@pytest.mark.parametrize("owner", ["someone", ""])
+def test_an_object_of_someone_else_is_in_the_way_even_when_it_is_identical(owner: str) -> None:
     of = settled(service())
+    key = (SERVICE_ACCOUNT, "llama")
+    of.children[key] = msgspec.structs.replace(of.children[key], owner=owner)
+    assert [(step.action, step.kind) for step in steps(of)] == [("verify", SERVICE_ACCOUNT)]
+
+
+def test_a_deployment_waits_for_what_its_pods_need() -> None:
+    of = entry(service(model=hub(), cache={"size": "1Gi"}, replicas=2))
+    made = settled(service(model=hub(), cache={"size": "1Gi"}, replicas=2)).children
+    assert of.wanted is not None
+
+    def blocked() -> list[Kind]:
+        assert of.wanted is not None
+        return [step.kind for step in steps(of) if plan.is_blocked(of, of.wanted, step)]
+
+    assert blocked() == [DEPLOYMENT]
+    of.children[(SERVICE_ACCOUNT, "llama")] = made[(SERVICE_ACCOUNT, "llama")]
+    assert blocked() == [DEPLOYMENT]
+    claim = made[(CLAIM, "llama-cache")]
+    of.children[(CLAIM, "llama-cache")] = msgspec.structs.replace(claim, owner="someone")
+    assert blocked() == [DEPLOYMENT]
+    of.children[(CLAIM, "llama-cache")] = msgspec.structs.replace(claim, intact=False)
+    assert blocked() == [], "one that cannot be changed is there all the same"
+
+
+def uncached(**counts: int) -> Entry:
+    """A service whose cache is not asked for any more, with a Deployment that says so and its status."""
+    of = settled(service(model=hub(), cache={"size": "1Gi"}))
+    of.wanted = plan.summarize(plan.objects(service(model=hub()), Settings()))
     key = (DEPLOYMENT, "llama")
-    of.children[key] = msgspec.structs.replace(of.children[key], owner="someone", digest="")
-    assert [(step.kind, step.ours) for step in steps(of)] == [(DEPLOYMENT, False)]
+    of.children[key] = msgspec.structs.replace(of.children[key], digest=of.wanted.digests[key])
+    status = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1, **counts}
+    live = {"metadata": {"generation": 2}, "spec": {"replicas": 1}, "status": status}
+    of.rollout = workload.read_rollout(live)
+    return of
+
+
+def test_a_claim_is_pruned_when_the_rollout_is_complete() -> None:
+    assert [(step.action, step.kind) for step in steps(uncached())] == [("delete", CLAIM)]
+
+
+@pytest.mark.parametrize(
+    "unfinished", [{"observedGeneration": 1}, {"replicas": 2}, {"updatedReplicas": 0}, {"readyReplicas": 0}]
+)
+def test_a_claim_stays_while_the_rollout_goes_on(unfinished: dict[str, int]) -> None:
+    assert steps(uncached(**unfinished)) == []
+
+
+def test_a_claim_stays_until_the_deployment_is_changed() -> None:
+    of = uncached()
+    key = (DEPLOYMENT, "llama")
+    of.children[key] = msgspec.structs.replace(of.children[key], digest="old")
+    assert [step.action for step in steps(of)] == ["update"]
+
+
+@pytest.mark.parametrize(("phase", "stays"), [("Running", True), ("Failed", False)])
+@pytest.mark.parametrize("deleted", [{}, {"deletionTimestamp": "2026-01-01T00:00:00Z"}])
+def test_a_claim_stays_while_a_pod_mounts_it(phase: str, stays: bool, deleted: dict[str, str]) -> None:
+    of = uncached()
+    volume = {"name": "cache", "persistentVolumeClaim": {"claimName": "llama-cache"}}
+    pod = {
+        "metadata": {"name": "p", "uid": "p", "creationTimestamp": "2026-01-01T00:00:00Z", **deleted},
+        "spec": {"volumes": [volume]},
+    }
+    of.pods["p"] = workload.read_pod({**pod, "status": {"phase": phase}}, gpu_resource="g")
+    assert (steps(of) == []) is stays

@@ -176,21 +176,6 @@ def test_host_paths_are_refused_with_advice(api: ApiServer) -> None:
     assert api.find("deployments", "llama") is None
 
 
-def test_an_object_of_someone_else_is_not_taken(api: ApiServer) -> None:
-    foreign = {
-        "metadata": {"name": "llama"},
-        "spec": {"selector": {"app": "x"}, "ports": [{"port": 80, "name": "x"}]},
-    }
-    api.create("services", foreign)
-    create(api)
-    status = wait_for(api, "Degraded", "True", "NameConflict")
-    assert "Service llama exists and is not this InferenceService's" in status["conditions"][0]["message"]
-    assert api.get("services", "llama")["spec"]["selector"] == {"app": "x"}
-    api.delete("services", "llama")
-    wait_for(api, "Degraded", "False", "AsExpected")
-    assert "ownerReferences" in wait_child(api, "services")["metadata"]
-
-
 def test_failures_are_read_from_the_pods(api: ApiServer) -> None:
     create(api, model=hub())
     kubelet = PlayKubelet(api, "llama")

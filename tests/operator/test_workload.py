@@ -82,7 +82,9 @@ def test_a_ready_pod_has_no_trouble_but_remembers_its_crash() -> None:
 def test_a_pod_that_is_being_deleted_tells_nothing() -> None:
     obj = pod(container(state=BACK_OFF, lastState=ended(1)))
     obj["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert workload.read_pod(obj, gpu_resource="nvidia.com/gpu") is None
+    state = workload.read_pod(obj, gpu_resource="nvidia.com/gpu")
+    assert state.terminating
+    assert (state.ready, state.trouble, state.crash) == (False, "", None)
 
 
 @pytest.mark.parametrize(

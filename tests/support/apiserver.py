@@ -19,6 +19,7 @@ COLLECTIONS = {
     "poddisruptionbudgets": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "events": "/apis/events.k8s.io/v1/namespaces/{namespace}/events",
+    "resourcequotas": "/api/v1/namespaces/{namespace}/resourcequotas",
     "leases": "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
 }
 MERGE = "application/merge-patch+json"
