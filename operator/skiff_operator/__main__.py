@@ -22,6 +22,7 @@ from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.settings import Settings, from_arguments
+from skiff_operator.watch_streams import WatchStreams
 
 _STOP_SECONDS: Final = 5.0
 
@@ -50,14 +51,16 @@ async def serve(settings: Settings) -> None:
     """
     client = Client(await configure(), connections=settings.workers + 4)
     cache = Cache()
+    streams = WatchStreams(settings)
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
     reconciler = Reconciler(observer, applier, Nodes(client, settings), settings)
-    controller = Controller(observer, reconciler, settings)
+    controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
-    work = partial(_work, client, observer, controller, settings)
+    metrics.registry.register(metrics.StreamsCollector(streams))
+    work = partial(_work, controller, settings)
     try:
-        async with serving(settings, controller.unhealthy):
+        async with serving(settings, unhealthy=controller.unhealthy, unready=streams.unsynced):
             lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
             await _until_first(lead, _signalled())
     finally:
@@ -89,10 +92,9 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-async def _work(client: Client, observer: Observer, controller: Controller, settings: Settings) -> None:
-    """List everything, then watch and work until kopf is told to stop."""
-    await observer.prime(client)
-    controller.start()
+async def _work(controller: Controller, settings: Settings) -> None:
+    """Watch, and work on what is listed, until a signal stops kopf."""
+    controller.streams.begin()
     workers = [controller.work() for _ in range(settings.workers)]
     await _until_first(handlers.run(controller, settings), controller.resync(), *workers)
 

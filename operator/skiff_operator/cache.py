@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.kinds import INFERENCE_SERVICE, POD, Kind
+from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
@@ -36,11 +36,12 @@ class Child(msgspec.Struct, frozen=True, gc=False):
 
 
 class Record(NamedTuple):
-    """One remembered object, whatever its kind."""
+    """One remembered object, whatever its kind; `version` is its resource version, and 0 for a pod."""
 
     key: Key
     name: str
     uid: str
+    version: int = 0
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -95,6 +96,7 @@ class Cache:
     def __init__(self) -> None:
         """Start with nothing known."""
         self._entries: dict[Key, Entry] = {}
+        self._homes: dict[str, Key] = {}
 
     def __iter__(self) -> Iterator[Key]:
         """Keys of all InferenceServices that exist."""
@@ -112,15 +114,57 @@ class Cache:
         """The entry of `key`, made when there is none."""
         return self._entries.setdefault(key, Entry())
 
+    def home(self, uid: str) -> Key | None:
+        """The key under which a child or a pod is remembered."""
+        return self._homes.get(uid)
+
+    def put_child(self, key: Key, kind: Kind, name: str, child: Child) -> None:
+        """Remember a child in place of what had its name."""
+        children = self.touch(key).children
+        if (kind, name) in children:
+            self._homes.pop(children[(kind, name)].uid, None)
+        children[(kind, name)] = child
+        self._homes[child.uid] = key
+
+    def put_pod(self, key: Key, pod: PodState) -> None:
+        """Remember a pod in place of what had its name."""
+        pods = self.touch(key).pods
+        if pod.name in pods:
+            self._homes.pop(pods[pod.name].uid, None)
+        pods[pod.name] = pod
+        self._homes[pod.uid] = key
+
+    def drop(self, kind: Kind, record: Record) -> None:
+        """Forget one object, unless another one has its name by now."""
+        key, name, uid, _ = record
+        entry = self.touch(key)
+        if kind == INFERENCE_SERVICE:
+            if entry.uid == uid:
+                entry.leave()
+        elif kind == POD:
+            if name in entry.pods and entry.pods[name].uid == uid:
+                del entry.pods[name]
+        elif (kind, name) in entry.children and entry.children[(kind, name)].uid == uid:
+            del entry.children[(kind, name)]
+            if kind == DEPLOYMENT and name == key[1]:
+                entry.rollout = None
+        if self._homes.get(uid) == key:
+            del self._homes[uid]
+        self.sweep(key)
+
     def records(self, kind: Kind) -> list[Record]:
         """All remembered objects of one kind."""
+        entries = self._entries.items()
         if kind == INFERENCE_SERVICE:
-            return [Record(key, key[1], e.uid) for key, e in self._entries.items() if e.present]
+            return [Record(key, key[1], e.uid, int(e.resource_version)) for key, e in entries if e.present]
         if kind == POD:
-            pods = [(key, pod) for key, e in self._entries.items() for pod in e.pods.values()]
-            return [Record(key, pod.name, pod.uid) for key, pod in pods]
-        children = [(key, place, c) for key, e in self._entries.items() for place, c in e.children.items()]
-        return [Record(key, place[1], c.uid) for key, place, c in children if place[0] == kind]
+            return [Record(key, pod.name, pod.uid) for key, e in entries for pod in e.pods.values()]
+        children = [(key, place, child) for key, e in entries for place, child in e.children.items()]
+        return [
+            Record(key, name, child.uid, int(child.resource_version))
+            for key, (of, name), child in children
+            if of == kind
+        ]
 
     def sweep(self, key: Key) -> None:
         """Forget `key` when nothing is left of it."""

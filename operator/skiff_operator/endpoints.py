@@ -12,18 +12,25 @@ from skiff_runtime import contract
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings, unhealthy: Callable[[], str]) -> AsyncIterator[None]:
-    """Serve until the block ends. `unhealthy` gives the reason why a probe must fail, or nothing."""
+async def serving(
+    settings: Settings, *, unhealthy: Callable[[], str], unready: Callable[[], str]
+) -> AsyncIterator[None]:
+    """Serve until the block ends. `unhealthy` and `unready` give the reason why their probe must fail, or nothing."""
 
-    async def probe(_: web.Request) -> web.Response:
-        reason = unhealthy()
+    def verdict(reason: str) -> web.Response:
         return web.Response(text=reason or "ok", status=503 if reason else 200)
+
+    async def live(_: web.Request) -> web.Response:
+        return verdict(unhealthy())
+
+    async def ready(_: web.Request) -> web.Response:
+        return verdict(unhealthy() or unready())
 
     async def scrape(_: web.Request) -> web.Response:
         return web.Response(body=metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     health, exposition = web.Application(), web.Application()
-    health.add_routes([web.get("/healthz", probe), web.get("/readyz", probe)])
+    health.add_routes([web.get("/healthz", live), web.get("/readyz", ready)])
     exposition.add_routes([web.get(contract.PATH_METRICS, scrape)])
     async with contextlib.AsyncExitStack() as stack:
         for app, port in ((health, settings.health_port), (exposition, settings.metrics_port)):

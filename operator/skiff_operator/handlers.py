@@ -1,91 +1,71 @@
-"""The wiring to kopf, and nothing else: which kinds are watched, how, and where their events go.
+"""kopf's settings and its registry: which kinds are watched, how, and with what credentials.
 
-kopf brings discovery, credentials and watches that survive disconnects. Its handlers that keep state on the
-objects, its indices and its own queueing limits are not used; docs/decisions/0004 says why.
+kopf watches the kinds that have handlers. The handlers themselves never run: `reflector` takes each event from its
+watch, in order. Persistence, indices, posting and queueing limits of kopf are not used; docs/decisions/0004 says why.
 """
 
+import itertools
 import logging
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import kopf
 
-from skiff_operator.kinds import CHILDREN, INFERENCE_SERVICE, POD, Kind
-from skiff_operator.observe import Event
+from skiff_operator import reflector
+from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.settings import Settings
+from skiff_operator.watch_streams import WATCHED, Sink
 from skiff_runtime import contract
 
 
-class Sink(Protocol):
-    """Whoever takes the events."""
+class _Backoffs:
+    """Pauses between attempts of kopf's discovery, without end: an API server that starts late is waited for."""
 
-    def on_event(self, kind: Kind, event: Event, obj: dict[str, Any]) -> None:
-        """Take in one event; must not block."""
-
-
-class _NoStorage(kopf.DiffBaseStorage):  # type: ignore[misc]  # kopf is not type-checked here
-    """Remembers nothing on the objects: only level-triggered code reads them."""
-
-    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> None:
-        return None
-
-    def fetch(self, *, body: kopf.Body) -> None:
-        return None
-
-    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        return None
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1.0, 2.0, 4.0, 8.0, 16.0), itertools.repeat(reflector.LAST_RETRY_SECONDS))
 
 
-def configure() -> kopf.OperatorSettings:
-    """kopf's settings, each with its reason."""
-    settings = kopf.OperatorSettings()
-    settings.scanning.disabled = True  # the kinds are known; a new CRD needs no watch of all CRDs
-    settings.posting.enabled = False  # Events are few and ours
-    settings.persistence.diffbase_storage = _NoStorage()
-    settings.queueing.idle_timeout = (
-        0.1  # an object has a task for as long as it has events; 0 would hang kopf
-    )
-    settings.queueing.exit_timeout = 1.0
-    settings.watching.chunk_size = 100  # bounds memory when many objects are listed
-    settings.watching.server_timeout = 300
-    settings.watching.inactivity_timeout = 120  # bookmarks come every minute or so
-    settings.watching.connect_timeout = 10
-    settings.networking.connect_timeout = 10
-    settings.networking.request_timeout = 60
-    settings.process.ultimate_exiting_timeout = 20
-    for kind in (*CHILDREN, POD):
-        settings.watching.label_selectors[kind.group, kind.version, kind.plural] = contract.LABEL_SERVICE
-    return settings
+def configure(settings: Settings) -> kopf.OperatorSettings:
+    """Return kopf's settings, each with its reason."""
+    found = kopf.OperatorSettings()
+    found.scanning.disabled = True  # the kinds are known; a new CRD needs no watch of all CRDs
+    found.posting.enabled = False  # Events are few and ours
+    found.watching.chunk_size = 100  # bounds memory when many objects are listed
+    found.watching.server_timeout = settings.watch_timeout_seconds
+    found.watching.inactivity_timeout = settings.watch_inactivity_seconds
+    found.watching.connect_timeout = 10
+    found.networking.connect_timeout = 10
+    found.networking.request_timeout = min(60.0, settings.watch_inactivity_seconds)
+    found.networking.error_backoffs = _Backoffs()
+    found.process.ultimate_exiting_timeout = 20
+    for kind in WATCHED:
+        if kind != INFERENCE_SERVICE:
+            found.watching.label_selectors[kind.group, kind.version, kind.plural] = contract.LABEL_SERVICE
+    return found
 
 
-def register(sink: Sink) -> kopf.OperatorRegistry:
-    """A registry whose only handlers pass every event of every kind of ours to `sink`."""
+def register() -> kopf.OperatorRegistry:
+    """Return a registry that declares the login and every kind to watch."""
     registry = kopf.OperatorRegistry()
 
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
+    async def declared(**_: Any) -> None:
+        raise AssertionError("kopf dispatched an event that the reflector should have taken")
+
     kopf.on.login(registry=registry)(login)
-    for kind in (INFERENCE_SERVICE, *CHILDREN, POD):
-        _watch(registry, kind, sink)
+    for kind in WATCHED:
+        kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(declared)
     return registry
 
 
 async def run(sink: Sink, settings: Settings) -> None:
-    """Watch until a signal ends the process or this task is cancelled."""
-    await kopf.operator(
-        registry=register(sink),
-        settings=configure(),
-        standalone=True,
-        clusterwide=not settings.namespaces,
-        namespaces=settings.namespaces,
-    )
+    """Watch until a signal ends the process or this task is cancelled.
+
+    Raises:
+        OperatorError: this process cannot watch.
+    """
+    await reflector.run(sink, register(), configure(settings), settings.namespaces)
     # kopf leaves its generators of watch events unfinished, about which asyncio complains while the process ends.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-
-def _watch(registry: kopf.OperatorRegistry, kind: Kind, sink: Sink) -> None:
-    async def pass_on(event: dict[str, Any], **_: Any) -> None:
-        sink.on_event(kind, event["type"] or "LISTED", event["object"])
-
-    kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(pass_on)

@@ -12,11 +12,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from skiff_operator.cache import Cache
 from skiff_operator.status import CONDITIONS, READY
+from skiff_operator.watch_streams import WatchStreams
 from skiff_runtime import contract
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
@@ -86,6 +87,34 @@ class ObjectsCollector(Collector):
             objects.add_metric(list(labels), count)
         yield objects
         yield ready
+
+
+class StreamsCollector(Collector):
+    """Reports the progress of the watch streams at the time of a scrape."""
+
+    def __init__(self, streams: WatchStreams) -> None:
+        """Report `streams`."""
+        self._streams = streams
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield one series per stream and metric; the namespace is empty where a stream covers all of them."""
+        labels = ["resource", "watch_namespace"]
+        silence = GaugeMetricFamily(
+            contract.OPERATOR_WATCH_SILENCE,
+            "Seconds since a watch last showed an event, a bookmark or any other answer.",
+            labels=labels,
+        )
+        for (kind, namespace), seconds in self._streams.silences():
+            silence.add_metric([kind.plural, namespace or ""], seconds)
+        lists = CounterMetricFamily(
+            contract.OPERATOR_WATCH_LISTS.removesuffix("_total"),
+            "Lists that came to their end: one at start, and one each time that a watch could not go on.",
+            labels=labels,
+        )
+        for (kind, namespace), count in self._streams.lists():
+            lists.add_metric([kind.plural, namespace or ""], count)
+        yield silence
+        yield lists
 
 
 def page() -> bytes:

@@ -1,26 +1,24 @@
-"""The only reader of the cluster: lists once at start, then folds watch events into the cache.
+"""The observer: folds what lists and watches show into the cache.
 
 Each fold answers which InferenceService must be looked at again and how urgently, or None when nothing
 changed that matters (the echo of our own write, a heartbeat).
 """
 
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from skiff_operator import ownership, plan, spec, status, workload
 from skiff_operator.cache import Cache, Child, Entry, Record
-from skiff_operator.client import Client
 from skiff_operator.drift import covers
-from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
-from skiff_operator.kinds import CHILDREN, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
+from skiff_operator.errors import InvalidSpec
+from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
 from skiff_operator.resources import containers
 from skiff_operator.resources.metadata import digest, stamp_of
 from skiff_operator.settings import Settings
+from skiff_operator.watch_streams import Event, StreamKey
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
-
-Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
 
 
 class Attention(NamedTuple):
@@ -34,34 +32,6 @@ class Attention(NamedTuple):
     edited: bool = False
 
 
-class Relist:
-    """The objects that a watch showed since it began anew."""
-
-    QUIET_SECONDS: Final = 10.0
-
-    def __init__(self) -> None:
-        """Begin with nothing seen."""
-        self._seen: set[str] = set()
-        self._last = 0.0
-
-    def __contains__(self, uid: str) -> bool:
-        """Whether an object was shown."""
-        return uid in self._seen
-
-    def note(self, uid: str, now: float) -> None:
-        """An object of the list itself."""
-        self._seen.add(uid)
-        self._last = now
-
-    def add(self, uid: str) -> None:
-        """An object that a later event showed."""
-        self._seen.add(uid)
-
-    def finished(self, now: float) -> bool:
-        """Whether the list has come to its end, as far as a pause tells."""
-        return now - self._last > self.QUIET_SECONDS
-
-
 class Observer:
     """Keeps one cache true to the cluster."""
 
@@ -69,64 +39,61 @@ class Observer:
         """Fill `cache`; `settings` decide which namespaces are read and what is desired."""
         self.cache = cache
         self._settings = settings
-        self._priming = False
-        self._relists: dict[Kind, Relist] = {}
+        self._shown: dict[StreamKey, int] = {}
 
-    async def prime(self, client: Client) -> None:
-        """Read everything once, InferenceServices first, so that children can be compared with what is desired.
+    def listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> list[Attention]:
+        """Take in the end of a list: forget what it did not show, for that was deleted while no watch reported it.
 
-        Raises:
-            OperatorError: the CustomResourceDefinition is missing, or the API server refuses to list.
+        What is newer than the list was written by us after it was made, and stays.
         """
-        self._priming = True
-        for kind in (INFERENCE_SERVICE, *CHILDREN, POD):
-            selector = "" if kind == INFERENCE_SERVICE else contract.LABEL_SERVICE
-            for namespace in self._settings.namespaces or (None,):
-                try:
-                    async for obj in client.list(kind, namespace, selector=selector):
-                        self.fold(kind, obj, "LISTED")
-                except ApiNotFound as error:
-                    raise OperatorError(
-                        f"the API server does not know {kind.plural}.{kind.group}; "
-                        "apply manifests/crds first (the chart does it by itself)"
-                    ) from error
-        self._priming = False
+        self._shown[stream] = resource_version
+        gone = [
+            record
+            for record in self.cache.records(stream.kind)
+            if stream.namespace in (None, record.key[0])
+            and record.uid not in shown
+            and record.version <= resource_version
+        ]
+        return [self._forget(stream.kind, record) for record in gone]
 
-    def relisted(self, kind: Kind, uid: str, now: float) -> None:
-        """Note that a watch began anew and showed this object; `now` is in seconds of a monotonic clock."""
-        self._relists.setdefault(kind, Relist()).note(uid, now)
-
-    def sweep(self, now: float) -> list[Attention]:
-        """Forget what a finished relist did not show: it was deleted while the watch was broken."""
-        found = []
-        for kind in [kind for kind, relist in self._relists.items() if relist.finished(now)]:
-            relist = self._relists.pop(kind)
-            gone = [record for record in self.cache.records(kind) if record.uid not in relist]
-            found += [self._forget(kind, record) for record in gone]
-        return found
+    def moved(self, kind: Kind, obj: dict[str, Any]) -> Attention | None:
+        """Forget an object under the InferenceService that it belonged to until now, if that is another one."""
+        home = self.cache.home(obj["metadata"]["uid"])
+        if kind == INFERENCE_SERVICE or home is None or home == _key(kind, obj):
+            return None
+        return self._forget(kind, Record(home, obj["metadata"]["name"], obj["metadata"]["uid"]))
 
     def fold(self, kind: Kind, obj: dict[str, Any], event: Event) -> Attention | None:
         """Take in one object as a list or a watch event showed it."""
-        meta = obj["metadata"]
-        if event != "DELETED" and kind in self._relists:
-            self._relists[kind].add(meta["uid"])
-        if kind == INFERENCE_SERVICE:
-            key = (meta["namespace"], meta["name"])
-            record = Record(key, meta["name"], meta["uid"])
-            return self._forget(kind, record) if event == "DELETED" else self._fold_service(key, obj)
-        key = (meta["namespace"], meta["labels"][contract.LABEL_SERVICE])
+        meta, key = obj["metadata"], _key(kind, obj)
+        if event != "LISTED":
+            self._shown[self._stream(kind, key)] = int(meta["resourceVersion"])
         if event == "DELETED":
+            if kind != INFERENCE_SERVICE and self.cache.home(meta["uid"]) is None:
+                return None
             return self._forget(kind, Record(key, meta["name"], meta["uid"]))
+        if kind == INFERENCE_SERVICE:
+            return self._fold_service(key, obj)
         return self._fold_pod(key, obj) if kind == POD else self._fold_child(kind, key, obj, event)
 
     def applied(self, kind: Kind, key: Key, obj: dict[str, Any]) -> None:
-        """Take in the API server's answer to our own apply: it holds what we asked for."""
-        entry, child = self.cache.touch(key), _child(obj, intact=True)
-        entry.children[(kind, obj["metadata"]["name"])] = child
-        if kind in self._relists:
-            self._relists[kind].add(child.uid)
-        if kind == DEPLOYMENT:
-            entry.rollout = workload.read_rollout(obj)
+        """Take in the API server's answer to our own apply: it holds what we asked for.
+
+        Events may overtake the answer. It is dropped when the cache holds a newer version, and when the watch has
+        gone beyond it without showing the object any more: it was deleted meanwhile.
+        """
+        meta, entry = obj["metadata"], self.cache.touch(key)
+        known = entry.children.get((kind, meta["name"]))
+        if known is not None and known.uid == meta["uid"]:
+            late = int(meta["resourceVersion"]) < int(known.resource_version)
+        else:
+            watched = contract.LABEL_SERVICE in (meta.get("labels") or {})
+            late = watched and int(meta["resourceVersion"]) <= self._shown.get(self._stream(kind, key), 0)
+        if not late:
+            self.cache.put_child(key, kind, meta["name"], _child(obj, intact=True))
+            if kind == DEPLOYMENT:
+                entry.rollout = workload.read_rollout(obj)
+        self.cache.sweep(key)
 
     def deleted(self, kind: Kind, key: Key, name: str, uid: str) -> None:
         """Take in that we deleted a child."""
@@ -142,20 +109,12 @@ class Observer:
 
     def _forget(self, kind: Kind, record: Record) -> Attention:
         """Drop an object that is gone, unless a newer one of its name has been seen meanwhile."""
-        key, name, uid = record
-        entry = self.cache.touch(key)
-        if kind == INFERENCE_SERVICE:
-            if entry.uid == uid:
-                entry.leave()
-        elif kind == POD:
-            if name in entry.pods and entry.pods[name].uid == uid:
-                del entry.pods[name]
-        elif (kind, name) in entry.children and entry.children[(kind, name)].uid == uid:
-            del entry.children[(kind, name)]
-            if kind == DEPLOYMENT and name == key[1]:
-                entry.rollout = None
-        self.cache.sweep(key)
-        return Attention(key, Stage.STATUS if kind == POD else Stage.CHILDREN)
+        self.cache.drop(kind, record)
+        return Attention(record.key, Stage.STATUS if kind == POD else Stage.CHILDREN)
+
+    def _stream(self, kind: Kind, key: Key) -> StreamKey:
+        """Return the stream that shows the objects of a kind in the namespace of `key`."""
+        return StreamKey(kind, key[0] if self._settings.namespaces else None)
 
     def _fold_service(self, key: Key, obj: dict[str, Any]) -> Attention | None:
         meta = obj["metadata"]
@@ -181,8 +140,8 @@ class Observer:
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
             return None  # somebody else's, although it carries our label
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
-            child = msgspec.structs.replace(child, intact=self._intact(kind, key, obj))
-        entry.children[(kind, meta["name"])] = child
+            child = msgspec.structs.replace(child, intact=self._intact(kind, key, obj, event))
+        self.cache.put_child(key, kind, meta["name"], child)
         same = known is not None and (known.digest, known.intact, child.intact) == (child.digest, True, True)
         if kind == DEPLOYMENT and meta["name"] == key[1]:
             rollout = workload.read_rollout(obj)
@@ -200,10 +159,10 @@ class Observer:
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
         if entry.pods.get(name) == state:
             return None
-        entry.pods[name] = state
+        self.cache.put_pod(key, state)
         return Attention(key, Stage.STATUS)
 
-    def _intact(self, kind: Kind, key: Key, obj: dict[str, Any]) -> bool:
+    def _intact(self, kind: Kind, key: Key, obj: dict[str, Any], event: Event) -> bool:
         """Whether a live child holds all that is desired now; one that is not desired needs no repair."""
         entry = self.cache.touch(key)
         if entry.service is None or entry.invalid is not None:
@@ -212,10 +171,24 @@ class Observer:
             draft = entry.draft or plan.objects(entry.service, self._settings)
         except InvalidSpec:
             return True
-        if self._priming and entry.draft is None:  # each kind's list will ask for it again
+        if event == "LISTED" and entry.draft is None:  # each kind's list will ask for it again
             entry.draft, entry.wanted = draft, plan.summarize(draft)
         desired = draft.get((kind, obj["metadata"]["name"]))
         return desired is None or covers(desired, obj)
+
+
+def _key(kind: Kind, obj: dict[str, Any]) -> Key:
+    """Return the InferenceService that an object is or belongs to: by its controller, and by its label for a pod.
+
+    The controller comes first, so that a child whose label was changed is repaired and not taken for another's.
+    """
+    meta = obj["metadata"]
+    if kind == INFERENCE_SERVICE:
+        return meta["namespace"], meta["name"]
+    for owner in meta.get("ownerReferences") or []:
+        if owner.get("controller") and owner["kind"] == INFERENCE_SERVICE.name:
+            return meta["namespace"], owner["name"]
+    return meta["namespace"], meta["labels"][contract.LABEL_SERVICE]
 
 
 def _take_spec(entry: Entry, obj: dict[str, Any]) -> None:

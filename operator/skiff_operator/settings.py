@@ -34,6 +34,7 @@ class Settings:
     gpu_resource_name: str = "nvidia.com/gpu"
     workers: int = 8
     resync_seconds: float = 30.0
+    watch_timeout_seconds: int = 300
     status_delay_seconds: float = 0.5
     leader_elect: bool = True
     lease_name: str = "skiff-operator"
@@ -47,7 +48,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, by the flag's name."""
-        for name in ("workers", "resync_seconds", "lease_duration_seconds", "lease_renew_seconds"):
+        for name in (
+            "workers",
+            "resync_seconds",
+            "watch_timeout_seconds",
+            "lease_duration_seconds",
+            "lease_renew_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{_flag(name)} must be greater than 0")
         for name in ("health_port", "metrics_port"):
@@ -69,6 +76,16 @@ class Settings:
         """A resync older than this fails the liveness probe."""
         return 4 * self.resync_seconds
 
+    @property
+    def watch_inactivity_seconds(self) -> float:
+        """A watch that shows nothing for this long is requested anew, for its connection may be dead."""
+        return min(1.5 * self.watch_timeout_seconds, 120.0)
+
+    @property
+    def stream_dead_after_seconds(self) -> float:
+        """A watch stream that is silent for this long fails the liveness probe: two new requests had no answer."""
+        return 3 * self.watch_inactivity_seconds
+
 
 _HELP: Final = {
     "namespaces": "watch only these namespaces, separated by commas (default: all)",
@@ -80,6 +97,7 @@ _HELP: Final = {
     "gpu_resource_name": "extended resource of which each rank takes one, when the spec names none",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
+    "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",
     "status_delay_seconds": "changes of status are collected this long before they are written",
     "leader_elect": "wait for the Lease before working; needed with more than one replica",
     "lease_name": "name of the Lease",

@@ -190,12 +190,21 @@ class ControlPlane:
             "kube-apiserver": [*apiserver_arguments(endpoint, authority, scratch), *local],
             "kube-controller-manager": manager_arguments(endpoint, authority, manager, scratch),
         }
-        client = ApiClient(authority, endpoint.address, endpoint.api_port)
+        self._commands: dict[str, list[str | Path]] = {
+            name: [programs[name], *arguments[name]] for name in PROGRAMS
+        }
+        self._client = ApiClient(authority, endpoint.address, endpoint.api_port)
         for name, daemon in self.daemons.items():
             if name == "kube-controller-manager":
-                await_ready(client, list(self.daemons.values())[:2])
-            daemon.start([programs[name], *arguments[name]], with_parent=self.with_parent)
-        await_default_account(client)
+                await_ready(self._client, list(self.daemons.values())[:2])
+            daemon.start(self._commands[name], with_parent=self.with_parent)
+        await_default_account(self._client)
+
+    def restart(self, name: str) -> None:
+        """Stop one program and start it again with the same data, and wait until the API server is ready."""
+        self.daemons[name].stop()
+        self.daemons[name].start(self._commands[name], with_parent=self.with_parent)
+        await_ready(self._client, list(self.daemons.values()))
 
     def _stop_daemons(self) -> None:
         for daemon in reversed(self.daemons.values()):

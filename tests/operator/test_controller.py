@@ -16,6 +16,7 @@ from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.observe import Observer
 from skiff_operator.reconcile import Outcome
 from skiff_operator.settings import Settings
+from skiff_operator.watch_streams import WATCHED, StreamKey, WatchStreams
 from skiff_operator.workqueue import Key
 
 SETTINGS = Settings(workers=2, resync_seconds=0.05, status_delay_seconds=0.01)
@@ -37,8 +38,15 @@ class Scripted:
 
 
 def controller(reconciler: Any) -> Controller:
-    """A controller around it."""
-    return Controller(Observer(Cache(), SETTINGS), reconciler, SETTINGS)
+    """A controller around it, before anything is listed."""
+    return Controller(Observer(Cache(), SETTINGS), reconciler, WatchStreams(SETTINGS), SETTINGS)
+
+
+def sync(of: Controller) -> None:
+    """End the first list of every kind, all of them empty."""
+    of.streams.begin()
+    for kind in WATCHED:
+        of.on_listed(StreamKey(kind, None), set(), 1)
 
 
 def add(to: Controller, *names: str) -> None:
@@ -70,7 +78,7 @@ def test_a_bug_or_an_outage_for_one_object_harms_no_other() -> None:
 
     async def run() -> None:
         of = controller(reconciler)
-        of.start()
+        sync(of)
         add(of, *names)
         await run_until(of, served)
 
@@ -80,7 +88,7 @@ def test_a_bug_or_an_outage_for_one_object_harms_no_other() -> None:
 def test_the_probe_fails_when_the_resync_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> tuple[str, str]:
         of = controller(Scripted())
-        of.start()
+        sync(of)
         before = of.unhealthy()
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + SETTINGS.stale_after_seconds + 1)
@@ -93,7 +101,7 @@ def test_the_probe_fails_when_the_resync_is_stale(monkeypatch: pytest.MonkeyPatc
 def test_the_probe_fails_when_all_workers_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> str:
         of = controller(Scripted())
-        of.start()
+        sync(of)
         add(of, "waits")
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -108,3 +116,35 @@ def test_a_replica_that_waits_for_the_lease_is_healthy() -> None:
         return controller(Scripted()).unhealthy()
 
     assert asyncio.run(run()) == ""
+
+
+def test_no_work_begins_before_all_kinds_are_listed() -> None:
+    reconciler = Scripted()
+
+    async def run() -> None:
+        of = controller(reconciler)
+        of.streams.begin()
+        of.on_event(INFERENCE_SERVICE, "LISTED", raw("early"))
+        for kind in WATCHED[:-1]:
+            of.on_listed(StreamKey(kind, None), {"u1"}, 1)
+        assert f"{WATCHED[-1].plural} in all namespaces: not listed yet" == of.streams.unsynced()
+        worker = asyncio.create_task(of.work())
+        await asyncio.sleep(0.1)
+        assert reconciler.turns == []
+        worker.cancel()
+        of.on_listed(StreamKey(WATCHED[-1], None), set(), 1)
+        assert of.streams.unsynced() == ""
+        await run_until(of, lambda: "early" in reconciler.turns)
+
+    asyncio.run(run())
+
+
+def test_an_object_that_is_not_understood_ends_no_watch() -> None:
+    async def run() -> list[str]:
+        of = controller(Scripted())
+        sync(of)
+        of.on_event(INFERENCE_SERVICE, "ADDED", {"metadata": {"name": "odd"}})
+        add(of, "fine")
+        return [name for _, name in of._observer.cache]
+
+    assert asyncio.run(run()) == ["fine"]

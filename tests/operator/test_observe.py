@@ -8,10 +8,12 @@ from services import raw, service
 from skiff_operator import plan
 from skiff_operator.cache import Cache
 from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, SERVICE, Kind, Stage
-from skiff_operator.observe import Attention, Event, Observer, Relist
+from skiff_operator.observe import Attention, Observer
 from skiff_operator.settings import Settings
+from skiff_operator.watch_streams import Event, StreamKey
 
 KEY = ("default", "llama")
+LABEL = "serving.skiff.dev/inferenceservice"
 CHILDREN = Attention(KEY, Stage.CHILDREN)
 STATUS = Attention(KEY, Stage.STATUS)
 
@@ -35,7 +37,13 @@ def pod_of(deployment: str, **meta: Any) -> dict[str, Any]:
     """A pod with our label, made by the ReplicaSet of a Deployment."""
     labels = {"serving.skiff.dev/inferenceservice": "llama", "pod-template-hash": "7d9f"}
     owner = {"kind": "ReplicaSet", "name": f"{deployment}-7d9f", "uid": "r", "controller": True}
-    own = {"name": f"{deployment}-7d9f-x", "uid": "p", "namespace": "default", "ownerReferences": [owner]}
+    own: dict[str, Any] = {
+        "name": f"{deployment}-7d9f-x",
+        "uid": "p",
+        "namespace": "default",
+        "ownerReferences": [owner],
+    }
+    own["resourceVersion"] = "5"
     return {"metadata": {**own, "labels": labels, **meta}}
 
 
@@ -125,20 +133,67 @@ def test_nothing_is_remembered_of_what_is_gone(observer: Observer) -> None:
     assert observer.cache.get(KEY) is None
 
 
-def test_a_deletion_that_no_watch_told_of_is_found_by_the_next_list(observer: Observer) -> None:
-    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
-    observer.applied(SERVICE, KEY, live(SERVICE))
-    observer.relisted(DEPLOYMENT, "another", now=0.0)
-    assert observer.sweep(Relist.QUIET_SECONDS / 2) == []
-    assert observer.sweep(Relist.QUIET_SECONDS + 1) == [CHILDREN]
+def test_the_end_of_a_list_shows_which_deletions_no_watch_reported(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 10))
+    observer.applied(SERVICE, KEY, live(SERVICE, 10))
+    assert observer.listed(StreamKey(DEPLOYMENT, None), set(), 10) == [CHILDREN]
     assert list(observer.cache.touch(KEY).children) == [(SERVICE, "llama")]
-    assert observer.sweep(Relist.QUIET_SECONDS + 2) == []
+    assert observer.listed(StreamKey(INFERENCE_SERVICE, None), set(), 10) == [CHILDREN]
+    assert not observer.cache.touch(KEY).present
 
 
-def test_what_is_made_while_a_list_goes_on_is_not_swept(observer: Observer) -> None:
-    observer.relisted(DEPLOYMENT, "another", now=0.0)
+def test_what_is_made_after_a_list_was_taken_is_not_missed_in_it(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 11))
+    assert observer.listed(StreamKey(DEPLOYMENT, None), set(), 10) == []
+    assert child_intact(observer, DEPLOYMENT)
+
+
+def test_a_list_of_one_namespace_says_nothing_of_another() -> None:
+    observer = Observer(Cache(), Settings(namespaces=("default", "other")))
+    for name in ("default", "other"):
+        observer.fold(INFERENCE_SERVICE, raw(namespace=name, uid=f"u-{name}"), "ADDED")
+    assert observer.listed(StreamKey(INFERENCE_SERVICE, "default"), set(), 10) == [CHILDREN]
+    assert list(observer.cache) == [("other", "llama")]
+
+
+def test_an_answer_that_its_deletion_has_overtaken_is_dropped(observer: Observer) -> None:
+    observer.fold(DEPLOYMENT, live(DEPLOYMENT, 10), "ADDED")
+    observer.fold(DEPLOYMENT, live(DEPLOYMENT, 11), "DELETED")
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 10))
+    assert not observer.cache.touch(KEY).children
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 12))
+    assert child_intact(observer, DEPLOYMENT)
+
+
+def test_an_answer_that_drift_has_overtaken_does_not_hide_it(observer: Observer) -> None:
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 10))
+    drifted = live(DEPLOYMENT, 12, generation=3, spec={"replicas": 9})
+    assert observer.fold(DEPLOYMENT, drifted, "MODIFIED") == CHILDREN
+    observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT, 11))
+    assert not child_intact(observer, DEPLOYMENT)
+
+
+def test_a_deletion_of_what_was_never_seen_is_no_news(observer: Observer) -> None:
+    assert observer.fold(DEPLOYMENT, live(DEPLOYMENT, 11), "DELETED") is None
+
+
+def test_a_child_with_the_label_of_another_service_is_drift_of_its_owner(observer: Observer) -> None:
     observer.applied(DEPLOYMENT, KEY, live(DEPLOYMENT))
-    assert observer.sweep(Relist.QUIET_SECONDS + 1) == []
+    relabelled = live(DEPLOYMENT, 11)
+    relabelled["metadata"]["labels"] = {**relabelled["metadata"]["labels"], LABEL: "another"}
+    assert observer.moved(DEPLOYMENT, relabelled) is None
+    assert observer.fold(DEPLOYMENT, relabelled, "MODIFIED") == CHILDREN
+    assert not child_intact(observer, DEPLOYMENT)
+
+
+def test_a_pod_that_is_given_to_another_service_leaves_the_first(observer: Observer) -> None:
+    observer.fold(POD, pod_of("llama"), "ADDED")
+    labels = {**pod_of("llama")["metadata"]["labels"], LABEL: "another"}
+    assert observer.moved(POD, pod_of("llama", labels=labels)) == STATUS
+    observer.fold(POD, pod_of("llama", labels=labels), "MODIFIED")
+    assert not observer.cache.touch(KEY).pods
+    observer.fold(POD, pod_of("llama", labels=labels), "DELETED")
+    assert observer.cache.get(("default", "another")) is None
 
 
 def foreign(name: str, kind: Kind = DEPLOYMENT) -> dict[str, Any]:

@@ -35,12 +35,14 @@ class Refused(Exception):
         self.message = message
 
 
-def credentials(kubeconfig: Path) -> tuple[str, ssl.SSLContext]:
-    """The server's URL and a TLS context with the user's certificate."""
+def credentials(kubeconfig: Path, *, with_user: bool = True) -> tuple[str, ssl.SSLContext]:
+    """The server's URL and a TLS context, with the user's certificate unless `with_user` is False."""
     content = yaml.safe_load(kubeconfig.read_text())
     cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
     context = ssl.create_default_context(cadata=authority)
+    if not with_user:
+        return cluster["server"], context
     with tempfile.NamedTemporaryFile() as pair:
         pair.write(base64.b64decode(user["client-certificate-data"]))
         pair.write(b"\n" + base64.b64decode(user["client-key-data"]))

@@ -1,0 +1,297 @@
+"""Reflector: lists one kind in one namespace, watches it from there, and passes on each event in its order.
+
+This is the only file that uses internals of kopf. kopf brings the process, discovery, credentials and the requests;
+its own loop around them (`infinite_watch`) is replaced while the operator runs, for four reasons: it does not show
+its handlers where a list ends, so that a deletion that no event reported could not be found; its queues, one for each
+object, mix up the order of events and list ends; it says nothing of bookmarks, the only sign of life of an idle
+watch; and any API error other than 410 in the stream ends the process.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import pkgutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Final, NoReturn
+
+import aiohttp
+import kopf
+from kopf._cogs.clients import api, errors, fetching, watching
+from kopf._cogs.structs import references
+from kopf._core.reactor import queueing
+
+from skiff_operator.errors import OperatorError
+from skiff_operator.kinds import INFERENCE_SERVICE
+from skiff_operator.log import logger
+from skiff_operator.watch_streams import WATCHED, Sink, StreamKey
+
+BORROWED: Final = {
+    "kopf._cogs.clients.watching.infinite_watch": {"settings", "resource", "namespace", "operator_paused"},
+    "kopf._cogs.clients.fetching.fetch_objs": {"settings", "resource", "namespace", "logger"},
+    "kopf._cogs.clients.api.request": {"method", "url", "settings", "timeout", "logger"},
+    "kopf._cogs.clients.api.iter_jsonlines": {"content"},
+    "kopf._cogs.structs.references.Resource.get_url": {"namespace", "params"},
+}
+"""The internal functions in use, and the parameters that they must have."""
+
+FIRST_RETRY_SECONDS: Final = 0.1
+LAST_RETRY_SECONDS: Final = 30.0
+_STABLE_SECONDS: Final = 5.0
+_GONE: Final = 410
+_FAILURES: Final = (errors.APIError, aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
+
+_requests = logging.getLogger("skiff_operator.requests")
+_requests.setLevel(logging.CRITICAL)  # kopf logs each failed request, and the reflector reports it, too
+
+
+class StreamError(Exception):
+    """An ERROR event of a watch; `status` is its HTTP code."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check() -> None:
+    """Compare kopf's internals with what this file needs of them.
+
+    Raises:
+        OperatorError: this version of kopf is built differently.
+    """
+    wrong = [name for name, parameters in BORROWED.items() if not parameters <= _parameters(name)]
+    if "infinite_watch" not in queueing.watcher.__code__.co_names:
+        wrong.append("kopf._core.reactor.queueing.watcher, which must call watching.infinite_watch")
+    if not hasattr(getattr(watching, "Bookmark", None), "LISTED"):
+        wrong.append("kopf._cogs.clients.watching.Bookmark.LISTED")
+    insights = getattr(references, "Insights", None)
+    if not {"ready_resources", "watched_resources"} <= set(getattr(insights, "__dataclass_fields__", ())):
+        wrong.append("kopf._cogs.structs.references.Insights, with ready_resources and watched_resources")
+    if not {"status", "headers"} <= set(dir(getattr(errors, "APIError", None))):
+        wrong.append("kopf._cogs.clients.errors.APIError, with status and headers")
+    if wrong:
+        raise OperatorError(f"kopf {version('kopf')} lacks what this operator uses of it: {'; '.join(wrong)}")
+
+
+async def run(
+    sink: Sink, registry: kopf.OperatorRegistry, settings: kopf.OperatorSettings, namespaces: tuple[str, ...]
+) -> None:
+    """Run kopf, with its watches reflected into `sink`, until a signal ends it or this task is cancelled.
+
+    Raises:
+        OperatorError: kopf is of an unknown build, the API server lacks a kind, or the credentials are not valid.
+    """
+    check()
+    insights = references.Insights()
+    with _reflected(sink):
+        operator = asyncio.create_task(
+            kopf.operator(
+                registry=registry,
+                settings=settings,
+                insights=insights,
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+            )
+        )
+        discovered = asyncio.create_task(insights.ready_resources.wait())
+        try:
+            await asyncio.wait({operator, discovered}, return_when=asyncio.FIRST_COMPLETED)
+            if not operator.done():
+                _require_kinds(insights.watched_resources)
+            await operator
+        except kopf.LoginError as error:
+            raise OperatorError(f"the API server accepts no credentials of this process: {error}") from error
+        except errors.APIError as error:
+            raise OperatorError(f"the API server refused to say which kinds it serves: {error!r}") from error
+        finally:
+            discovered.cancel()
+            operator.cancel()
+            await asyncio.wait({operator, discovered})
+
+
+@contextlib.contextmanager
+def _reflected(sink: Sink) -> Iterator[None]:
+    """Replace kopf's loop of lists and watches by `Reflector` inside the block."""
+    kinds = {(kind.group, kind.version, kind.plural): kind for kind in WATCHED}
+    original = watching.infinite_watch
+
+    def reflect(
+        *, settings: kopf.OperatorSettings, resource: Any, namespace: str | None, **_: Any
+    ) -> AsyncIterator[Any]:
+        kind = kinds[resource.group, resource.version, resource.plural]
+        return Reflector(sink, StreamKey(kind, namespace), settings, resource).reflect()
+
+    watching.infinite_watch = reflect
+    try:
+        yield
+    finally:
+        watching.infinite_watch = original
+
+
+class Reflector:
+    """One stream: a list, watch requests from its resource version on, and a new list when that is too old.
+
+    Every failure is retried, at first after 0.1 s and at last each 30 s, unless the server asks for more patience.
+    Signs of life are pages, events, bookmarks, and any reply to a request: an idle watch may show no bookmark at
+    all, but it is requested anew every so often.
+    """
+
+    def __init__(self, sink: Sink, stream: StreamKey, settings: kopf.OperatorSettings, resource: Any) -> None:
+        """Reflect `resource`, as kopf discovered it, into `sink`."""
+        self._sink = sink
+        self._stream = stream
+        self._resource = resource
+        self._watching = settings.watching
+        # The retries are here, where they can be reported, and not inside of kopf's requests.
+        self._settings = replace(settings, networking=replace(settings.networking, error_backoffs=()))
+        self._failures = 0
+
+    async def reflect(self) -> AsyncIterator[watching.Bookmark]:
+        """List and watch for ever; kopf's own watcher gets nothing but the ends of lists."""
+        await self._sink.streams.may_begin(self._stream)
+        while True:
+            try:
+                resource_version = await self._list()
+                yield watching.Bookmark.LISTED
+                await self._watch(resource_version)
+            except (*_FAILURES, StreamError) as error:
+                if getattr(error, "status", None) == _GONE:
+                    logger.info(
+                        "resource version expired, listing again", extra={"stream": str(self._stream)}
+                    )
+                    await asyncio.sleep(self._delay())
+                else:
+                    await self._pause(error)
+
+    async def _list(self) -> str:
+        """Take in all objects, a page at a time; return the resource version of the list."""
+        shown: set[str] = set()
+        resource_version = ""
+        pages = fetching.fetch_objs(
+            settings=self._settings,
+            resource=self._resource,
+            namespace=self._stream.namespace,
+            logger=_requests,
+        )
+        async with contextlib.aclosing(pages):
+            async for objects, listed_at in pages:
+                self._sink.streams.heard(self._stream)
+                for obj in objects:
+                    shown.add(obj["metadata"]["uid"])
+                    self._sink.on_event(self._stream.kind, "LISTED", obj)
+                resource_version = listed_at
+                del objects  # else two pages would be held while the next one is read
+        self._sink.on_listed(self._stream, shown, int(resource_version))
+        return resource_version
+
+    async def _watch(self, resource_version: str) -> NoReturn:
+        """Take in events, through any number of requests; an interrupted one is resumed from its last event.
+
+        Raises:
+            StreamError, APIError: the server does not go on from there, so that a new list is needed.
+        """
+        while True:
+            began = time.monotonic()
+            failure: Exception | None = None
+            try:
+                async with await self._request(resource_version) as response:
+                    self._sink.streams.heard(self._stream)
+                    async for line in api.iter_jsonlines(response.content):
+                        resource_version = self._take(json.loads(line))
+            except aiohttp.SocketTimeoutError:
+                pass  # nothing happened, or the connection is dead: only a new request can show which
+            except _FAILURES as error:
+                if getattr(error, "status", None) == _GONE:
+                    raise
+                failure = error
+            if time.monotonic() - began > _STABLE_SECONDS:
+                self._failures = 0
+            if failure is None:
+                await asyncio.sleep(self._delay())
+            else:
+                await self._pause(failure)
+
+    async def _request(self, resource_version: str) -> aiohttp.ClientResponse:
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(self._watching.server_timeout),
+            "labelSelector": ",".join(self._watching.label_selectors.collect(self._resource)),
+        }
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self._watching.connect_timeout,
+            sock_read=self._watching.inactivity_timeout,
+        )
+        url = self._resource.get_url(namespace=self._stream.namespace, params=params)
+        reply: aiohttp.ClientResponse = await api.request(
+            "get", url, settings=self._settings, timeout=timeout, logger=_requests
+        )
+        return reply
+
+    def _take(self, event: dict[str, Any]) -> str:
+        """Pass on an event, and return the resource version to go on from."""
+        name, obj = event["type"], event["object"]
+        if name == "ERROR":
+            raise StreamError(obj.get("message", str(obj)), status=obj.get("code", 0))
+        self._sink.streams.heard(self._stream)
+        self._failures = 0
+        if name in ("ADDED", "MODIFIED", "DELETED"):
+            self._sink.on_event(self._stream.kind, name, obj)
+        resource_version: str = obj["metadata"]["resourceVersion"]
+        return resource_version
+
+    async def _pause(self, error: Exception) -> None:
+        """Report a failure and wait."""
+        answered = isinstance(error, errors.APIError)
+        asked = _retry_after(error) if answered else 0.0
+        delay = min(max(self._delay(), asked), self._last_delay)
+        self._sink.streams.failed(self._stream, str(error) or repr(error), answered=answered)
+        extra = {"stream": str(self._stream), "error": repr(error), "retry_seconds": f"{delay:.1f}"}
+        logger.warning("watch failed", extra=extra)
+        await asyncio.sleep(delay)
+
+    @property
+    def _last_delay(self) -> float:
+        """A stream that is refused must show its next sign of life before it would count as dead."""
+        return min(LAST_RETRY_SECONDS, float(self._watching.inactivity_timeout))
+
+    def _delay(self) -> float:
+        """Return the seconds until the next attempt, twice as many as the last time."""
+        delay = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures, 20)
+        self._failures += 1
+        return min(delay, self._last_delay)
+
+
+def _require_kinds(found: set[Any]) -> None:
+    served = {(each.group, each.version, each.plural) for each in found}
+    for kind in WATCHED:
+        if (kind.group, kind.version, kind.plural) not in served:
+            advice = (
+                "; apply manifests/crds first (the chart does it by itself)"
+                if kind == INFERENCE_SERVICE
+                else ""
+            )
+            raise OperatorError(
+                f"the API server does not know {kind.plural}.{kind.group or kind.version}{advice}"
+            )
+
+
+def _retry_after(error: errors.APIError) -> float:
+    """Return the seconds that the server asks to wait; 0 when it does not, or names a date."""
+    text = error.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def _parameters(name: str) -> set[str]:
+    """Return the parameters of a function by its dotted name; none when there is no such function."""
+    try:
+        return set(inspect.signature(pkgutil.resolve_name(name)).parameters)
+    except (ImportError, AttributeError, TypeError):
+        return set()

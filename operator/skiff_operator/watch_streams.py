@@ -1,0 +1,142 @@
+"""Watch streams: one for each kind and namespace, with its progress and the time of its last sign of life.
+
+The controller starts to work on a namespace when all of its streams are synced, that is, listed to the end once.
+Probes and metrics read from here which stream is missing, refused or dead.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from skiff_operator.kinds import CHILDREN, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.settings import Settings
+
+Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
+"""How an object was shown: by a list, or by an event of a watch."""
+
+WATCHED = (INFERENCE_SERVICE, *CHILDREN, POD)
+"""Every kind that is watched. InferenceServices are listed first: children are compared with them."""
+
+
+class StreamKey(NamedTuple):
+    """One stream; `namespace` is None where one stream covers all namespaces."""
+
+    kind: Kind
+    namespace: str | None
+
+    def __str__(self) -> str:
+        """The stream as logs and probes name it."""
+        place = f"namespace {self.namespace}" if self.namespace else "all namespaces"
+        return f"{self.kind.plural} in {place}"
+
+
+@dataclass(slots=True)
+class Stream:
+    """The state of one stream.
+
+    `heard_at` is the monotonic time of the last answer of the API server, whatever it was, and None before the
+    stream may begin. `failure` is the error that ended the last attempt, and empty while the stream is well.
+    """
+
+    heard_at: float | None = None
+    synced: bool = False
+    lists: int = 0
+    failure: str = ""
+
+
+class WatchStreams:
+    """All streams of this process. There are none until `begin`: a replica that waits for the Lease watches nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Plan the streams that `settings` ask for."""
+        self._scopes: tuple[str | None, ...] = settings.namespaces or (None,)
+        self._dead_after = settings.stream_dead_after_seconds
+        self._streams: dict[StreamKey, Stream] = {}
+        self._synced: set[str | None] = set()
+        self._services_listed = {scope: asyncio.Event() for scope in self._scopes}
+
+    def begin(self) -> None:
+        """Expect every stream from now on."""
+        for namespace in self._scopes:
+            for kind in WATCHED:
+                self._streams[StreamKey(kind, namespace)] = Stream()
+            self.heard(StreamKey(INFERENCE_SERVICE, namespace))
+
+    async def may_begin(self, key: StreamKey) -> None:
+        """Wait until the stream may be listed: children only after the InferenceServices of their namespace."""
+        if key.kind != INFERENCE_SERVICE:
+            await self._services_listed[key.namespace].wait()
+
+    def scope(self, namespace: str) -> str | None:
+        """Return the namespace of the streams that show the objects of `namespace`."""
+        return None if self._scopes == (None,) else namespace
+
+    def heard(self, key: StreamKey) -> None:
+        """Note a sign of life of a stream that works."""
+        stream = self._streams[key]
+        stream.heard_at, stream.failure = time.monotonic(), ""
+
+    def failed(self, key: StreamKey, failure: str, *, answered: bool) -> None:
+        """Note a failure. A refusal that the API server answered is a sign of life all the same."""
+        if answered:
+            self.heard(key)
+        self._streams[key].failure = failure
+
+    def listed(self, key: StreamKey) -> bool:
+        """Note the end of a list; return True when it was the last one that its namespace had to wait for."""
+        scope, stream = key.namespace, self._streams[key]
+        stream.synced = True
+        stream.lists += 1
+        self.heard(key)
+        if key.kind == INFERENCE_SERVICE and not self._services_listed[scope].is_set():
+            self._services_listed[scope].set()
+            for kind in WATCHED:
+                self.heard(StreamKey(kind, scope))
+        if scope in self._synced or not all(self._streams[StreamKey(kind, scope)].synced for kind in WATCHED):
+            return False
+        self._synced.add(scope)
+        return True
+
+    def synced(self, namespace: str) -> bool:
+        """Whether everything that is watched in a namespace has been listed to the end once."""
+        return self.scope(namespace) in self._synced
+
+    def dead(self) -> str:
+        """Name a stream from which nothing has come for too long; empty when there is none."""
+        for key, silence in self.silences():
+            if silence > self._dead_after:
+                return f"the watch of {key} has shown no sign of life for {silence:.0f} s"
+        return ""
+
+    def unsynced(self) -> str:
+        """Name a stream that is not listed, or whose last attempt failed, with the reason; empty when there is none."""
+        for key, stream in self._streams.items():
+            if not stream.synced or stream.failure:
+                return f"{key}: {stream.failure or 'not listed yet'}"
+        return ""
+
+    def silences(self) -> list[tuple[StreamKey, float]]:
+        """Return the seconds since the last sign of life of each stream that has begun."""
+        now = time.monotonic()
+        return [
+            (key, now - each.heard_at) for key, each in self._streams.items() if each.heard_at is not None
+        ]
+
+    def lists(self) -> list[tuple[StreamKey, int]]:
+        """Return how many lists of each stream have come to their end."""
+        return [(key, stream.lists) for key, stream in self._streams.items()]
+
+
+class Sink(Protocol):
+    """The receiver of events; its methods must not block."""
+
+    @property
+    def streams(self) -> WatchStreams:
+        """The progress of every stream."""
+
+    def on_event(self, kind: Kind, event: Event, obj: dict[str, Any]) -> None:
+        """Take in one object as a list or a watch showed it."""
+
+    def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
+        """Take in the end of a list: the uids of all objects that there were at `resource_version`."""
