@@ -91,7 +91,7 @@ def desired(api: ApiServer, number: int) -> list[tuple[str, dict[str, Any]]]:
     """The objects of one of `SPECS`, each with the path under which it is written."""
     name = f"llama{number}"
     body = raw(name, namespace=api.namespace, **SPECS[number])
-    built = plan.objects(spec.parse(body), Settings())
+    built = plan.objects(spec.parse(body), Settings(allow_privileged_pods=True))
     return [(kind.path(api.namespace, child), obj) for (kind, child), obj in built.items()]
 
 
