@@ -74,9 +74,9 @@ def test_a_header_that_is_too_large_is_refused_though_the_file_holds_it(tmp_path
 
 
 def test_no_file_and_no_permission_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="weights file .* is missing"):
+    with pytest.raises(ModelError, match=r"weights file .* is missing"):
         TensorFile(tmp_path / "absent.safetensors")
-    with pytest.raises(ModelError, match="weights file .* is missing"):
+    with pytest.raises(ModelError, match=r"weights file .* is missing"):
         TensorFile(tmp_path)
 
 

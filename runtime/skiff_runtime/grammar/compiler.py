@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import xgrammar
+
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.grammar.ebnf import corrected
-from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.grammar.schema import lower
 from skiff_runtime.grammar.vocabulary import read_vocabulary
 from skiff_runtime.launch import Launch

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Final
 
+import xgrammar
+
 from skiff_runtime import log
-from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.step import Int32
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+import xgrammar
 from tokenizers import Tokenizer
 
-from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.tokenizer.byte_table import read_byte_decoder
 from skiff_runtime.tokenizer.encoder import load_tokenizer
