@@ -41,7 +41,7 @@ class Config:
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     cache_dir: str | None = option(
-        None, "Model", "where hf:// models are kept (default: ~/.cache/skiff, or $XDG_CACHE_HOME/skiff)"
+        None, "Model", "where hf:// models are kept (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
     )
     served_model_name: str | None = option(
         None, "Model", "the model's name in the API (default: the last part of --model)"

@@ -8,6 +8,7 @@ from typing import Final, cast
 from skiff_runtime import demo, shapes
 from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.hub.fetch import default_hub_cache
 from skiff_runtime.hub.fetch import resolve as resolve_hub
 from skiff_runtime.keys import read_keys
 from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
@@ -47,7 +48,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
 
 def default_cache_dir() -> Path:
-    """Where downloaded models are kept unless told otherwise."""
+    """Return where Skiff keeps what it makes itself: compiled kernels, converted tokenizers."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "skiff"
 
@@ -67,7 +68,7 @@ def locate(config: Config) -> Path:
     if uri.startswith(shapes.SCHEME):
         return shapes.find(uri)
     if uri.startswith(_HUB):
-        cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
+        cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
         return resolve_hub(uri, config.revision, cache)
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")

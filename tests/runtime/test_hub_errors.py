@@ -5,17 +5,22 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub, Fault, running_hub
+from huggingface_hub import constants, get_session
 
 from skiff_runtime.errors import ConfigError, FetchError
+from skiff_runtime.hub import client
 from skiff_runtime.hub.cache import ModelCache
-from skiff_runtime.hub.client import HubAccess, access_from
 from skiff_runtime.hub.fetch import fetch
-from skiff_runtime.hub.progress import LogProgress
+from skiff_runtime.hub.files import RemoteFile
 from skiff_runtime.hub.reference import HubReference, parse_reference
-from skiff_runtime.hub.retry import RetryPolicy, retry_after_seconds
 
-QUICK = RetryPolicy(attempts=3, base_seconds=0.01, longest_seconds=5.0)
 REFERENCE = parse_reference("hf://acme/tiny")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ATTEMPTS", 3)
+    monkeypatch.setattr(client, "BASE_WAIT_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -33,27 +38,32 @@ def hub(model: Path) -> Iterator[FakeHub]:
         yield running
 
 
-def failure(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE, token: str | None = None) -> str:
+def failure(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE) -> str:
     """The message of the FetchError, after making sure that nothing half-done can be served."""
     with pytest.raises(FetchError) as caught:
-        fetch(reference, cache, access=HubAccess(hub.url, token), retry=QUICK, progress=LogProgress())
+        fetch(reference, cache, endpoint=hub.url)
     assert ModelCache(cache, reference).find() is None
-    assert token is None or token not in str(caught.value)
     return str(caught.value)
 
 
-def test_wrong_bytes_name_the_file(hub: FakeHub, tmp_path: Path) -> None:
-    hub.faults["model.safetensors"] = [Fault(corrupt=True)] * 2
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_wrong_bytes_name_the_file(hub: FakeHub, tmp_path: Path, name: str) -> None:
+    hub.faults[name] = [Fault(corrupt=True)] * 2
     message = failure(hub, tmp_path / "cache")
-    assert "model.safetensors" in message and "checksum" in message
-    assert not list((tmp_path / "cache").rglob("snapshots/*/model.safetensors"))
+    assert name in message and "checksum" in message
+    assert not list((tmp_path / "cache").rglob(f"snapshots/*/{name}"))
+    wrong = [
+        path for path in (tmp_path / "cache").rglob("blobs/*") if path.read_bytes()[:1] in (b"\x88", b"\x84")
+    ]
+    assert not wrong
 
 
-def test_a_gated_model_asks_for_a_token(model: Path, tmp_path: Path) -> None:
+def test_a_gated_model_asks_for_a_token(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_hub(model.parent.parent, token="right") as hub:
         assert "set HF_TOKEN" in failure(hub, tmp_path / "cache")
-        message = failure(hub, tmp_path / "cache", token="wrong-token")
-    assert "the token in HF_TOKEN has no access" in message
+        monkeypatch.setenv("HF_TOKEN", "wrong-token")
+        message = failure(hub, tmp_path / "cache")
+    assert "the token in HF_TOKEN has no access" in message and "wrong-token" not in message
 
 
 def test_unknown_model_and_revision_are_named(hub: FakeHub, tmp_path: Path) -> None:
@@ -69,15 +79,22 @@ def test_a_hub_that_stays_down_is_given_up(hub: FakeHub, tmp_path: Path) -> None
     assert len(hub.seen) == 3
 
 
-def test_cuts_without_progress_are_given_up(hub: FakeHub, tmp_path: Path) -> None:
-    hub.faults["model.safetensors"] = [Fault(cut_after_bytes=0)] * 9
+@pytest.mark.parametrize("fault", [Fault(cut_after_bytes=0), Fault(status=500)])
+def test_a_file_that_never_comes_is_given_up(
+    hub: FakeHub, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the library's own waits
+    hub.faults["model.safetensors"] = [fault] * 99
     message = failure(hub, tmp_path / "cache")
     assert "model.safetensors" in message and "gave up after 3" in message
+    assert len(hub.deliveries("model.safetensors")) <= 3 * 6
 
 
-def test_an_overlong_retry_after_is_not_waited_for(hub: FakeHub, tmp_path: Path) -> None:
-    hub.faults["listing"] = [Fault(status=429, headers={"Retry-After": "3600"})]
-    assert "come back in 3600 s" in failure(hub, tmp_path / "cache")
+@pytest.mark.parametrize("name", ["listing", "model.safetensors"])
+def test_an_overlong_retry_after_is_not_waited_for(hub: FakeHub, tmp_path: Path, name: str) -> None:
+    hub.faults[name] = [Fault(status=429, headers={"Retry-After": "3600"})]
+    assert "asks to come back in 3600 s" in failure(hub, tmp_path / "cache")
+    assert not get_session().event_hooks["response"]  # what other users of the library see
 
 
 def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
@@ -87,17 +104,24 @@ def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
     assert "no answer from 127.0.0.1" in message and "HF_ENDPOINT" in message
 
 
+def test_what_is_no_hub_is_named(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults["listing"] = [Fault(body=b"<html>welcome</html>")]
+    assert "malformed" in failure(hub, tmp_path / "cache")
+    hub.faults["listing"] = [Fault(body=b'{"id": "acme/tiny", "sha": "main", "siblings": []}')]
+    assert "names no commit" in failure(hub, tmp_path / "cache")
+
+
 def test_a_full_volume_tells_both_numbers(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, REFERENCE)
-    cache.prepare("0" * 40)
+    cache.prepare()
     with pytest.raises(FetchError, match=r"no space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"):
-        cache.check_space(10**15)
+        cache.check_space([RemoteFile("model.safetensors", 10**15, "")])
 
 
 def test_an_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a directory")
     with pytest.raises(FetchError, match="--cache-dir"):
-        fetch(REFERENCE, tmp_path / "cache", access=HubAccess(hub.url), retry=QUICK, progress=LogProgress())
+        fetch(REFERENCE, tmp_path / "cache", endpoint=hub.url)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +161,18 @@ def test_malformed_revisions_are_refused(revision: str) -> None:
         parse_reference("hf://org/name", revision)
 
 
-def test_a_malformed_environment_is_named_but_not_shown() -> None:
-    with pytest.raises(FetchError, match="HF_ENDPOINT"):
-        access_from({"HF_ENDPOINT": "hub.internal"})
-    with pytest.raises(FetchError, match="HF_TOKEN") as caught:
-        access_from({"HF_TOKEN": "hf_abc def"})
-    assert "hf_abc" not in str(caught.value)
-    assert "hf_abc" not in repr(access_from({"HF_TOKEN": "hf_abc"}))
+@pytest.mark.parametrize("endpoint", ["hub.internal", "ftp://hub", "https://"])
+def test_a_malformed_endpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(FetchError, match="HF_ENDPOINT must be"):
+        fetch(REFERENCE, tmp_path)
 
 
-def test_retry_after_is_read_as_seconds_or_date() -> None:
-    assert retry_after_seconds("7") == 7.0
-    assert retry_after_seconds("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
-    assert retry_after_seconds("soon") is None
-    assert retry_after_seconds(None) is None
+def test_a_malformed_token_is_named_but_not_shown(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abc def")
+    message = failure(hub, tmp_path / "cache")
+    assert "HF_TOKEN" in message and "hf_abc" not in message

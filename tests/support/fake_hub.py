@@ -1,7 +1,7 @@
-"""A stand-in of the hub's HTTP API over real sockets, with faults on demand.
+"""A stand-in of the hub's HTTP API over real sockets, with faults on demand, for the real client huggingface_hub.
 
 It serves ``DIRECTORY/ORG/NAME/*`` as models, large files by a redirect to a second server
-as the real hub does. Also a program, for pods that fetch from it::
+as the real hub does; not by Xet. Also a program, for pods that fetch from it::
 
     python tests/support/fake_hub.py --directory DIR --host 0.0.0.0 --port 8900
 """
@@ -32,6 +32,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut_after_bytes: int | None = None
     corrupt: bool = False
+    body: bytes | None = None
     ignore_range: bool = False
 
 
@@ -40,6 +41,7 @@ class Seen:
     """A request as it arrived. ``server`` is "hub" or "storage"."""
 
     server: str
+    method: str
     path: str
     headers: dict[str, str]
 
@@ -71,10 +73,11 @@ class FakeHub:
             server.shutdown()
             server.server_close()
 
-    def requests_for(self, name: str) -> list[Seen]:
-        """The requests whose path ends in ``name``, in order."""
+    def deliveries(self, name: str) -> list[Seen]:
+        """The requests for the content of ``name``, in order; where it is large, those to the storage."""
         with self.lock:
-            return [seen for seen in self.seen if urlsplit(seen.path).path.endswith("/" + name)]
+            found = [seen for seen in self.seen if seen.method == "GET" and f"/{name}?" in f"{seen.path}?"]
+        return [seen for seen in found if seen.server == "storage"] or found
 
     def next_fault(self, name: str) -> Fault:
         """The next fault for a delivery; one without any trouble when there is none."""
@@ -149,13 +152,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the tests read ``seen``."""
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         with self.hub.lock:
             headers = {key.lower(): value for key, value in self.headers.items()}
-            self.hub.seen.append(Seen(self.server_name, self.path, headers))
+            self.hub.seen.append(Seen(self.server_name, self.command, self.path, headers))
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if self.server_name == "storage":
-            self._deliver(self.hub.directory / "/".join(parts))
+            self._deliver(self.hub.directory / "/".join(parts), {})
         elif self._is_welcome():
             self._route(parts)
 
@@ -181,7 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(fault.status, "", fault.headers)
         elif model is not None:
             siblings = [_sibling(model, path) for path in _files(model)]
-            body = json.dumps({"id": model_id, "sha": commit_of(model), "siblings": siblings}).encode()
+            body = (
+                fault.body
+                or json.dumps({"id": model_id, "sha": commit_of(model), "siblings": siblings}).encode()
+            )
             self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
             self.wfile.write(body)
 
@@ -202,20 +211,30 @@ class _Handler(BaseHTTPRequestHandler):
         path = model / name
         if not path.is_file():
             self._refuse(404, "EntryNotFound")
-        elif path.stat().st_size < LARGE_BYTES:
-            self._deliver(path)
-        else:
-            host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
-            location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
-            self._head(302, {"Location": location, "X-Repo-Commit": commit_of(model), "Content-Length": "0"})
+            return
+        content = path.read_bytes()
+        commit = {"X-Repo-Commit": commit_of(model)}
+        if len(content) < LARGE_BYTES:
+            self._deliver(path, commit)
+            return
+        host = (self.headers.get("Host") or "127.0.0.1").rpartition(":")[0]
+        location = f"http://{host}:{self.hub.storage_port}/{model_id}/{name}?signature=secret"
+        linked = {
+            "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Linked-Size": str(len(content)),
+        }
+        self._head(302, {"Location": location, **commit, **linked, "Content-Length": "0"})
 
-    def _deliver(self, path: Path) -> None:
+    def _deliver(self, path: Path, extra: dict[str, str]) -> None:
+        content = path.read_bytes()
+        headers = {"ETag": f'"{_blob_id(content)}"', "Accept-Ranges": "bytes", **extra}
+        if self.command == "HEAD":
+            self._head(200, {**headers, "Content-Length": str(len(content))})
+            return
         fault = self.hub.next_fault(path.name)
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return
-        content = path.read_bytes()
-        headers = {"ETag": f'"{_blob_id(content)}"', "Accept-Ranges": "bytes"}
         start = 0 if fault.ignore_range else self._range_start()
         if start >= len(content) > 0:
             self._refuse(416, "")

@@ -1,137 +1,174 @@
-"""The hub's HTTP API: what Skiff asks of it, and what its refusals mean to the user."""
+"""huggingface_hub for one model: its listing and its files, with bounded retries and errors that say what to change."""
 
-import os
-from collections.abc import Iterator, Mapping
+import random
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
-from urllib.parse import quote
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
-import httpx
+import httpx2
+from huggingface_hub import HfApi, get_session, get_token, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from skiff_runtime import __version__
+from skiff_runtime import __version__, log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.reference import HubReference
-from skiff_runtime.hub.retry import Transient, retry_after_seconds
+from skiff_runtime.hub.files import Listing, RemoteFile
+from skiff_runtime.hub.library import constants
+from skiff_runtime.hub.reference import HubReference, is_commit
 
-DEFAULT_ENDPOINT: Final = "https://huggingface.co"
-MAX_LISTING_BYTES: Final = 32 << 20
-MAX_REDIRECTS: Final = 8
-_TIMEOUT: Final = httpx.Timeout(connect=10.0, read=20.0, write=10.0, pool=None)
+T = TypeVar("T")
+
+ATTEMPTS: Final = 5
+BASE_WAIT_SECONDS: Final = 1.0
+"""Before the second attempt; it doubles from there."""
+LONGEST_WAIT_SECONDS: Final = 310
+"""The hub counts requests over five minutes and may ask to wait for their end. Beyond that a fetch fails."""
+MAX_FILES: Final = 10_000
+_LISTING_TIMEOUT_SECONDS: Final = 20.0
 _BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
+_PRODUCT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}
 
 
-@dataclass(frozen=True, slots=True)
-class HubAccess:
-    """Where the hub is, and the token for it, which ``repr`` and logs never show."""
-
-    endpoint: str = DEFAULT_ENDPOINT
-    token: str | None = None
-
-    def __repr__(self) -> str:
-        return f"HubAccess({self.endpoint!r}, token={'given' if self.token else None})"
+class HubUnavailable(FetchError):
+    """The hub does not answer, or the user forbids the network; the cache may hold the model all the same."""
 
 
-def access_from(environment: Mapping[str, str] = os.environ) -> HubAccess:
-    """What HF_ENDPOINT and HF_TOKEN say; FetchError names the one that is malformed."""
-    endpoint = environment.get(ENV_HUB_ENDPOINT, "").strip().rstrip("/") or DEFAULT_ENDPOINT
-    token = environment.get(ENV_HUB_TOKEN, "").strip() or None
-    if not endpoint.startswith(("https://", "http://")) or not httpx.URL(endpoint).host:
-        raise FetchError(f"{ENV_HUB_ENDPOINT} must be an http:// or https:// address, not {endpoint!r}")
-    # Checked here because an HTTP library's complaint about a header would quote it.
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise FetchError(f"{ENV_HUB_TOKEN} holds characters that no token has (it is not shown here)")
-    return HubAccess(endpoint, token)
+class Transient(HubUnavailable):
+    """A failure that may pass by itself."""
 
 
 class HubClient:
-    """One hub and one model. httpx drops the token when a redirect leads to another host."""
+    """One hub and one model."""
 
-    def __init__(self, access: HubAccess, reference: HubReference) -> None:
-        self._access = access
+    def __init__(self, reference: HubReference, endpoint: str | None = None) -> None:
         self._reference = reference
-        self._host = httpx.URL(access.endpoint).host
-        headers = {"User-Agent": f"skiff/{__version__}", "Accept-Encoding": "identity"}
-        if access.token:
-            headers["Authorization"] = f"Bearer {access.token}"
-        self._http = httpx.Client(
-            headers=headers, timeout=_TIMEOUT, follow_redirects=True, max_redirects=MAX_REDIRECTS
-        )
+        self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self._host = urlsplit(self._endpoint).netloc
+        if not self._host or not self._endpoint.startswith(("https://", "http://")):
+            raise FetchError(
+                f"{ENV_HUB_ENDPOINT} must be an http:// or https:// address, not {self._endpoint!r}"
+            )
+        self._token = get_token()
+        # Checked here because an HTTP library's complaint about a header would quote it.
+        if self._token and not (
+            self._token.isascii() and self._token.isprintable() and " " not in self._token
+        ):
+            raise FetchError(f"{ENV_HUB_TOKEN} holds characters that no token has (it is not shown here)")
+        self.stop = threading.Event()
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._http.close()
+    def listing(self) -> Listing:
+        """Return the repository's top-level files at the reference's revision."""
+        api = HfApi(endpoint=self._endpoint, **_PRODUCT)
+        options: dict[str, Any] = {"files_metadata": True, "timeout": _LISTING_TIMEOUT_SECONDS}
+        name, revision = self._reference.model_id, self._reference.revision
+        info = self._attempt(str(self._reference), lambda: api.model_info(name, revision=revision, **options))
+        siblings = info.siblings or []
+        if not is_commit(info.sha or "") or len(siblings) > MAX_FILES:
+            raise FetchError(
+                f"the hub's description of {self._reference} names no commit, or more than {MAX_FILES} files"
+            )
+        files = [
+            RemoteFile(each.rfilename, each.lfs.size, each.lfs.sha256)
+            if each.lfs
+            else RemoteFile(each.rfilename, each.size or 0, each.blob_id or "")
+            for each in siblings
+            if "/" not in each.rfilename
+        ]
+        return Listing(info.sha or "", sorted(files, key=lambda file: file.name))
 
-    def listing(self) -> bytes:
-        """The hub's description of the model at the reference's revision, as JSON."""
-        revision = quote(self._reference.revision, safe="")
-        body = bytearray()
-        with self._get(f"/api/models/{self._reference.model_id}/revision/{revision}?blobs=true") as response:
-            for chunk in response.iter_raw():
-                body += chunk
-                if len(body) > MAX_LISTING_BYTES:
-                    raise FetchError(
-                        f"the hub's description of {self._reference} exceeds {MAX_LISTING_BYTES} bytes"
-                    )
-        return bytes(body)
+    def bring(self, commit: str, name: str, cache_dir: Path) -> Path:
+        """Return the file's path in the cache, downloaded if it is not there."""
+        options: dict[str, Any] = {"cache_dir": cache_dir, "endpoint": self._endpoint, **_PRODUCT}
+        model = self._reference.model_id
+        return Path(self._attempt(name, lambda: hf_hub_download(model, name, revision=commit, **options)))
 
     @contextmanager
-    def open_file(self, commit: str, name: str, offset_bytes: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """A file's bytes and the offset at which they really begin: 0 where a server ignores ranges."""
-        headers = {"Range": f"bytes={offset_bytes}-"} if offset_bytes else {}
-        path = f"/{self._reference.model_id}/resolve/{commit}/{quote(name)}"
-        with self._get(path, headers) as response:
-            start = _range_start(response) if response.status_code == httpx.codes.PARTIAL_CONTENT else 0
-            yield start, response.iter_raw()
-
-    @contextmanager
-    def _get(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Response]:
-        host = self._host
+    def bounded_waits(self) -> Iterator[None]:
+        """Fail, while the block runs, where a server asks to come back late: the library would obey any Retry-After."""
+        session = get_session()
+        hooks = session.event_hooks
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_waits]}
         try:
-            with self._http.stream("GET", self._access.endpoint + path, headers=headers) as response:
-                host = response.url.host
-                self._check(response)
-                yield response
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise Transient(
-                f"no answer from {host} ({reason}); check the network, the proxy and {ENV_HUB_ENDPOINT}"
-            ) from error
-        except httpx.TooManyRedirects as error:
-            raise FetchError(f"{host} redirects in a circle") from error
+            yield
+        finally:
+            session.event_hooks = hooks
 
-    def _check(self, response: httpx.Response) -> None:
-        status, host = response.status_code, response.url.host
-        if status in (200, 206):
-            return
+    def _attempt(self, what: str, act: Callable[[], T]) -> T:
+        """Return what ``act`` returns, tried until it succeeds; FetchError when it does not."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return act()
+            except FetchError:
+                raise
+            except Exception as error:
+                meaning = self._meaning(error)
+                if not isinstance(meaning, Transient):
+                    raise meaning from error
+                if attempt == ATTEMPTS:
+                    raise HubUnavailable(f"{what}: {meaning}; gave up after {attempt} attempts") from error
+                # Jittered, so that many pods do not return as one.
+                wait = BASE_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                log.warning("fetch_retry", what=what, reason=str(meaning), wait_seconds=wait)
+            if self.stop.wait(wait):
+                break
+        raise FetchError(f"{what}: stopped while waiting to try again")
+
+    def _meaning(self, error: Exception) -> Exception:
+        """Return the error that says what to change; ``error`` itself where the hub has no part in it."""
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        match error:
+            case OfflineModeIsEnabled():
+                return HubUnavailable(
+                    f"{self._reference} is not complete in the cache, and HF_HUB_OFFLINE forbids to download it: "
+                    "unset it, or fetch the model beforehand"
+                )
+            case HfHubHTTPError():
+                return self._refusal(error.response)
+            case httpx2.TooManyRedirects():
+                return FetchError(f"{self._host} redirects in a circle")
+            case httpx2.HTTPError():
+                return Transient(
+                    f"no answer from {self._host} ({str(error) or type(error).__name__}); "
+                    f"check the network, the proxy and {ENV_HUB_ENDPOINT}"
+                )
+            case OSError() if error.errno is None:  # a length or a header that is not the hub's
+                first_line = str(error).partition("\n")[0]
+                return Transient(f"{self._host} does not answer as a hub: {first_line}")
+            case ValueError() | TypeError() | KeyError() | AttributeError():
+                return FetchError(f"the hub's description of {self._reference} is malformed: {error!r}")
+            case _:
+                return error
+
+    def _refusal(self, response: httpx2.Response) -> FetchError:
+        status, host = response.status_code, response.request.url.host
         if status in _BUSY:
-            wait = retry_after_seconds(response.headers.get("Retry-After"))
-            raise Transient(f"{host} answered {status} {response.reason_phrase}", wait_seconds=wait)
-        raise FetchError(self._refusal(status, host, response.headers.get("X-Error-Code", "")))
-
-    def _refusal(self, status: int, host: str, code: str) -> str:
+            return Transient(f"{host} answered {status} {response.reason_phrase}")
         model, revision = self._reference.model_id, self._reference.revision
         if status in (401, 403):
             remedy = (
                 f"the token in {ENV_HUB_TOKEN} has no access to it: accept the model's terms on {host}, or use another"
-                if self._access.token
+                if self._token
                 else f"if it is gated or private, set {ENV_HUB_TOKEN} (in an InferenceService: model.credentialsSecretRef)"
             )
-            return f"{host} refuses {model} ({status}): check its name; {remedy}"
+            return FetchError(f"{host} refuses {model} ({status}): check its name; {remedy}")
+        code = response.headers.get("X-Error-Code", "")
         if status == 404 and code == "EntryNotFound":
-            return f"{host} lists a file of {model} that it does not have (404)"
+            return FetchError(f"{host} lists a file of {model} that it does not have (404)")
         if status == 404 and code == "RevisionNotFound":
-            return f"{model} has no revision {revision!r} on {host} (404): correct the revision"
+            return FetchError(f"{model} has no revision {revision!r} on {host} (404): correct the revision")
         if status == 404:
-            return f"{host} has no model {model} with revision {revision!r} (404): correct the name or the revision"
-        return f"{host} answered {status} to a request for {model}"
+            return FetchError(
+                f"{host} has no model {model} with revision {revision!r} (404): correct the name or the revision"
+            )
+        return FetchError(f"{host} answered {status} to a request for {model}")
 
 
-def _range_start(response: httpx.Response) -> int:
-    """The first byte's offset from ``Content-Range: bytes 100-199/200``."""
-    value = response.headers.get("Content-Range", "")
-    start = value.removeprefix("bytes ").partition("-")[0]
-    if not start.isdigit():
-        raise Transient(f"{response.url.host} sent a part of a file without saying which ({value!r})")
-    return int(start)
+def _refuse_long_waits(response: httpx2.Response) -> None:
+    asked = response.headers.get("Retry-After", "")
+    if response.status_code in _BUSY and asked.isdigit() and int(asked) > LONGEST_WAIT_SECONDS:
+        host, status = response.request.url.host, f"{response.status_code} {response.reason_phrase}"
+        raise FetchError(f"{host} answered {status} and asks to come back in {asked} s")

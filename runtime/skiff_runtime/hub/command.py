@@ -16,22 +16,23 @@ from skiff_runtime.contract import (
     FLAG_REVISION,
 )
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.fetch import fetch
+from skiff_runtime.hub.fetch import default_hub_cache, fetch
 from skiff_runtime.hub.reference import DEFAULT_REVISION, parse_reference
-from skiff_runtime.resolve import default_cache_dir
 
-DESCRIPTION: Final = (
-    "Download a model from a Hugging Face hub: resumed, verified, safe to run twice at a time."
-)
+DESCRIPTION: Final = "Download a model from a Hugging Face hub: verified, safe to run twice at a time, kept in the hub's cache."
 EPILOG: Final = f"""\
 Only what serving needs is downloaded: configuration, tokenizer, chat template and
 safetensors weights. The directory of the model is printed to standard output. A model
 that is complete in the cache is left as it is, without any network; to move on to what
 a branch means now, name the commit as {FLAG_REVISION}.
 
-environment:
-  {ENV_HUB_TOKEN}      token for gated and private models; sent to the hub alone
-  {ENV_HUB_ENDPOINT}   address of another hub (default: https://huggingface.co)
+environment, as of all tools of the hub:
+  {ENV_HUB_TOKEN}         token for gated and private models; sent to the hub alone
+  HF_TOKEN_PATH    file with the token (default: token in HF_HOME)
+  {ENV_HUB_ENDPOINT}      address of another hub (default: https://huggingface.co)
+  HF_HUB_CACHE     where models are kept without {FLAG_CACHE_DIR}
+  HF_HUB_OFFLINE   1: what the cache holds, or an error
+  HTTPS_PROXY      the proxy, and NO_PROXY what goes without
 
 examples:
   skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="DIR",
-        help="where models are kept (default: ~/.cache/skiff, or $XDG_CACHE_HOME/skiff)",
+        help="where models are kept (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
     )
 
 
@@ -67,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     reference = parse_reference(arguments.model, arguments.revision)
     try:
-        path = fetch(reference, arguments.cache_dir or default_cache_dir())
+        path = fetch(reference, arguments.cache_dir or default_hub_cache())
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED
     except KeyboardInterrupt:
-        log.error("fetch_failed", model=reference, message="interrupted; what has come is kept")
+        log.error("fetch_failed", model=reference, message="interrupted; files that are whole are kept")
         return EXIT_FETCH_FAILED
     print(path)
     return EXIT_OK

@@ -52,3 +52,14 @@ def _try_lock(stream: IO[str], path: Path) -> bool:
             ) from error
         raise
     return True
+
+
+def is_free(path: Path) -> bool:
+    """Return whether no process holds the lock of ``path``; one that was never made is free."""
+    try:
+        with path.open("r+") as stream:
+            return _try_lock(stream, path)
+    except FileNotFoundError:
+        return True
+    except (OSError, FetchError):
+        return False

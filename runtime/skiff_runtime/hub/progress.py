@@ -1,100 +1,46 @@
-"""How a download tells how far it is: bars in a terminal, a log line every few seconds elsewhere."""
+"""A log line every few seconds on how far a download is."""
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import Final, Protocol
-
-import rich.console
-import rich.progress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
 from skiff_runtime import log
-from skiff_runtime.hub.listing import RemoteFile
 
 REPORT_SECONDS: Final = 5.0
 
 
-class Progress(Protocol):
-    """What a download reports to. ``update`` is called from several threads, the rest from one."""
+@contextmanager
+def reported(total_bytes: int, received_bytes: Callable[[], int]) -> Iterator[None]:
+    """Log, while the block runs and at its end, how much of the total there is; a terminal has the library's bars.
 
-    def begin(self, files: Sequence[RemoteFile]) -> None:
-        """These files join the download."""
+    The bytes on the disk are counted, for they are the same whether they come by HTTP or by Xet.
+    """
+    ended = threading.Event()
 
-    def update(self, name: str, received_bytes: int) -> None:
-        """So much of a file is here; less than before when it had to start again."""
+    def run() -> None:
+        last_time, last_bytes = time.monotonic(), received_bytes()
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(REPORT_SECONDS)
+            now, received = time.monotonic(), min(received_bytes(), total_bytes)
+            log.event(
+                "fetch_progress",
+                percent=f"{100 * received / total_bytes if total_bytes else 100:.1f}",
+                received_mb=f"{received / 1e6:.1f}",
+                total_mb=f"{total_bytes / 1e6:.1f}",
+                mb_per_second=f"{max(0, received - last_bytes) / max(now - last_time, 1e-3) / 1e6:.1f}",
+            )
+            last_time, last_bytes = now, received
 
-    def tick(self) -> None:
-        """Called about twice a second."""
-
-    def close(self) -> None:
-        """The download has ended, well or not."""
-
-
-class LogProgress:
-    """Logs the sum over all files."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}
-        self._received: dict[str, int] = {}
-        self._reported_at = time.monotonic()
-        self._reported_bytes = 0
-
-    def begin(self, files: Sequence[RemoteFile]) -> None:
-        self._sizes.update({file.name: file.size_bytes for file in files})
-
-    def update(self, name: str, received_bytes: int) -> None:
-        self._received[name] = received_bytes
-
-    def tick(self) -> None:
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
-            self._report()
-
-    def close(self) -> None:
-        if self._sizes:
-            self._report()
-
-    def _report(self) -> None:
-        now, received, total = time.monotonic(), sum(list(self._received.values())), sum(self._sizes.values())
-        rate = max(0, received - self._reported_bytes) / max(now - self._reported_at, 1e-3)
-        self._reported_at, self._reported_bytes = now, received
-        log.event(
-            "fetch_progress",
-            percent=f"{100 * received / total if total else 100:.1f}",
-            received_mb=f"{received / 1e6:.1f}",
-            total_mb=f"{total / 1e6:.1f}",
-            mb_per_second=f"{rate / 1e6:.1f}",
-        )
-
-
-class BarProgress:
-    """Draws one bar a file on stderr."""
-
-    def __init__(self) -> None:
-        self._bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.DownloadColumn(),
-            rich.progress.TransferSpeedColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=rich.console.Console(stderr=True),
-        )
-        self._tasks: dict[str, rich.progress.TaskID] = {}
-        self._bars.start()
-
-    def begin(self, files: Sequence[RemoteFile]) -> None:
-        for file in files:
-            self._tasks[file.name] = self._bars.add_task(file.name, total=file.size_bytes)
-
-    def update(self, name: str, received_bytes: int) -> None:
-        self._bars.update(self._tasks[name], completed=received_bytes)
-
-    def tick(self) -> None:
-        """Nothing to do: the bars draw themselves."""
-
-    def close(self) -> None:
-        self._bars.stop()
-
-
-def choose_progress() -> Progress:
-    """Bars where stderr is a terminal, else log lines."""
-    return BarProgress() if sys.stderr.isatty() else LogProgress()
+    reporter = threading.Thread(target=run, name="fetch-progress", daemon=True)
+    if not sys.stderr.isatty():
+        reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if reporter.is_alive():
+            reporter.join()

@@ -15,13 +15,13 @@ from rich.table import Table
 from skiff_runtime.config import AUTO, Config
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.hub.fetch import fetch_description
+from skiff_runtime.hub.fetch import default_hub_cache, fetch_description
 from skiff_runtime.hub.reference import SCHEME, parse_reference
 from skiff_runtime.info.fit import Fit, Need, fit, need
 from skiff_runtime.info.gpus import GPUS, Gpu
 from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
 from skiff_runtime.options import add_config_arguments, config_from
-from skiff_runtime.resolve import default_cache_dir, locate
+from skiff_runtime.resolve import locate
 
 DESCRIPTION: Final = """\
 What a model is, how much memory each part of it takes on each rank, and how many tokens
@@ -98,7 +98,7 @@ def _read(config: Config) -> ModelConfig:
     if not config.model.startswith(SCHEME):
         return read_model_config(locate(config), max_model_len=config.max_model_len)
     reference = parse_reference(config.model, config.revision)
-    cache = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
+    cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_description(reference, cache, Path(temporary))
         return read_model_config(path, max_model_len=config.max_model_len)
