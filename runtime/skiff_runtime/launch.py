@@ -1,6 +1,6 @@
 """What a child process is told at its start: a file in the service's private directory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,7 @@ class Launch:
 
     def write(self) -> None:
         """Leave this for the children to read; they read the model's own files themselves."""
-        told = _Told(self.config, str(self.model.path))
+        told = _Told(self.config, str(self.model.path), str(self.model.tokenizer_path))
         file = self.run_dir / _FILE
         file.touch(mode=0o600)  # it holds the API keys
         file.write_bytes(msgspec.json.encode(told))
@@ -42,6 +42,7 @@ class Launch:
         """What ``write`` left in ``run_dir``."""
         told = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Told)
         model = read_model_config(Path(told.model_path), max_model_len=told.config.max_model_len)
+        model = replace(model, tokenizer_path=Path(told.tokenizer_path))
         return Launch(config=told.config, model=model, run_dir=run_dir)
 
 
@@ -50,3 +51,4 @@ class _Told(msgspec.Struct):
 
     config: Config
     model_path: str
+    tokenizer_path: str

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Final, cast
 
 from skiff_runtime import demo, shapes
+from skiff_runtime.cache_places import default_cache_dir, tokenizer_caches
 from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
+from skiff_runtime.conversion.tokenizer_json import tokenizer_directory
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import default_hub_cache
 from skiff_runtime.hub.fetch import resolve as resolve_hub
@@ -30,6 +32,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     keys = config.api_key + read_keys(config.api_key_file, "--api-key-file")
     admin_keys = config.admin_key + read_keys(config.admin_key_file, "--admin-key-file")
     model = read_model_config(locate(config), max_model_len=config.max_model_len)
+    model = replace(model, tokenizer_path=tokenizer_directory(model.path, tokenizer_caches(config.cache_dir)))
     device = _device(config)
     check_parallel(model, config.tp)
     resolved = replace(
@@ -45,12 +48,6 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
     )
     return resolved, model
-
-
-def default_cache_dir() -> Path:
-    """Return where Skiff keeps what it makes itself: compiled kernels, converted tokenizers."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "skiff"
 
 
 def available_cores() -> int:

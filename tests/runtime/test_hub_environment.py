@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub, running_hub
+from foreign_tokenizers import write_sentencepiece
 
 from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
+from skiff_runtime.conversion.tokenizer_json import tokenizer_directory
 
 HUB_VARIABLES = ("HF_", "HUGGING_FACE", "XDG_")
 OBEDIENT = "" if os.geteuid() else "setpriv --bounding-set=-dac_override"
@@ -25,18 +27,27 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"w" * 50_000)
+    pieces = directory / "acme" / "pieces"
+    shutil.copytree(model, pieces)
+    (pieces / "config.json").write_text('{"model_type": "llama", "vocab_size": 420}')
+    write_sentencepiece(pieces / "tokenizer.model")
     with running_hub(directory, token="hf_secret") as running:
         yield running
 
 
 def skiff_fetch(
-    tmp_path: Path, *flags: str, before: str = "pass", launcher: str = "", **environment: str
+    tmp_path: Path,
+    *flags: str,
+    name: str = "tiny",
+    before: str = "pass",
+    launcher: str = "",
+    **environment: str,
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``skiff fetch``, after the code ``before``, as a user whose home is ``tmp_path``."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(HUB_VARIABLES)}
     code = f"import sys; {before}; from skiff_runtime.__main__ import main; sys.exit(main())"
     return subprocess.run(
-        [*launcher.split(), sys.executable, "-c", code, "fetch", "--model", "hf://acme/tiny", *flags],
+        [*launcher.split(), sys.executable, "-c", code, "fetch", "--model", f"hf://acme/{name}", *flags],
         env={**inherited, "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
@@ -135,3 +146,16 @@ def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path) -> Non
     assert all("acme/tiny" in request.path for request in hub.seen[seen:])
     written = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*")}
     assert {parts for parts in written if len(parts) == 3} == {(".cache", "huggingface", "hub")}
+
+
+def test_the_tokenizer_is_converted_when_the_model_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    flags = ("--cache-dir", str(cache))
+    done = skiff_fetch(tmp_path, *flags, name="pieces", HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")
+    check(done, cache)
+    (converted,) = (cache / "tokenizers").glob("*/tokenizer.json")
+    assert tokenizer_directory(Path(done.stdout.strip()), [cache]) == converted.parent
+    assert not list(cache.rglob("snapshots/*/tokenizer.json"))
+    again = skiff_fetch(tmp_path, *flags, name="pieces", HF_ENDPOINT="http://127.0.0.1:9")
+    check(again, cache)
+    assert "tokenizer_conversion_started" not in again.stderr

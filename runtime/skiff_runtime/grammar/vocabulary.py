@@ -26,7 +26,7 @@ def read_vocabulary(model: ModelConfig) -> xgrammar.TokenizerInfo:
     never admitted, but for the end of sequence where the answer may end.
     """
     return xgrammar.TokenizerInfo(
-        token_bytes(read_tokenizer_files(model.path).tokenizer, model.vocab_size),
+        token_bytes(read_tokenizer_files(model.path, model.tokenizer_path).tokenizer, model.vocab_size),
         xgrammar.VocabType.RAW,
         vocab_size=model.vocab_size,
         stop_token_ids=[token for token in model.eos_token_ids if token < model.vocab_size],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime import log
+from skiff_runtime.cache_places import tokenizer_caches
 from skiff_runtime.contract import (
     ENV_HUB_ENDPOINT,
     ENV_HUB_TOKEN,
@@ -15,7 +16,8 @@ from skiff_runtime.contract import (
     FLAG_MODEL,
     FLAG_REVISION,
 )
-from skiff_runtime.errors import FetchError
+from skiff_runtime.conversion.tokenizer_json import tokenizer_directory
+from skiff_runtime.errors import FetchError, ModelError
 from skiff_runtime.hub.fetch import default_hub_cache, fetch
 from skiff_runtime.hub.reference import DEFAULT_REVISION, parse_reference
 
@@ -69,11 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     reference = parse_reference(arguments.model, arguments.revision)
     try:
         path = fetch(reference, arguments.cache_dir or default_hub_cache())
+        tokenizer_directory(path, tokenizer_caches(arguments.cache_dir))
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED
     except KeyboardInterrupt:
         log.error("fetch_failed", model=reference, message="interrupted; files that are whole are kept")
         return EXIT_FETCH_FAILED
+    except ModelError as error:  # the server says so again, and ends
+        log.warning("tokenizer_unconverted", model=reference, message=str(error))
     print(path)
     return EXIT_OK

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -49,6 +49,7 @@ _USED: Final = (
     "kv_cache_dtype",
     "memory_fraction",
 )
+_ELSEWHERE: Final = ("path", "tokenizer_path", "architecture")
 GIB: Final = 1 << 30
 
 
@@ -111,11 +112,11 @@ def _gpus(arguments: argparse.Namespace) -> list[Gpu]:
 
 
 def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: list[Fit]) -> dict[str, Any]:
-    shape = asdict(replace(model, path=Path(config.model)))
+    shape = asdict(model)
     return {
         "model": config.model,
         "architecture": model.architecture,
-        "config": {name: value for name, value in shape.items() if name not in ("path", "architecture")},
+        "config": {name: value for name, value in shape.items() if name not in _ELSEWHERE},
         "parameters": {**asdict(needed.parameters), "total": needed.parameters.total},
         "dtype": dtype,
         "quantization": needed.quantization,

@@ -50,10 +50,12 @@ class SamplingDefaults:
 class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of a rank's share.
 
+    ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
     ``activation_bound``, if there is one, is where a quantized checkpoint wants activations to be cut.
     """
 
     path: Path
+    tokenizer_path: Path
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -102,6 +104,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     _refuse_sliding_window(config, family, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
+        tokenizer_path=path,
         architecture=architecture,
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),

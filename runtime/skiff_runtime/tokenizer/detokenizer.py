@@ -144,7 +144,7 @@ def load_decoder(launch: Launch) -> Decoder:
 
     Random weights choose any id: one that has no text gets some, so that what streams is what a real model streams.
     """
-    path = read_tokenizer_files(launch.model.path).tokenizer
+    path = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path).tokenizer
     decoder = read_byte_decoder(path)
     if decoder is None:
         return WindowDecoder(load_tokenizer(path))

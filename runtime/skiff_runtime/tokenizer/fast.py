@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from skiff_runtime import log
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.tokenizer.probe import PROBE
 
 EncodeText = Callable[[str, bool], NDArray[np.int64]]
 """Text, and whether the tokenizer's own special tokens are added -> ids int64[T]."""
@@ -22,19 +23,6 @@ EncodeText = Callable[[str, bool], NDArray[np.int64]]
 MIXTURES: Final = 400
 MIXTURE_PIECES: Final = 12
 _SEED: Final = 0
-_PROBE: Final = (
-    "",
-    " ",
-    "\n",
-    "The quick brown fox doesn't jump; it's 12,345.67 miles away -- isn't it? I'LL say: WE'VE 1234567890.",
-    "  two  spaces\tand\ttabs\n\n\nthen lines\r\nof Windows   \n trailing   ",
-    'def f(x: int) -> int:\n    return x ** 2  # ±0.5\n\tif (a&&b)||!c: {"k": [1, 2.5e-3, null]}',
-    "Größe, naïve café, ÅÄÖ, e\u0301 and \u00e9, ﬁ, Straße, İstanbul, ǅ",
-    "Быстрая лиса. Μία αλεπού. השועל. الثعلب السريع. लोमड़ी। สุนัขจิ้งจอก 快速的棕色狐狸。きつねがジャンプ 여우가",
-    "👩\u200d👩\u200d👧\u200d👦 🇩🇪 👍🏽 \u200b\u00a0\u3000\ufeff\u2028\x00\x07\x7f",
-    "https://example.org/a?b=c&d=%20#e <a href='x'>y</a> C:\\dir\\file.txt user@host $PATH ${x} `q`",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
-)
 
 
 def fast_encoding(path: Path, tokenizer: Tokenizer) -> EncodeText | None:
@@ -90,11 +78,11 @@ def _first_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
 
 def _probe(tokenizer: Tokenizer) -> Iterator[str]:
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
-    yield from _PROBE
+    yield from PROBE
     for content in added:
         yield from (content, f"a {content} b", f"a{content}b\n{content}{content}")
     choose = random.Random(_SEED)
-    pieces = [piece for text in _PROBE for piece in (*text.split(" "), *text[:40])] + added
+    pieces = [piece for text in PROBE for piece in (*text.split(" "), *text[:40])] + added
     for _ in range(MIXTURES):
         drawn = choose.choices(pieces, k=choose.randint(1, MIXTURE_PIECES))
         yield choose.choice(("", " ", "\n", "  ")).join(drawn)

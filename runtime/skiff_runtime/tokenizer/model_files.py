@@ -31,13 +31,20 @@ class TokenizerFiles:
     special_tokens: dict[str, str]
 
 
-def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Read ``directory``; raises ``ModelError`` that names the file and what is wrong with it."""
+def read_tokenizer_files(directory: Path, converted: Path | None = None) -> TokenizerFiles:
+    """Read ``directory``; raises ``ModelError`` that names the file and what is wrong with it.
+
+    ``converted`` is the directory of the tokenizer.json, where that is another.
+    """
     config = _optional_json(directory / "tokenizer_config.json")
+    special_tokens = _special_tokens(directory, config)
+    if converted is not None and converted != directory:
+        made = _optional_json(converted / "tokenizer_config.json")
+        special_tokens = _special_tokens(converted, made) | special_tokens
     return TokenizerFiles(
-        tokenizer=_tokenizer_path(directory),
+        tokenizer=_tokenizer_path(converted or directory),
         template=_template(directory, config),
-        special_tokens=_special_tokens(directory, config),
+        special_tokens=special_tokens,
     )
 
 
@@ -45,8 +52,8 @@ def _tokenizer_path(directory: Path) -> Path:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist; a model needs its tokenizer in this format "
-            "(transformers' save_pretrained of a fast tokenizer writes it)"
+            f"{path} does not exist; a model needs its tokenizer in this format, or as the file of SentencePiece "
+            "(tokenizer.model), tiktoken (*.tiktoken) or tekken (tekken.json) that it is converted from"
         )
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")

@@ -99,7 +99,7 @@ def _uids(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
 
 def load_builder(launch: Launch) -> PromptBuilder:
     """Read the model's tokenizer and chat template. Raises ``ModelError``."""
-    files = read_tokenizer_files(launch.model.path)
+    files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
     template = ChatTemplate(files.template, files.special_tokens)
     if not template.usable:
         log.warning("chat_unavailable", reason=template.fault)

@@ -45,7 +45,7 @@ class AnswerFormats:
     @classmethod
     def of(cls, launch: Launch) -> Self:
         """What the files of a launch's model and its options say."""
-        files = read_tokenizer_files(launch.model.path)
+        files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
         config, template = launch.config, files.template or ""
         thinks = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and (reasoning.OPEN in template or reasoning.CLOSE in template)

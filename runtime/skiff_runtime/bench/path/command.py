@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _token(model: str) -> int:
     """A token that writes plain text."""
-    path = resolve(Config(model=model))[1].path / "tokenizer.json"
+    path = resolve(Config(model=model))[1].tokenizer_path / "tokenizer.json"
     token: int = Tokenizer.from_file(str(path)).encode(_TOKEN_TEXT, add_special_tokens=False).ids[-1]
     return token
 

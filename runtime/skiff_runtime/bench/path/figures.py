@@ -58,7 +58,7 @@ class PathBench:
         self._fronts = fronts
         self._loads = loads
         self._name = fronts.launch.config.served_model_name or ""
-        self._tokenizer = Tokenizer.from_file(str(fronts.launch.model.path / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_file(str(fronts.launch.model.tokenizer_path / "tokenizer.json"))
         self._random = random.Random(0)
 
     def run(self) -> Figures:
