@@ -140,9 +140,11 @@ def test_xet_may_be_there_or_not(hub: FakeHub, tmp_path: Path, before: str) -> N
     check(done, tmp_path)
 
 
-def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--cache-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
+def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]) -> None:
     seen = len(hub.seen)
-    check(skiff_fetch(tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), tmp_path)
+    given = [flag.format(home=tmp_path) for flag in flags]
+    check(skiff_fetch(tmp_path, *given, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), tmp_path)
     assert all("acme/tiny" in request.path for request in hub.seen[seen:])
     written = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*")}
     assert {parts for parts in written if len(parts) == 3} == {(".cache", "huggingface", "hub")}

@@ -9,14 +9,13 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
-from huggingface_hub import HfApi, get_session, get_token, hf_hub_download
+from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from skiff_runtime import __version__, log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.files import Listing, RemoteFile
-from skiff_runtime.hub.library import constants
 from skiff_runtime.hub.reference import HubReference, is_commit
 
 T = TypeVar("T")

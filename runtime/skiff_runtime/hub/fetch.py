@@ -36,7 +36,7 @@ def resolve(uri: str, revision: str | None, cache_dir: Path) -> Path:
 
 def default_hub_cache() -> Path:
     """Return the cache that the hub's tools share: HF_HUB_CACHE, or ``hub`` in HF_HOME or ~/.cache/huggingface."""
-    from skiff_runtime.hub.library import constants
+    from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
