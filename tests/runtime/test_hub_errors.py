@@ -102,6 +102,9 @@ def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
         pass
     message = failure(hub, tmp_path / "cache")
     assert "no answer from 127.0.0.1" in message and "HF_ENDPOINT" in message
+    with pytest.raises(FetchError) as caught:
+        fetch(REFERENCE, tmp_path / "cache", endpoint=hub.url.replace("//", "//user:password@"))
+    assert "password" not in str(caught.value)
 
 
 def test_what_is_no_hub_is_named(hub: FakeHub, tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_malformed_revisions_are_refused(revision: str) -> None:
         parse_reference("hf://org/name", revision)
 
 
-@pytest.mark.parametrize("endpoint", ["hub.internal", "ftp://hub", "https://"])
+@pytest.mark.parametrize("endpoint", ["hub.internal", "ftp://hub", "https://", "http://["])
 def test_a_malformed_endpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:

@@ -128,7 +128,7 @@ class ModelCache:
             return revision
         try:
             commit = self._ref_path().read_text().strip()
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
         return commit if is_commit(commit) else None
 

@@ -45,8 +45,8 @@ class HubClient:
     def __init__(self, reference: HubReference, endpoint: str | None = None) -> None:
         self._reference = reference
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
-        self._host = urlsplit(self._endpoint).netloc
-        if not self._host or not self._endpoint.startswith(("https://", "http://")):
+        self._host = _host_of(self._endpoint)
+        if not self._host:
             raise FetchError(
                 f"{ENV_HUB_ENDPOINT} must be an http:// or https:// address, not {self._endpoint!r}"
             )
@@ -164,6 +164,15 @@ class HubClient:
                 f"{host} has no model {model} with revision {revision!r} (404): correct the name or the revision"
             )
         return FetchError(f"{host} answered {status} to a request for {model}")
+
+
+def _host_of(endpoint: str) -> str:
+    """Return the host of an http address, without any password in it; empty where it is none."""
+    try:
+        parts = urlsplit(endpoint)
+    except ValueError:
+        return ""
+    return parts.hostname or "" if parts.scheme in ("http", "https") else ""
 
 
 def _refuse_long_waits(response: httpx2.Response) -> None:
