@@ -15,6 +15,7 @@ from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
+import xgrammar
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -23,7 +24,6 @@ from skiff_runtime.bench.values import natural_int, positive_int
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.grammar.compiler import GrammarCompiler
-from skiff_runtime.grammar.library import xgrammar
 from skiff_runtime.grammar.matcher import BatchFollower, Follower
 from skiff_runtime.grammar.spec import schema_grammar
 from skiff_runtime.grammar.vocabulary import read_vocabulary
