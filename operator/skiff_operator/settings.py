@@ -19,6 +19,7 @@ ENV_PREFIX: Final = "SKIFF_OPERATOR_"
 IMAGE_REPOSITORY: Final = "ghcr.io/skiff-dev"
 _RESOURCE_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?")
 """An extended resource: a domain and a name."""
+_OBJECT_NAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _VERSION: Final = importlib.metadata.version("skiff")
 
 
@@ -29,6 +30,7 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{_VERSION}"
     runtime_image_cuda: str = f"{IMAGE_REPOSITORY}/runtime-cuda:{_VERSION}"
+    default_image_pull_secrets: tuple[str, ...] = ()
     allow_host_path: bool = False
     allow_privileged_pods: bool = False
     gpu_resource_name: str = "nvidia.com/gpu"
@@ -62,6 +64,9 @@ class Settings:
                 raise SettingsError(f"{_flag(name)} must be a port number")
         if not _RESOURCE_NAME.fullmatch(self.gpu_resource_name):
             raise SettingsError("--gpu-resource-name must be DOMAIN/NAME, such as nvidia.com/gpu")
+        for secret in self.default_image_pull_secrets:
+            if not _OBJECT_NAME.fullmatch(secret):
+                raise SettingsError(f"--default-image-pull-secrets: {secret!r} is no name of a Secret")
         if self.lease_renew_seconds * 2 > self.lease_duration_seconds:
             raise SettingsError("--lease-renew-seconds must be at most half of --lease-duration-seconds")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -91,6 +96,7 @@ _HELP: Final = {
     "namespaces": "watch only these namespaces, separated by commas (default: all)",
     "runtime_image_cpu": "image of pods with device cpu whose spec names none",
     "runtime_image_cuda": "image of pods with device cuda whose spec names none",
+    "default_image_pull_secrets": "Secrets of its own namespace with which each pod pulls images, separated by commas",
     "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
     "allow_privileged_pods": "permit in podTemplate what the restricted Pod Security level forbids, "
     "other ServiceAccounts, and tokens of the API server",

@@ -1,5 +1,6 @@
 """The operator as a real process for tests and the bench: start, look at its metrics, stop, kill."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ from typing import TypeVar
 
 import httpx
 import psutil
+import yaml
+from apiserver import ApiServer
 from prometheus_client.parser import text_string_to_metric_families
 
 PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
@@ -38,6 +41,15 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def token_kubeconfig(api: ApiServer, account: str, kubeconfig: Path) -> str:
+    """Return the text of `kubeconfig` with a token of a ServiceAccount in `api`'s namespace for its user."""
+    path = api.path("serviceaccounts", account, "token")
+    token = api.request("POST", path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
+    config = yaml.safe_load(kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
+    return json.dumps(config)
 
 
 class OperatorProcess:

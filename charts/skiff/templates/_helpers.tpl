@@ -1,21 +1,94 @@
-{{- define "skiff.name" -}}
-{{ printf "%s-operator" .Release.Name | trunc 50 | trimSuffix "-" }}
+{{/* Make a name valid and at most 50 characters long; one that had to change ends in a hash of what it was, so that two never become one. */}}
+{{- define "skiff.validName" -}}
+{{- $valid := . | replace "." "-" -}}
+{{- if not (regexMatch "^[a-z]" $valid) }}{{ $valid = printf "skiff-%s" $valid }}{{ end -}}
+{{- if or (ne $valid .) (gt (len $valid) 50) -}}
+{{ printf "%s-%s" ($valid | trunc 41 | trimSuffix "-") (sha256sum . | trunc 8) }}
+{{- else -}}
+{{ $valid }}
+{{- end -}}
+{{- end }}
+
+{{/* The name of everything in the release's namespace, alone or with a suffix of at most 13 characters. */}}
+{{- define "skiff.fullname" -}}
+{{ include "skiff.validName" (.Values.fullnameOverride | default (printf "%s-%s" .Release.Name (.Values.nameOverride | default "operator"))) }}
+{{- end }}
+
+{{/* The name of everything outside of it. Neither part can hold a colon, so no two releases of a cluster share it. */}}
+{{- define "skiff.clusterName" -}}
+{{ printf "skiff:%s:%s" .Release.Namespace (include "skiff.fullname" .) }}
 {{- end }}
 
 {{- define "skiff.selector" -}}
-app.kubernetes.io/name: skiff-operator
+app.kubernetes.io/name: {{ printf "skiff-%s" (.Values.nameOverride | default "operator") }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "skiff.commonLabels" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "skiff.labels" -}}
 {{ include "skiff.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{ include "skiff.commonLabels" . }}
+{{- end }}
+
+{{/* Labels of hooks and their pods, which neither the Deployment nor the Service must select. */}}
+{{- define "skiff.hookLabels" -}}
+app.kubernetes.io/name: skiff-hook
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: hook
+{{ include "skiff.commonLabels" . }}
+{{- end }}
+
+{{- define "skiff.image" -}}
+{{- $tag := .Values.image.tag | default .Chart.AppVersion -}}
+{{- if not (kindIs "string" $tag) }}{{ $tag = int64 $tag }}{{ end -}}
+{{- with .Values.image -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ $tag }}{{ end }}
+{{- end -}}
 {{- end }}
 
 {{- define "skiff.runtimeImage" -}}
 {{ .given | default (printf "ghcr.io/skiff-dev/runtime-%s:%s" .device .version) }}
+{{- end }}
+
+{{- define "skiff.runtimePullSecrets" -}}
+{{- $names := list -}}
+{{- range .Values.runtimeImage.pullSecrets }}{{ $names = append $names .name }}{{ end -}}
+{{ join "," $names }}
+{{- end }}
+
+{{/* What the restricted Pod Security level asks of a pod and of a container. */}}
+{{- define "skiff.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "skiff.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where the pods of this chart may run. */}}
+{{- define "skiff.placement" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* What the operator may do in the namespaces that it serves. Each verb is one that its code uses. */}}

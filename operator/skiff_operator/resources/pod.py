@@ -50,6 +50,8 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     }
     if service.source.scheme == "hf":
         spec["initContainers"] = [containers.fetch(service, settings, mounts)]
+    if settings.default_image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]
     if volumes.needs_claim(service):
         spec["affinity"] = _same_node(service)
     if service.spec.node_selector:

@@ -1,0 +1,79 @@
+"""The real helm program, which renders the chart and installs it on a test API server."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+ROOT: Final = Path(__file__).parents[2]
+CHART: Final = ROOT / "charts/skiff"
+RELEASE: Final = "skiff"
+NAMESPACE: Final = "skiff-system"
+TIMEOUT_SECONDS: Final = 120
+
+
+class HelmError(Exception):
+    """helm ended with an error; the message is what it wrote."""
+
+
+class Helm:
+    """One helm program, and the cluster that it installs to where `kubeconfig` names one."""
+
+    def __init__(self, kubeconfig: Path | None = None, program: str = "") -> None:
+        self._base = [program or find()]
+        if kubeconfig is not None:
+            self._base += ["--kubeconfig", str(kubeconfig)]
+
+    def run(self, *words: str) -> str:
+        """Return the output of one command. Raises HelmError."""
+        command = [*self._base, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
+        if done.returncode:
+            raise HelmError(f"helm {' '.join(words)}: {done.stderr.strip()}\n{done.stdout}")
+        return done.stdout
+
+    def render(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Any]:
+        """Return the chart's objects, hooks included."""
+        text = self.run("template", release, str(CHART), "--namespace", namespace, *_sets(values))
+        return [body for body in yaml.safe_load_all(text) if body]
+
+    def install(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
+        """Install a release into a namespace that is made where it does not exist."""
+        where = ["--namespace", namespace, "--create-namespace"]
+        self.run("install", release, str(CHART), *where, *_sets(values))
+
+    def upgrade(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
+        """Upgrade a release to the chart as it is, with these values alone."""
+        self.run("upgrade", release, str(CHART), "--namespace", namespace, *_sets(values))
+
+    def uninstall(self, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
+        """Remove a release."""
+        self.run("uninstall", release, "--namespace", namespace)
+
+
+def find() -> str:
+    """Return the path of the helm on PATH, or of the one that the test cluster's tools build."""
+    command = [sys.executable, str(ROOT / "tests/cluster/cluster.py"), "helm-path"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def hooks(bodies: Sequence[Any]) -> list[Any]:
+    """Return the objects that are hooks, which Helm makes and removes beside the release."""
+    return [each for each in bodies if "helm.sh/hook" in each["metadata"].get("annotations", {})]
+
+
+def _sets(values: Sequence[str]) -> list[str]:
+    """Return the flags for values: `a=b` is text or a number, `a:=b` is JSON."""
+    words: list[str] = []
+    for value in values:
+        name, json_mark, content = value.partition(":=")
+        if json_mark:
+            json.loads(content)
+            words += ["--set-json", f"{name}={content}"]
+        else:
+            words += ["--set", value]
+    return words
