@@ -1,19 +1,21 @@
-"""A real API server, etcd and controller manager for the session, and an operator for each module that asks.
+"""A real API server, etcd and controller manager for the session, and an operator for each module that needs one.
 
-The operator runs as its own ServiceAccount under the RBAC of manifests/operator, so a verb that is missing there
-fails a test here. There are no nodes: tests play the kubelet.
+Every operator runs as its own ServiceAccount under the roles of the chart or of manifests/operator, so a verb that is
+missing there fails a test here. There are no nodes: tests play the kubelet.
 """
 
-import json
+import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from apiserver import APPLY, ApiServer, Refused
-from operator_process import LEASE_NAMESPACE, OperatorProcess, eventually
+from apiserver import ApiServer, Refused
+from helm import Helm
+from installation import Installation
+from operator_process import OperatorProcess, eventually
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/cluster"))
@@ -21,15 +23,8 @@ sys.path.insert(0, str(ROOT / "tests/cluster"))
 from controlplane import ControlPlane  # noqa: E402
 
 CRD = ROOT / "manifests/crds/inferenceservices.yaml"
-RIGHTS = "/apis/rbac.authorization.k8s.io/v1"
-PLACES = {
-    "Namespace": "/api/v1/namespaces",
-    "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
-    "ClusterRole": f"{RIGHTS}/clusterroles",
-    "ClusterRoleBinding": f"{RIGHTS}/clusterrolebindings",
-    "Role": f"{RIGHTS}/namespaces/{{namespace}}/roles",
-    "RoleBinding": f"{RIGHTS}/namespaces/{{namespace}}/rolebindings",
-}
+MANIFESTS = ("namespace", "service-account", "rbac", "deployment")
+Start = Callable[..., OperatorProcess]
 
 
 @pytest.fixture(scope="session")
@@ -43,43 +38,55 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="session")
 def server(plane: ControlPlane) -> ApiServer:
-    """The API server with the CRD and the operator's identity and rights."""
+    """The API server with the CRD."""
     server = ApiServer(plane.kubeconfig)
     server.install(CRD)
-    for name in ("namespace", "service-account", "rbac"):
-        for body in yaml.safe_load_all((ROOT / f"manifests/operator/{name}.yaml").read_text()):
-            meta = body["metadata"]
-            place = PLACES[body["kind"]].format(namespace=meta.get("namespace", ""))
-            path = f"{place}/{meta['name']}?fieldManager=tests"
-            server.request("PATCH", path, body, kind=APPLY)
     eventually(lambda: _served(server), "the CRD is served")
     return server
 
 
 @pytest.fixture(scope="session")
-def operator_kubeconfig(
-    server: ApiServer, plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A kubeconfig with the token of the operator's ServiceAccount."""
-    accounts = server.in_namespace(LEASE_NAMESPACE).path("serviceaccounts", "skiff-operator", "token")
-    token = server.request("POST", accounts, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
-    config = yaml.safe_load(plane.kubeconfig.read_text())
-    config["users"][0]["user"] = {"token": token}
-    path = tmp_path_factory.mktemp("operator") / "kubeconfig"
-    path.write_text(json.dumps(config))
-    return path
+def installation(server: ApiServer, plane: ControlPlane) -> Installation:
+    """What `kubectl apply -k manifests` makes: an operator of all namespaces."""
+    texts = [(ROOT / f"manifests/operator/{name}.yaml").read_text() for name in MANIFESTS]
+    bodies = [body for text in texts for body in yaml.safe_load_all(text)]
+    installed = Installation(server, plane.kubeconfig, bodies)
+    installed.apply()
+    return installed
 
 
 @pytest.fixture(scope="module")
 def operator(
-    operator_kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory
+    installation: Installation, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OperatorProcess]:
-    """A running operator that leads."""
-    log = tmp_path_factory.mktemp("operator") / "log"
-    with OperatorProcess(operator_kubeconfig, log, "--status-delay-seconds", "0.1") as process:
+    """A running operator of all namespaces that leads."""
+    folder = tmp_path_factory.mktemp("operator")
+    with installation.operator(folder, "operator", "--status-delay-seconds", "0.1") as process:
         yield process
-        tracebacks = [line for line in log.read_text().splitlines() if '"traceback"' in line]
+        tracebacks = [line for line in process.log.read_text().splitlines() if '"traceback"' in line]
         assert not tracebacks, tracebacks
+
+
+@pytest.fixture
+def start(api: ApiServer, server: ApiServer, plane: ControlPlane, tmp_path: Path) -> Iterator[Start]:
+    """Make operators of one release in the test's own namespace that serve it alone; all are stopped in the end."""
+    values = f"watchNamespaces={{{api.namespace}}}"
+    installed = Installation(server, plane.kubeconfig, Helm().render(values, namespace=api.namespace))
+    installed.apply()
+    with contextlib.ExitStack() as stack:
+
+        def make(identity: str, *flags: str) -> OperatorProcess:
+            process = installed.operator(tmp_path, identity, "--status-delay-seconds", "0.1", *flags)
+            stack.callback(_end, process)
+            return process
+
+        yield make
+
+
+def _end(process: OperatorProcess) -> None:
+    with contextlib.suppress(AssertionError):
+        process.stop()
+    print(process.log.read_text()[-8000:])  # pytest shows it where a test failed
 
 
 @pytest.fixture

@@ -1,39 +1,15 @@
 """What an operator does about its own end, and about the end of others: restart, kill, leadership."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from apiserver import ApiServer
-from controlplane import ControlPlane
-from operator_process import LEASE_NAMESPACE, OperatorProcess, eventually
+from operator_process import OperatorProcess, eventually
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferenceservices.serving.skiff.dev"
+LEASE = "skiff-operator"
 PLURALS = ("serviceaccounts", "deployments", "services")
 Start = Callable[..., OperatorProcess]
-
-
-@pytest.fixture
-def start(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> Iterator[Start]:
-    """Make operators for the test's own namespace, with a Lease of its own; all are stopped in the end."""
-    with contextlib.ExitStack() as stack:
-
-        def make(identity: str, *flags: str) -> OperatorProcess:
-            own = ["--namespaces", api.namespace, "--lease-name", api.namespace, "--identity", identity]
-            quick = ["--status-delay-seconds", "0.1", *flags]
-            process = OperatorProcess(plane.kubeconfig, tmp_path / f"{identity}.log", *own, *quick)
-            stack.callback(_end, process)
-            return process
-
-        yield make
-
-
-def _end(process: OperatorProcess) -> None:
-    with contextlib.suppress(AssertionError):
-        process.stop()
-    print(process.log.read_text()[-8000:])  # pytest shows it where a test failed
 
 
 def create(api: ApiServer, name: str) -> None:
@@ -167,11 +143,11 @@ def test_who_loses_the_lease_ends(api: ApiServer, start: Start) -> None:
 
 
 def _change_lease(api: ApiServer, **spec: object) -> None:
-    api.in_namespace(LEASE_NAMESPACE).merge("leases", api.namespace, {"spec": spec})
+    api.merge("leases", LEASE, {"spec": spec})
 
 
 def _lease(api: ApiServer) -> Any:
-    return api.in_namespace(LEASE_NAMESPACE).get("leases", api.namespace)["spec"]
+    return api.get("leases", LEASE)["spec"]
 
 
 def test_without_the_crd_it_says_what_to_do(api: ApiServer, start: Start, server: ApiServer) -> None:

@@ -1,15 +1,23 @@
 """Releases of the chart on a real API server, by the real helm: side by side, one after the other, and upgraded."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from apiserver import ApiServer
+import yaml
+from apiserver import MERGE, ApiServer
 from controlplane import ControlPlane
-from helm import Helm
+from helm import NAMESPACE, ROOT, Helm, HelmError
 from hook_runner import HookRunner
+from installation import RIGHTS, Installation
+from operator_process import PACKAGES, eventually
 
+import skiff_runtime
 from skiff_runtime import contract
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -25,10 +33,16 @@ def plane() -> Iterator[ControlPlane]:
 
 
 @pytest.fixture(scope="module")
-def helm(plane: ControlPlane) -> Iterator[Helm]:
-    """Helm, whose hooks run here."""
-    with HookRunner(ApiServer(plane.kubeconfig), plane.kubeconfig, HOOKS):
-        yield Helm(plane.kubeconfig)
+def runner(plane: ControlPlane) -> Iterator[HookRunner]:
+    """The kubelet of all hooks."""
+    with HookRunner(ApiServer(plane.kubeconfig), plane.kubeconfig, HOOKS) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def helm(plane: ControlPlane, runner: HookRunner) -> Helm:
+    """Helm on that control plane."""
+    return Helm(plane.kubeconfig)
 
 
 @pytest.fixture
@@ -62,10 +76,14 @@ def create_service(server: ApiServer, namespace: str) -> Any:
 
 
 def test_a_kept_crd_does_not_block_another_release(helm: Helm, server: ApiServer) -> None:
-    make_namespaces(server, "models")
+    """An earlier chart marked the CRD as its release's own; whose it was is of no account."""
+    owned = {"labels": {"app.kubernetes.io/managed-by": "Helm"}}
+    owned["annotations"] = {"meta.helm.sh/release-name": "gone", "meta.helm.sh/release-namespace": "gone"}
     helm.install(release="first", namespace="one")
+    make_namespaces(server, "models")
     made = create_service(server, "models")
     helm.uninstall("first", "one")
+    server.request("PATCH", CRD, {"metadata": owned}, kind=MERGE)
     helm.install(release="second", namespace="two")
     helm.upgrade("workers=4", release="second", namespace="two")
     helm.uninstall("second", "two")
@@ -74,16 +92,112 @@ def test_a_kept_crd_does_not_block_another_release(helm: Helm, server: ApiServer
 
 
 def test_releases_of_one_name_stand_side_by_side(helm: Helm, server: ApiServer) -> None:
-    make_namespaces(server, "team-a", "team-b")
-    helm.install("watchNamespaces={team-a}", namespace="system-a")
+    """Whichever is upgraded or removed, the other's rights and the CRD stay."""
+    make_namespaces(server, "team-b")
+    helm.install(namespace="system-a")
     helm.install("watchNamespaces={team-b}", namespace="system-b")
-    helm.upgrade("watchNamespaces={team-a}", "workers=4", namespace="system-a")
-    helm.upgrade("watchNamespaces={team-b}", "workers=4", namespace="system-b")
+    helm.upgrade("workers=4", namespace="system-a")
+    before = rights(server, "system-b")
+    assert before and rights(server, "system-a")
     helm.uninstall(namespace="system-a")
+    assert rights(server, "system-b") == before and not rights(server, "system-a")
+    helm.upgrade("watchNamespaces={team-b}", "workers=4", namespace="system-b")
     create_service(server, "team-b")
 
 
-def test_releases_that_watch_everything_do_not_share_a_name(helm: Helm, server: ApiServer) -> None:
-    """Neither do namespace and release that are one text when a dash joins them."""
-    helm.install(release="b-c", namespace="a")
-    helm.install(release="c", namespace="a-b")
+def rights(server: ApiServer, namespace: str) -> list[tuple[str, str]]:
+    """The cluster-wide roles and bindings of the release in a namespace."""
+    found = []
+    for plural in ("clusterroles", "clusterrolebindings"):
+        items = server.request("GET", f"{RIGHTS}/{plural}")["items"]
+        names = [each["metadata"]["name"] for each in items]
+        found += [(plural, name) for name in names if name.startswith(f"skiff:{namespace}:")]
+    return found
+
+
+def test_an_upgrade_renews_the_crd_and_never_an_older_one(helm: Helm, server: ApiServer) -> None:
+    helm.install()
+    column = {"name": "Own", "type": "string", "jsonPath": ".metadata.name"}
+    for version, stays in (("0.0.9", False), ("99.0.0", True)):
+        changed = server.request("GET", CRD)
+        changed["metadata"]["labels"]["app.kubernetes.io/version"] = version
+        changed["spec"]["versions"][0]["additionalPrinterColumns"].append(column)
+        server.request("PUT", CRD, changed)
+        helm.upgrade()
+        after = server.request("GET", CRD)
+        assert (column in after["spec"]["versions"][0]["additionalPrinterColumns"]) == stays, version
+        labelled = after["metadata"]["labels"]["app.kubernetes.io/version"]
+        assert labelled == (version if stays else skiff_runtime.__version__)
+
+
+def test_a_definition_that_is_refused_is_named(
+    plane: ControlPlane, server: ApiServer, tmp_path: Path
+) -> None:
+    body = yaml.safe_load((ROOT / "manifests/crds/inferenceservices.yaml").read_text())
+    body["spec"]["scope"] = "Galactic"
+    (tmp_path / "crd.json").write_text(json.dumps(body))
+    environ = {**os.environ, "KUBECONFIG": str(plane.kubeconfig), "PYTHONPATH": os.pathsep.join(PACKAGES)}
+    command = [sys.executable, "-m", "skiff_operator.install_crd", str(tmp_path / "crd.json")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Galactic" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_users_roles_hold_rights_to_inferenceservices(helm: Helm, server: ApiServer) -> None:
+    helm.install()
+    make_namespaces(server, "people")
+    expected = {
+        "view": {"get": True, "list": True, "watch": True, "create": False, "delete": False},
+        "edit": {"get": True, "create": True, "patch": True, "deletecollection": True},
+        "admin": {"list": True, "update": True, "delete": True},
+    }
+    for role, verbs in expected.items():
+        bind(server, "people", role)
+        for verb, allowed in verbs.items():
+            eventually(lambda: may(server, role, verb, "") == allowed, f"{role} {verb}")  # noqa: B023
+        assert may(server, role, "get", "status") and may(server, role, "get", "scale")
+        assert may(server, role, "update", "scale") == (role != "view")
+        assert not may(server, role, "update", "status"), "the status is the operator's alone"
+
+
+def bind(server: ApiServer, namespace: str, role: str) -> None:
+    """Give a user that is named after it one of Kubernetes' own roles."""
+    group = "rbac.authorization.k8s.io"
+    body = {
+        "metadata": {"name": role},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": f"{role}-user"}],
+    }
+    server.request("POST", f"{RIGHTS}/namespaces/{namespace}/rolebindings", body)
+
+
+def may(server: ApiServer, role: str, verb: str, subresource: str) -> bool:
+    """Ask the API server's authorizer."""
+    asked = {
+        "namespace": "people",
+        "verb": verb,
+        "group": contract.API_GROUP,
+        "resource": "inferenceservices",
+        "subresource": subresource,
+    }
+    body = {"spec": {"user": f"{role}-user", "resourceAttributes": asked}}
+    answer = server.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+    return bool(answer["status"]["allowed"])
+
+
+def test_helm_test_tells_a_working_operator_from_a_broken_one(
+    plane: ControlPlane, helm: Helm, runner: HookRunner, server: ApiServer, tmp_path: Path
+) -> None:
+    make_namespaces(server, "team-c")
+    values = ["watchNamespaces={team-c}", "replicas=2"]
+    helm.install(*values)
+    release = Installation(server, plane.kubeconfig, helm.render(*values))
+    with release.operator(tmp_path, "operator") as operator:
+        page = f"http://127.0.0.1:{operator.metrics_port}"
+        runner.substitutes[f"http://skiff-operator-metrics.{NAMESPACE}:9090"] = page
+        helm.run("test", "skiff", "--namespace", NAMESPACE)
+        assert runner.outputs[-1].count("ok: ") == 2
+        bindings = f"{RIGHTS}/namespaces/team-c/rolebindings"
+        server.request("DELETE", f"{bindings}/skiff:{NAMESPACE}:skiff-operator")
+        with pytest.raises(HelmError):
+            helm.run("test", "skiff", "--namespace", NAMESPACE)
+        assert "forbidden" in runner.outputs[-1] and "ok: " not in runner.outputs[-1]

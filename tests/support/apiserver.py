@@ -74,10 +74,10 @@ class ApiServer:
         """One request; raises `Refused` when the answer is no success."""
         content = None if body is None else json.dumps(body)
         reply = self._http.request(method, path, content=content, headers={"Content-Type": kind})
-        data = reply.json()
         if reply.status_code >= 400:
-            raise Refused(reply.status_code, data.get("message", reply.text))
-        return data
+            is_status = "json" in reply.headers.get("Content-Type", "")  # a path that is not served gets plain text
+            raise Refused(reply.status_code, reply.json()["message"] if is_status else reply.text)
+        return reply.json()
 
     def get(self, plural: str, name: str, subresource: str = "") -> Any:
         """One object."""

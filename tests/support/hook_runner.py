@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +22,9 @@ class HookRunner:
     `substitutes` maps texts of a command line to what they are here, such as a Service's URL to a local port.
     """
 
-    def __init__(
-        self, server: ApiServer, kubeconfig: Path, label: str, substitutes: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, server: ApiServer, kubeconfig: Path, label: str) -> None:
         self._server, self._kubeconfig, self._label = server, kubeconfig, label
-        self._substitutes = dict(substitutes or {})
+        self.substitutes: dict[str, str] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.outputs: list[str] = []
@@ -87,7 +84,7 @@ class HookRunner:
 
     def _words(self, api: ApiServer, pod: Any, container: Any, folder: Path) -> list[str]:
         """Return the command line, with this machine's Python and the ConfigMaps' files where they lie here."""
-        substitutes = dict(self._substitutes)
+        substitutes = dict(self.substitutes)
         maps = {
             each["name"]: each["configMap"]["name"] for each in pod["spec"]["volumes"] if "configMap" in each
         }

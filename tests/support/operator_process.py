@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("operator", "runtime")]
 T = TypeVar("T")
 LEASE_NAMESPACE = "skiff-system"
+"""The operator's default."""
 
 
 def eventually(
@@ -53,11 +54,13 @@ def token_kubeconfig(api: ApiServer, account: str, kubeconfig: Path) -> str:
 
 
 class OperatorProcess:
-    """One `skiff-operator`. `flags` are added to those that tests need."""
+    """One `skiff-operator`; `environment` is added to this process's own."""
 
-    def __init__(self, kubeconfig: Path, log: Path, *flags: str) -> None:
+    def __init__(
+        self, kubeconfig: Path, log: Path, *flags: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.kubeconfig, self.log = kubeconfig, log
-        self.flags = ["--lease-namespace", LEASE_NAMESPACE, *flags]
+        self.flags, self.environment = flags, dict(environment or {})
         self.metrics_port = self.health_port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,6 +77,7 @@ class OperatorProcess:
         ports = ["--metrics-port", str(self.metrics_port), "--health-port", str(self.health_port)]
         environment = {
             **os.environ,
+            **self.environment,
             "KUBECONFIG": str(self.kubeconfig),
             "PYTHONPATH": os.pathsep.join(PACKAGES),
         }
