@@ -101,19 +101,14 @@ def test_every_panel_returns_data(prometheus: Prometheus, dashboard: str) -> Non
     assert not empty, empty
 
 
-def test_every_alert_rule_evaluates(prometheus: Prometheus) -> None:
+def test_every_alert_rule_evaluates_and_a_healthy_service_raises_none(prometheus: Prometheus) -> None:
+    """Not even a pending one; tests/operator/test_alerts.py has the series that raise them."""
     rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) > 5
     assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
-    firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
-    assert not firing, firing
-
-
-def test_promtool_accepts_the_rules() -> None:
-    done = subprocess.run(
-        [tool("promtool-path"), "check", "rules", RULES], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    raised = [each["labels"] for each in prometheus.get("alerts")["alerts"]]
+    of_others = [labels for labels in raised if labels.get("service") not in (None, "watched")]
+    assert [labels for labels in raised if labels not in of_others] == []
 
 
 @pytest.mark.parametrize("job", ["serving", "operator"])

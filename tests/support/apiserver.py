@@ -75,7 +75,9 @@ class ApiServer:
         content = None if body is None else json.dumps(body)
         reply = self._http.request(method, path, content=content, headers={"Content-Type": kind})
         if reply.status_code >= 400:
-            is_status = "json" in reply.headers.get("Content-Type", "")  # a path that is not served gets plain text
+            is_status = "json" in reply.headers.get(
+                "Content-Type", ""
+            )  # a path that is not served gets plain text
             raise Refused(reply.status_code, reply.json()["message"] if is_status else reply.text)
         return reply.json()
 
