@@ -18,7 +18,7 @@ GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix 
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format test matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ check: setup ## Format, lint, types, layers, tidiness
 format: setup ## Let ruff format and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+chart-readme: ## Write charts/skiff/README.md from the comments of values.yaml
+	"$$($(CLUSTER) helm-docs-path)" --chart-search-root charts --sort-values-order file
 
 test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
 	$(CLUSTER) tools

@@ -18,7 +18,7 @@ from commands import ClusterError, locked, output, say, step
 from paths import Layout, layout
 from providers import choose, made
 
-PATHS = ("kubectl", "helm", "prometheus", "promtool")
+PATHS = ("kubectl", "helm", "helm-docs", "prometheus", "promtool")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,9 +98,8 @@ def kubeconfig(places: Layout) -> Path:
 
 def program(name: str, places: Layout) -> Path:
     """Return the path of one of PATHS."""
-    if name == "kubectl":
-        return toolchain.kubectl(places)
-    return toolchain.helm(places) if name == "helm" else debian.prometheus(places)[name]
+    builders = {"kubectl": toolchain.kubectl, "helm": toolchain.helm, "helm-docs": toolchain.helm_docs}
+    return builders[name](places) if name in builders else debian.prometheus(places)[name]
 
 
 def tools(places: Layout) -> None:

@@ -49,6 +49,7 @@ NODE = (
     Tool("pause", "./pause"),
 )
 HELM = Tool("helm", "helm.sh/helm/v4/cmd/helm", "v4.3.1", expected_seconds=80)
+HELM_DOCS = Tool("helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs", "v1.14.2")
 KUBECTL = CONTROL_PLANE[-1]
 
 
@@ -132,6 +133,12 @@ def helm(layout: Layout) -> Path:
         return Path(found)
     ensure([HELM], layout)
     return layout.bin / HELM.name
+
+
+def helm_docs(layout: Layout) -> Path:
+    """Return the path of helm-docs, which writes the chart's README; always built here, for its output is compared."""
+    ensure([HELM_DOCS], layout)
+    return layout.bin / HELM_DOCS.name
 
 
 def kubectl(layout: Layout) -> Path:

@@ -211,3 +211,14 @@ def test_the_revision_is_the_pods_and_not_the_number_of_them() -> None:
 def test_building_twice_gives_the_same_objects() -> None:
     fields = {"model": hub(), "cache": {"size": "1Gi"}, "resources": {"requests": {"cpu": 2}}}
     assert built(**fields) == built(**fields)
+
+
+def test_default_pull_secrets_reach_the_pod_and_the_users_join_them() -> None:
+    settings = Settings(default_image_pull_secrets=("registry", "mirror"))
+    overlay = {"spec": {"imagePullSecrets": [{"name": "own"}, {"name": "mirror"}]}}
+    for template, expected in ((None, ["registry", "mirror"]), (overlay, ["registry", "mirror", "own"])):
+        fields = {"podTemplate": template} if template else {}
+        objects = {kind.name: obj for (kind, _), obj in plan.objects(service(**fields), settings).items()}
+        spec = objects["Deployment"]["spec"]["template"]["spec"]
+        assert [each["name"] for each in spec["imagePullSecrets"]] == expected
+    assert "imagePullSecrets" not in pod()

@@ -25,6 +25,8 @@ def test_lists_and_switches() -> None:
     ("argv", "environ", "named"),
     [
         (["--workers", "many"], {}, "--workers"),
+        (["--default-image-pull-secrets", "one,T_o"], {}, "--default-image-pull-secrets: 'T_o'"),
+        ([], {"SKIFF_OPERATOR_DEFAULT_IMAGE_PULL_SECRETS": "a" * 254}, "--default-image-pull-secrets"),
         (["--workers", "0"], {}, "--workers"),
         (["--metrics-port", "70000"], {}, "--metrics-port"),
         (["--log-level", "loud"], {}, "--log-level"),

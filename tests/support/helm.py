@@ -13,6 +13,8 @@ ROOT: Final = Path(__file__).parents[2]
 CHART: Final = ROOT / "charts/skiff"
 RELEASE: Final = "skiff"
 NAMESPACE: Final = "skiff-system"
+KUBE_VERSION: Final = "1.30.0"
+"""The oldest that the chart accepts; without a cluster, helm would go by its own."""
 TIMEOUT_SECONDS: Final = 120
 
 
@@ -38,7 +40,8 @@ class Helm:
 
     def render(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Any]:
         """Return the chart's objects, hooks included."""
-        text = self.run("template", release, str(CHART), "--namespace", namespace, *_sets(values))
+        where = ["--namespace", namespace, "--kube-version", KUBE_VERSION]
+        text = self.run("template", release, str(CHART), *where, *_sets(values))
         return [body for body in yaml.safe_load_all(text) if body]
 
     def install(self, *values: str, release: str = RELEASE, namespace: str = NAMESPACE) -> None:

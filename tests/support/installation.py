@@ -16,7 +16,7 @@ PATHS: Final = {
     "Role": f"{RIGHTS}/namespaces/{{namespace}}/roles",
     "RoleBinding": f"{RIGHTS}/namespaces/{{namespace}}/rolebindings",
 }
-"""What an operator that runs outside of the cluster needs of its installation."""
+"""The kinds that an operator outside of the cluster needs of its installation."""
 
 
 class Installation:
