@@ -1,10 +1,10 @@
 """One operator, installed with Helm, and one namespace with a client pod, for the whole session."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helm import CHART, RELEASE, Helm
 from kube import Kube, tool, wait
 from tenancy import OPERATOR_NAMESPACE, Tenancy
 
@@ -20,25 +20,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-def helm(*words: str) -> None:
-    """Run helm against the cluster."""
-    command = [tool("helm-path"), "--kubeconfig", tool("kubeconfig"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="session")
+def helm() -> Helm:
+    """Helm against the cluster."""
+    return Helm(Path(tool("kubeconfig")))
 
 
 @pytest.fixture(scope="session")
-def operator() -> Kube:
+def operator(helm: Helm) -> Kube:
     """The operator's namespace, with the operator running in it; ClusterError where one is there that somebody relies on."""
     Tenancy(tool("kubectl-path"), tool("kubeconfig")).claim()
     repository, _, tag = tool("image", "operator").rpartition(":")
     runtime = tool("image", "runtime")
-    values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime},crd.keep=false"
-    helm("uninstall", "skiff", "--namespace", OPERATOR_NAMESPACE, "--ignore-not-found", "--wait")
-    helm(
-        "upgrade", "--install", "skiff", str(ROOT / "charts/skiff"), "--namespace", OPERATOR_NAMESPACE,
-        "--wait", "--timeout", "4m", "--set", values,
-    )  # fmt: skip
+    values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"
+    release = [RELEASE, "--namespace", OPERATOR_NAMESPACE]
+    helm.run("uninstall", *release, "--ignore-not-found", "--wait")
+    wait = ["--wait", "--timeout", "4m"]
+    helm.run("upgrade", "--install", RELEASE, str(CHART), *release[1:], *wait, "--set", values)
     return Kube(OPERATOR_NAMESPACE)
 
 

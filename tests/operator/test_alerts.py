@@ -46,7 +46,8 @@ def test_each_alert_fires_when_it_should_and_only_then(promtool: str) -> None:
 
 
 def test_each_alert_is_tested_both_ways() -> None:
-    firing, silent = set(), set()
+    firing: set[str] = set()
+    silent: set[str] = set()
     for path in TESTS:
         for case in yaml.safe_load(path.read_text())["tests"]:
             for each in case["alert_rule_test"]:

@@ -15,7 +15,7 @@ RELEASE: Final = "skiff"
 NAMESPACE: Final = "skiff-system"
 KUBE_VERSION: Final = "1.30.0"
 """The oldest that the chart accepts; without a cluster, helm would go by its own."""
-TIMEOUT_SECONDS: Final = 120
+TIMEOUT_SECONDS: Final = 300
 
 
 class HelmError(Exception):
