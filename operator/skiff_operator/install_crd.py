@@ -25,7 +25,8 @@ VERSION_LABEL: Final = "app.kubernetes.io/version"
 FIELD_MANAGER: Final = "skiff-crd"
 TIMEOUT_SECONDS: Final = 60.0
 _RETRY_SECONDS: Final = 1.0
-_FORBIDDEN: Final = 403
+_TRANSIENT: Final = (403, 404, 409)
+"""The role of the hook is not in force yet; the definition went away, or was written by another, in between."""
 _APPLY: Final = "application/apply-patch+yaml"
 
 
@@ -42,6 +43,7 @@ async def install(client: Client, body: dict[str, Any]) -> str:
     Returns a line that says what was done.
 
     Raises:
+        ApiUnavailable: the definition that the cluster has is being deleted.
         OperatorError: the API server refused it.
     """
     path = f"{COLLECTION}/{body['metadata']['name']}"
@@ -49,6 +51,10 @@ async def install(client: Client, body: dict[str, Any]) -> str:
         live = await client.request("GET", path)
     except ApiNotFound:
         live = None
+    if live is not None and "deletionTimestamp" in live["metadata"]:
+        raise ApiUnavailable(
+            "the definition is being deleted"
+        )  # with all InferenceServices; it comes back afterwards
     if live is not None and version(live) > version(body):
         found = live["metadata"]["labels"][VERSION_LABEL]
         return f"the CustomResourceDefinition of version {found} is newer and stays"
@@ -65,7 +71,7 @@ async def install(client: Client, body: dict[str, Any]) -> str:
 
 
 async def install_patiently(body: dict[str, Any]) -> str:
-    """Install; an API server that is busy, or has not seen the hook's role yet, is asked again.
+    """Install, again and again where the reason for a failure may pass.
 
     Raises:
         OperatorError: it was refused, or did not succeed in time.
@@ -78,7 +84,7 @@ async def install_patiently(body: dict[str, Any]) -> str:
                 try:
                     return await install(client, body)
                 except (ApiUnavailable, ApiRefused) as error:
-                    if isinstance(error, ApiRefused) and error.status != _FORBIDDEN:
+                    if isinstance(error, ApiRefused) and error.status not in _TRANSIENT:
                         raise
                     last = error
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -34,8 +34,9 @@ async def check_api(namespaces: Sequence[str]) -> None:
     """
     client = Client(await configure(), connections=1)
     try:
-        for namespace in namespaces or [None]:
-            await client.request("GET", INFERENCE_SERVICE.path(namespace), query={"limit": "1"})
+        paths = [INFERENCE_SERVICE.path(namespace) for namespace in namespaces] or [INFERENCE_SERVICE.path()]
+        for path in paths:
+            await client.request("GET", path, query={"limit": "1"})
     finally:
         await client.close()
 

@@ -99,12 +99,12 @@ def test_every_pod_of_the_chart_goes_where_it_may(helm: Helm) -> None:
 def test_arguments_and_environment_reach_the_operator(helm: Helm) -> None:
     values = [
         'extraArgs:=["--resync-seconds=60"]',
-        'extraEnv:=[{"name":"HTTPS_PROXY","value":"http://proxy"}]',
+        'extraEnv:=[{"name":"HTTPS_PROXY","value":"http://egress.example.com"}]',
     ]
     secrets = 'runtimeImage.pullSecrets:=[{"name":"one"},{"name":"two"}]'
     (container,) = pod(helm.render(*values, secrets))["containers"]
     environ = {each["name"]: each.get("value", "given") for each in container["env"]}
-    assert environ["HTTPS_PROXY"] == "http://proxy"
+    assert environ["HTTPS_PROXY"] == "http://egress.example.com"
     settings = from_arguments(container["args"], environ)
     assert settings.resync_seconds == 60 and settings.default_image_pull_secrets == ("one", "two")
 

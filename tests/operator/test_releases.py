@@ -1,5 +1,6 @@
 """Releases of the chart on a real API server, by the real helm: side by side, one after the other, and upgraded."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -130,16 +131,38 @@ def test_an_upgrade_renews_the_crd_and_never_an_older_one(helm: Helm, server: Ap
         assert labelled == (version if stays else skiff_runtime.__version__)
 
 
+@contextlib.contextmanager
+def installing(plane: ControlPlane, folder: Path, **spec: str) -> Iterator[subprocess.Popen[str]]:
+    """The hook's program as a process of the administrator's, with fields of the definition's spec replaced."""
+    body = yaml.safe_load((ROOT / "manifests/crds/inferenceservices.yaml").read_text())
+    body["spec"].update(spec)
+    (folder / "crd.json").write_text(json.dumps(body))
+    environ = {**os.environ, "KUBECONFIG": str(plane.kubeconfig), "PYTHONPATH": os.pathsep.join(PACKAGES)}
+    command = [sys.executable, "-m", "skiff_operator.install_crd", str(folder / "crd.json")]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+
+
 def test_a_definition_that_is_refused_is_named(
     plane: ControlPlane, server: ApiServer, tmp_path: Path
 ) -> None:
-    body = yaml.safe_load((ROOT / "manifests/crds/inferenceservices.yaml").read_text())
-    body["spec"]["scope"] = "Galactic"
-    (tmp_path / "crd.json").write_text(json.dumps(body))
-    environ = {**os.environ, "KUBECONFIG": str(plane.kubeconfig), "PYTHONPATH": os.pathsep.join(PACKAGES)}
-    command = [sys.executable, "-m", "skiff_operator.install_crd", str(tmp_path / "crd.json")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "Galactic" in done.stderr and "Traceback" not in done.stderr
+    with installing(plane, tmp_path, scope="Galactic") as process:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1 and "Galactic" in said and "Traceback" not in said
+
+
+def test_a_definition_that_is_being_deleted_is_awaited(
+    plane: ControlPlane, helm: Helm, server: ApiServer, tmp_path: Path
+) -> None:
+    helm.install()
+    server.request("PATCH", CRD, {"metadata": {"finalizers": ["tests.skiff.dev/hold"]}}, kind=MERGE)
+    uid = server.request("DELETE", CRD)["metadata"]["uid"]
+    with installing(plane, tmp_path) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(4)
+        server.request("PATCH", CRD, {"metadata": {"finalizers": []}}, kind=MERGE)
+        assert process.wait(60) == 0
+    assert server.request("GET", CRD)["metadata"]["uid"] != uid
 
 
 def test_the_users_roles_hold_rights_to_inferenceservices(helm: Helm, server: ApiServer) -> None:

@@ -217,7 +217,7 @@ def test_default_pull_secrets_reach_the_pod_and_the_users_join_them() -> None:
     settings = Settings(default_image_pull_secrets=("registry", "mirror"))
     overlay = {"spec": {"imagePullSecrets": [{"name": "own"}, {"name": "mirror"}]}}
     for template, expected in ((None, ["registry", "mirror"]), (overlay, ["registry", "mirror", "own"])):
-        fields = {"podTemplate": template} if template else {}
+        fields: dict[str, Any] = {"podTemplate": template} if template else {}
         objects = {kind.name: obj for (kind, _), obj in plan.objects(service(**fields), settings).items()}
         spec = objects["Deployment"]["spec"]["template"]["spec"]
         assert [each["name"] for each in spec["imagePullSecrets"]] == expected

@@ -75,10 +75,11 @@ class ApiServer:
         content = None if body is None else json.dumps(body)
         reply = self._http.request(method, path, content=content, headers={"Content-Type": kind})
         if reply.status_code >= 400:
-            is_status = "json" in reply.headers.get(
-                "Content-Type", ""
-            )  # a path that is not served gets plain text
-            raise Refused(reply.status_code, reply.json()["message"] if is_status else reply.text)
+            # The reply for a path that is not served is plain text.
+            is_json = reply.headers.get("Content-Type", "").startswith("application/json")
+            raise Refused(
+                reply.status_code, reply.json().get("message", reply.text) if is_json else reply.text
+            )
         return reply.json()
 
     def get(self, plural: str, name: str, subresource: str = "") -> Any:

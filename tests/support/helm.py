@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from kube import tool
 
 ROOT: Final = Path(__file__).parents[2]
 CHART: Final = ROOT / "charts/skiff"
@@ -25,8 +25,8 @@ class HelmError(Exception):
 class Helm:
     """One helm program, and the cluster that it installs to where `kubeconfig` names one."""
 
-    def __init__(self, kubeconfig: Path | None = None, program: str = "") -> None:
-        self._base = [program or find()]
+    def __init__(self, kubeconfig: Path | None = None) -> None:
+        self._base = [tool("helm-path")]
         if kubeconfig is not None:
             self._base += ["--kubeconfig", str(kubeconfig)]
 
@@ -56,12 +56,6 @@ class Helm:
     def uninstall(self, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         """Remove a release."""
         self.run("uninstall", release, "--namespace", namespace)
-
-
-def find() -> str:
-    """Return the path of the helm on PATH, or of the one that the test cluster's tools build."""
-    command = [sys.executable, str(ROOT / "tests/cluster/cluster.py"), "helm-path"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def hooks(bodies: Sequence[Any]) -> list[Any]:

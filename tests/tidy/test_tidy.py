@@ -96,7 +96,7 @@ def test_no_dead_module() -> None:
     for path in sources:
         used |= mentions(ast.parse(path.read_text()))
     used |= {f"skiff_runtime.bench.{name}" for name in used}
-    for path in tracked("Makefile"):
+    for path in [*tracked("Makefile"), *(path for path in tracked(".yaml") if "charts" in path.parts)]:
         used |= set(re.findall(r"skiff_(?:runtime|operator)(?:\.\w+)+", path.read_text()))
     names = {name for path in sources if (name := module_name(path)) and path.name != "__init__.py"}
     assert not names - used, sorted(names - used)
