@@ -55,6 +55,12 @@ def installation(server: ApiServer, plane: ControlPlane) -> Installation:
     return installed
 
 
+@pytest.fixture(scope="session")
+def operator_kubeconfig(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kubeconfig with a token of that operator's ServiceAccount."""
+    return installation.kubeconfig(tmp_path_factory.mktemp("operator") / "kubeconfig")
+
+
 @pytest.fixture(scope="module")
 def operator(
     installation: Installation, tmp_path_factory: pytest.TempPathFactory

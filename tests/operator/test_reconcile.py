@@ -193,8 +193,10 @@ def test_failures_are_read_from_the_pods(api: ApiServer) -> None:
     wait_for(api, "Ready", "False", "OutOfMemory")
     kubelet.report(pod, state={"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}, init=True)
     wait_for(api, "ModelReady", "False", "ImagePullFailed")
-    reasons = [reason for kind, reason in events(api) if kind == "Warning"]
-    assert sorted(reasons) == ["ImagePullFailed", "OutOfMemory", "WeightsDownloadFailed"]
+    expected = ["ImagePullFailed", "OutOfMemory", "WeightsDownloadFailed"]
+    eventually(
+        lambda: sorted(reason for kind, reason in events(api) if kind == "Warning") == expected, "the Events"
+    )
 
 
 def test_pods_that_cannot_be_made_are_told(api: ApiServer) -> None:

@@ -39,21 +39,24 @@ class Installation:
                 query = "fieldManager=tests&force=true"
                 self._server.request("PATCH", f"{path}/{meta['name']}?{query}", body, kind=APPLY)
 
+    def kubeconfig(self, path: Path) -> Path:
+        """Write a kubeconfig with a token of the operator's ServiceAccount to `path`, once its roles are in force."""
+        account = self._deployment["spec"]["template"]["spec"]["serviceAccountName"]
+        api = self._server.in_namespace(self.namespace)
+        path.write_text(token_kubeconfig(api, account, self._kubeconfig))
+        eventually(lambda: self._may_lead(api, account), "the operator's roles are in force")
+        return path
+
     def operator(self, folder: Path, identity: str, *flags: str) -> OperatorProcess:
         """Return an operator that is not started yet; its log and its kubeconfig lie in `folder`."""
-        spec = self._deployment["spec"]["template"]["spec"]
-        container = spec["containers"][0]
-        api, account = self._server.in_namespace(self.namespace), spec["serviceAccountName"]
-        path = folder / f"{identity}.kubeconfig"
-        path.write_text(token_kubeconfig(api, account, self._kubeconfig))
-        # The roles reach the API server's authorizer a moment after they were written.
-        eventually(lambda: self._may_lead(api, account), "the operator's roles are in force")
+        container = self._deployment["spec"]["template"]["spec"]["containers"][0]
         environment = {
             each["name"]: each["value"] if "value" in each else self._field(each, identity)
             for each in container["env"]
         }
         arguments = [*container.get("args", []), *flags]
-        return OperatorProcess(path, folder / f"{identity}.log", *arguments, environment=environment)
+        kubeconfig = self.kubeconfig(folder / f"{identity}.kubeconfig")
+        return OperatorProcess(kubeconfig, folder / f"{identity}.log", *arguments, environment=environment)
 
     def _field(self, variable: Any, identity: str) -> str:
         """Return what the kubelet would set a variable to that names a field of the pod."""
