@@ -51,6 +51,7 @@ def chart_pods(bodies: list[Any]) -> list[Any]:
         ('networkPolicy.apiServer.cidrs:=["10.0.0.1"]', "cidrs"),
         ("networkPolicy.apiServer.ports:=[]", "ports"),
         ("fullnameOverride=Skiff", "fullnameOverride"),
+        (f"nameOverride={'n' * 41}", "nameOverride"),
         ("rbac.aggregate=true", "aggregate"),
     ],
 )

@@ -23,6 +23,7 @@ from skiff_runtime import contract
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = f"{CRDS}/inferenceservices.serving.skiff.dev"
+MANIFEST = ROOT / "manifests/crds/inferenceservices.yaml"
 HOOKS = "app.kubernetes.io/component=hook"
 
 
@@ -97,7 +98,7 @@ def test_releases_of_one_name_stand_side_by_side(helm: Helm, server: ApiServer) 
     make_namespaces(server, "team-b")
     helm.install(namespace="system-a")
     helm.install("watchNamespaces={team-b}", namespace="system-b")
-    helm.upgrade("workers=4", namespace="system-a")
+    helm.upgrade("workers=4", "crd.install=false", namespace="system-a")
     before = rights(server, "system-b")
     assert before and rights(server, "system-a")
     helm.uninstall(namespace="system-a")
@@ -134,7 +135,7 @@ def test_an_upgrade_renews_the_crd_and_never_an_older_one(helm: Helm, server: Ap
 @contextlib.contextmanager
 def installing(plane: ControlPlane, folder: Path, **spec: str) -> Iterator[subprocess.Popen[str]]:
     """The hook's program as a process of the administrator's, with fields of the definition's spec replaced."""
-    body = yaml.safe_load((ROOT / "manifests/crds/inferenceservices.yaml").read_text())
+    body = yaml.safe_load(MANIFEST.read_text())
     body["spec"].update(spec)
     (folder / "crd.json").write_text(json.dumps(body))
     environ = {**os.environ, "KUBECONFIG": str(plane.kubeconfig), "PYTHONPATH": os.pathsep.join(PACKAGES)}
@@ -152,21 +153,21 @@ def test_a_definition_that_is_refused_is_named(
 
 
 def test_a_definition_that_is_being_deleted_is_awaited(
-    plane: ControlPlane, helm: Helm, server: ApiServer, tmp_path: Path
+    plane: ControlPlane, server: ApiServer, tmp_path: Path
 ) -> None:
-    helm.install()
+    server.install(MANIFEST)
     server.request("PATCH", CRD, {"metadata": {"finalizers": ["tests.skiff.dev/hold"]}}, kind=MERGE)
     uid = server.request("DELETE", CRD)["metadata"]["uid"]
     with installing(plane, tmp_path) as process:
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(4)
+            process.wait(3)
         server.request("PATCH", CRD, {"metadata": {"finalizers": []}}, kind=MERGE)
         assert process.wait(60) == 0
     assert server.request("GET", CRD)["metadata"]["uid"] != uid
 
 
 def test_the_users_roles_hold_rights_to_inferenceservices(helm: Helm, server: ApiServer) -> None:
-    helm.install()
+    helm.install("crd.install=false")
     make_namespaces(server, "people")
     expected = {
         "view": {"get": True, "list": True, "watch": True, "create": False, "delete": False},
@@ -211,7 +212,8 @@ def test_helm_test_tells_a_working_operator_from_a_broken_one(
     plane: ControlPlane, helm: Helm, runner: HookRunner, server: ApiServer, tmp_path: Path
 ) -> None:
     make_namespaces(server, "team-c")
-    values = ["watchNamespaces={team-c}", "replicas=2"]
+    server.install(MANIFEST)
+    values = ["watchNamespaces={team-c}", "replicas=2", "crd.install=false"]
     helm.install(*values)
     release = Installation(server, plane.kubeconfig, helm.render(*values))
     with release.operator(tmp_path, "operator") as operator:

@@ -1,5 +1,6 @@
 """The real helm program, which renders the chart and installs it on a test API server."""
 
+import functools
 import json
 import subprocess
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class Helm:
     """One helm program, and the cluster that it installs to where `kubeconfig` names one."""
 
     def __init__(self, kubeconfig: Path | None = None) -> None:
-        self._base = [tool("helm-path")]
+        self._base = [program()]
         if kubeconfig is not None:
             self._base += ["--kubeconfig", str(kubeconfig)]
 
@@ -56,6 +57,12 @@ class Helm:
     def uninstall(self, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         """Remove a release."""
         self.run("uninstall", release, "--namespace", namespace)
+
+
+@functools.cache
+def program() -> str:
+    """Return the path of the helm on PATH, or of the one that the test cluster's tools build."""
+    return tool("helm-path")
 
 
 def hooks(bodies: Sequence[Any]) -> list[Any]:
