@@ -19,8 +19,10 @@ from skiff_runtime.api import protocol
 from skiff_runtime.api.access import Access
 from skiff_runtime.api.body import BodyReader, Receive, Scope
 from skiff_runtime.api.gate import Gate
-from skiff_runtime.api.protocol import MAX_HEAD_BYTES, PROBE_CONNECTIONS, JoinedHead, LimitedConfig
+from skiff_runtime.api.message_progress import MAX_HEAD_BYTES
+from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
 from skiff_runtime.api.reply import reply
+from skiff_runtime.api.reply_cycle import JoinedHead
 from skiff_runtime.api.writer import Send
 from skiff_runtime.config import Config
 
@@ -208,7 +210,7 @@ def test_a_head_without_end_is_refused(address: Address) -> None:
         assert until_closed(connection).startswith(b"HTTP/1.1 431")
 
 
-@pytest.mark.parametrize("upgrade", ["Upgrade: h2c", "upgrade: websocket", "UPGRADE : h2c"])
+@pytest.mark.parametrize("upgrade", ["Upgrade: h2c", "upgrade: websocket", "UPGRADE:h2c"])
 def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str) -> None:
     head = f"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n{upgrade}\r\nhost: localhost\r\ncontent-length: 18"
     with closing(connect(address)) as connection:

@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape."""
 
+from http import HTTPStatus
 from typing import Final
 
 from pydantic import BaseModel
@@ -44,3 +45,18 @@ def error_headers(error: RequestError | RequestFailed) -> Headers:
     if error.status in _CLOSING:
         headers.append((b"connection", b"close"))
     return headers
+
+
+def whole_reply(error: RequestError, own: Headers, *, with_body: bool) -> bytes:
+    """Write an error as a whole HTTP reply that ends its connection; ``own`` are headers of every reply."""
+    body = error_body(error)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *(header for header in error_headers(error) if header[0] != b"connection"),
+        *own,
+        (b"connection", b"close"),
+    ]
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
+    head = status + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n"
+    return head + body if with_body else head

@@ -1,23 +1,31 @@
-"""uvicorn's HTTP/1.1 protocol with limits: on open connections, on the time and the size of a request's head."""
+"""uvicorn's HTTP/1.1 protocol with limits, and with one reply for each request whatever bytes a client sends.
+
+This module and ``reply_cycle.py`` alone use what uvicorn does not document: its protocol class, its request/response cycle.
+"""
 
 import asyncio
-import re
 from typing import Any, Final
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from skiff_runtime.api.body import REQUEST_ID_HEADER, request_id
-from skiff_runtime.api.error_replies import error_body, error_headers
+from skiff_runtime.api.body_parser import body_parser, new_parser
+from skiff_runtime.api.error_replies import whole_reply
 from skiff_runtime.api.gate import Gate
-from skiff_runtime.api.writer import CHUNKS
-from skiff_runtime.errors import InvalidRequest, RequestError, Unavailable
+from skiff_runtime.api.http_head import MalformedRequest, check_head
+from skiff_runtime.api.lingering_close import LingeringClose
+from skiff_runtime.api.message_progress import MessageProgress
+from skiff_runtime.api.reply_cycle import CycleTransport, adapt
+from skiff_runtime.api.writer import Headers
+from skiff_runtime.errors import RequestError, Unavailable
 
 HEAD_TIMEOUT_SECONDS: Final = 20.0
-MAX_HEAD_BYTES: Final = 1 << 16
-_UPGRADE: Final = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
+MAX_PIPELINED_REQUESTS: Final = 64
+"""Requests that may wait behind the one being served; the connection ends behind the last of them."""
 PROBE_CONNECTIONS: Final = 64
-"""So many beyond the limit are still accepted, for probes; whoever else comes on them is refused."""
+"""Connections beyond the limit that are still accepted, for probes; any other request on them is refused."""
 
 
 class LimitedConfig(uvicorn.Config):
@@ -29,152 +37,215 @@ class LimitedConfig(uvicorn.Config):
         self.max_connections = max_connections
 
 
-class ChunkedBody:
-    """One response's body, past the ASGI messages that begin and end it."""
-
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    def write(self, data: bytes) -> bool:
-        """Write ``data``, not empty, as one chunk; False while the connection is full, or where that cannot be."""
-        cycle = self._cycle
-        if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
-class JoinedHead:
-    """A connection, as one response sees it, until its body begins: the head goes out with the first piece of the body.
-
-    One system call instead of two, and one wake-up of the client. What is written before the head (100 Continue) is not
-    held back.
-    """
-
-    __slots__ = ("_cycle", "_head", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._head: bytes | None = None
-
-    def write(self, data: bytes) -> None:
-        """Keep the head; then write it, and step aside."""
-        if not self._cycle.response_started:
-            self._transport.write(data)
-        elif self._head is None:
-            self._head = data
-        else:
-            self._cycle.transport = self._transport
-            self._transport.write(self._head + data)
-
-    def is_closing(self) -> bool:
-        """Whether the connection is."""
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        """Write what was kept, for no body came, and close."""
-        if self._head is not None:
-            self._transport.write(self._head)
-        self._transport.close()
+class _Surplus(Exception):
+    """A request came on a connection that ends behind an earlier one."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection.
+    """One connection. Each byte belongs to the request to which the parser counts it, and none is changed.
 
-    The head's clock runs from the connection's first moment, or from the first byte after a response,
-    until a head is complete: a request that is whole in one piece never starts a timer.
+    The clock of a head runs from the connection's first moment, or from the first byte behind a served request,
+    until the head is complete: a request that comes in one piece never starts a timer. A connection is kept alive
+    only if a request's body is complete when its reply begins. Otherwise the reply says ``Connection: close``, nothing behind it
+    is parsed, and the connection lingers.
     """
 
     config: LimitedConfig
 
     def __init__(self, config: LimitedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
+        self.parser = new_parser(self)
+        self._progress = MessageProgress()
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self._deaf = False  # what comes is discarded
+        self._keep_alive = False  # once the body is complete that arrives
+        self._serving: RequestResponseCycle | None = None
+        self._refusal = b""  # sent behind the replies to earlier requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept, accept for probes only, or refuse."""
         super().connection_made(transport)
+        self._linger = LingeringClose(transport, self.loop)
+        self._cycle_transport = CycleTransport(transport.write, self.close_lingering, self.is_closing)
         beyond = len(self.connections) - self.config.max_connections
         if beyond > PROBE_CONNECTIONS:
-            self._refuse(Unavailable("too many connections are open; retry shortly"))
-        elif beyond > 0:
+            self._deaf = True
+            transport.write(self._render(Unavailable("too many connections are open; retry shortly")))
+            transport.close()
+            return
+        if beyond > 0:
             self.app = self.config.gate.when_full
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_timers()
+        self._linger.stop()
+        self._abandon(self._serving)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; watch the clock and the size while a head is incomplete."""
-        if self.transport.is_closing():
+        """Feed the parser; watch the time and the size of a head, and the framing of a body."""
+        if self._deaf:
+            self._linger.discard(len(data))
             return
-        if self._awaits_head and b"pgrade" in data:
-            data = _without_upgrade(data)
-        super().data_received(data)
-        if not self._awaits_head or self.transport.is_closing():
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(InvalidRequest(f"the request's head exceeds {MAX_HEAD_BYTES} bytes"), 431)
-        elif self._head_timer is None:
-            self._start_timer()
+        self._unset_keepalive_if_required()
+        progress = self._progress
+        progress.begin_piece(len(data))
+        held_bytes = len(self.cycle.body) if progress.in_body else 0
+        try:
+            self._feed(data)
+            if self._deaf:
+                return
+            if progress.awaits_head:
+                progress.count_head()
+                if self._serving is None and self._head_timer is None:
+                    self._start_timer()
+            elif progress.in_body:
+                progress.count_body(len(self.cycle.body) - held_bytes)
+        except RequestError as error:
+            self._refuse(error)
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        """Parse. Where a request offers another protocol, read on with a parser that knows nothing of the offer."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = memoryview(data)[offer.args[0] :]
+            except httptools.HttpParserError as error:
+                self._stop_parsing(error)
+                return
+            self.parser, announcement = body_parser(self, self._own_headers())
+            self.parser.feed_data(announcement)
+
+    def _stop_parsing(self, error: httptools.HttpParserError) -> None:
+        """Raise ``RequestError`` for what the parser, or a check at one of its events, found wrong."""
+        cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+        if isinstance(cause, _Surplus):
+            self._deaf = True
+        elif isinstance(cause, httptools.HttpParserError):
+            raise MalformedRequest(f"this is no valid HTTP/1.1 request: {cause}")
+        elif cause is not None:
+            raise cause
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        cycle = self.cycle
+        if cycle is not None and (not cycle.keep_alive or len(self.pipeline) >= MAX_PIPELINED_REQUESTS):
+            cycle.keep_alive = False
+            raise _Surplus
+        super().on_message_begin()
+        self._progress.begin()
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
-        self._head_bytes = 0
+        self._progress.check_head(self.url, self.headers)
+        method, version = self.parser.get_method().decode("ascii"), self.parser.get_http_version()
+        self.url = check_head(method, version, self.url, self.headers)
+        self._stop_timers()
+        self._progress.end_head()
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":
-            self.cycle.transport = JoinedHead(self.cycle)  # type: ignore[assignment]
-        self.scope["extensions"] = {CHUNKS: ChunkedBody(self.cycle).write}  # type: ignore[dict-item]
+        self.headers = []  # for trailers, which are not headers
+        cycle = self.cycle
+        if not self.pipeline:
+            self._serving = cycle
+        self._keep_alive, cycle.keep_alive = cycle.keep_alive, False
+        adapt(cycle, self._cycle_transport)
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP at all is refused in the API's own shape."""
-        self._refuse(InvalidRequest(f"this is no valid HTTP/1.1 request: {msg}"))
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the body is still to come
+        self._progress.end()
+        cycle = self.cycle
+        if not cycle.response_started:
+            cycle.keep_alive = self._keep_alive
+        super().on_message_complete()
 
-    @property
-    def _awaits_head(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+    # Called by replies, timers and the server.
+
+    def on_response_complete(self) -> None:
+        if self._linger.begun:
+            return
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        self._serving = following
+        if following is not None:
+            return
+        if self._refusal:
+            self._send_refusal()
+        elif self._progress.head_bytes:
+            self._stop_timers()
+            self._start_timer()
+
+    def shutdown(self) -> None:
+        """End the connection: at once, or behind the replies to what was asked already."""
+        self._keep_alive = False
+        if self._serving is None:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def is_closing(self) -> bool:
+        """Return True where nothing more can be written."""
+        return self._linger.begun or self.transport.is_closing()
+
+    def close_lingering(self) -> None:
+        """End the connection behind what is written already; whatever else the client sends is discarded."""
+        self._deaf = True
+        self._stop_timers()
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        self._linger.begin()
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._late)
 
-    def _stop_timer(self) -> None:
+    def _stop_timers(self) -> None:
+        self._unset_keepalive_if_required()
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
     def _late(self) -> None:
-        """A head that began is refused; a connection on which nothing was ever asked just ends."""
-        if self._head_bytes:
-            self._refuse(InvalidRequest("the request's head did not arrive in time"), 408)
+        """Refuse a head that began; just end a connection on which nothing was ever asked."""
+        if self._progress.head_bytes:
+            self._refuse(MalformedRequest("the request's head did not arrive in time", 408))
         else:
             self.transport.close()
 
-    def _refuse(self, error: RequestError, status: int | None = None) -> None:
-        """Answer without an application, and close."""
-        self._stop_timer()
-        body = error_body(error)
-        head = [
-            STATUS_LINE[status or error.status],
-            b"content-type: application/json\r\n",
-            b"content-length: %d\r\n" % len(body),
-            *(b"%s: %s\r\n" % header for header in error_headers(error) if header[0] != b"connection"),
-            b"%s: %s\r\n" % (REQUEST_ID_HEADER, request_id(self.headers or []).encode()),
-            b"connection: close\r\n\r\n",
-        ]
-        self.transport.write(b"".join(head) + body)
-        self.transport.close()
+    def _refuse(self, error: RequestError) -> None:
+        """Answer the message that is being parsed, behind the replies to those before it, and close."""
+        self._deaf = True
+        self._stop_timers()
+        refusal = self._render(error)
+        if self._progress.in_body and self._serving is not self.cycle:
+            self.pipeline.popleft()
+        elif self._progress.in_body:
+            if self.cycle.response_started:
+                return  # that reply closes the connection
+            self._abandon(self.cycle)
+            self._serving = None
+        self._refusal = refusal
+        if self._serving is None:
+            self._send_refusal()
 
+    def _send_refusal(self) -> None:
+        self.transport.write(self._refusal)
+        self.close_lingering()
 
-def _without_upgrade(data: bytes) -> bytes:
-    """A request's first piece as if it offered no other protocol. For one that does, the parser would skip the body.
+    def _abandon(self, cycle: RequestResponseCycle | None) -> None:
+        """Let an application know that its client has left."""
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
-    HTTP lets a server ignore the offer; Java's client makes one ("h2c") with every first request.
-    """
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-ignored-upgrade:", head) + end + rest
+    def _own_headers(self) -> Headers:
+        """The headers of the message that is being parsed."""
+        known = self._progress.in_head or self._progress.in_body
+        return self.scope["headers"] if known else []  # type: ignore[return-value]
+
+    def _render(self, error: RequestError) -> bytes:
+        own = [(REQUEST_ID_HEADER, request_id(self._own_headers()).encode())]
+        asks_for_head = self._progress.in_head and self.url and self.parser.get_method() == b"HEAD"
+        return whole_reply(error, own, with_body=not asks_for_head)
