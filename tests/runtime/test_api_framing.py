@@ -12,6 +12,9 @@ from front import NAME, TIMEOUT_SECONDS, Echo, running_front, write_model
 from strict_replies import StrictReply, read_replies, read_reply
 from wire import Address, address_of
 
+from skiff_runtime.api.message_progress import MAX_HEAD_BYTES
+from skiff_runtime.api.protocol import MAX_PIPELINED_REQUESTS
+
 ID: Final = "x-request-id: mine\r\n"
 GET: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-request-id: second\r\n\r\n"
 LAST: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-request-id: last\r\nconnection: close\r\n\r\n"
@@ -27,6 +30,61 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
         echo.start()
         yield address_of(front.url)
         echo.stop()
+
+
+CHUNKED: Final = "transfer-encoding: chunked"
+REFUSED: Final = {
+    "two lengths": (400, "content-length: 5\r\ncontent-length: 5\r\n\r\nhello"),
+    "lengths that differ": (400, "content-length: 5\r\ncontent-length: 50\r\n\r\nhello"),
+    "a list of lengths": (400, "content-length: 5, 5\r\n\r\nhello"),
+    "a signed length": (400, "content-length: +5\r\n\r\nhello"),
+    "a hexadecimal length": (400, "content-length: 0x5\r\n\r\nhello"),
+    "a length of 65 bits": (400, "content-length: 18446744073709551621\r\n\r\nhello"),
+    "a length and chunks": (400, f"content-length: 5\r\n{CHUNKED}\r\n\r\n0\r\n\r\n"),
+    "chunks and a length": (400, f"{CHUNKED}\r\ncontent-length: 5\r\n\r\n0\r\n\r\n"),
+    "another coding": (400, "transfer-encoding: xchunked\r\n\r\n0\r\n\r\n"),
+    "another coding and an upgrade": (
+        400,
+        "transfer-encoding: xchunked\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n0\r\n\r\n",
+    ),
+    "compressed chunks": (400, "transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
+    "compressed chunks in two lines": (400, f"transfer-encoding: gzip\r\n{CHUNKED}\r\n\r\n0\r\n\r\n"),
+    "chunks twice": (400, f"{CHUNKED}\r\n{CHUNKED}\r\n\r\n0\r\n\r\n"),
+    "chunks behind a vertical tab": (400, "transfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n"),
+    "a folded line": (400, "x: a\r\n b\r\ncontent-length: 0\r\n\r\n"),
+    "a folded coding": (400, "transfer-encoding:\r\n chunked\r\n\r\n0\r\n\r\n"),
+    "a bare line feed": (400, "x: a\ncontent-length: 0\r\n\r\n"),
+    "a bare carriage return": (400, "x: a\rcontent-length: 0\r\n\r\n"),
+    "a blank before the colon": (400, "content-length : 0\r\n\r\n"),
+    "a line without a name": (400, ": 0\r\n\r\n"),
+    "a zero byte": (400, "x: a\0b\r\n\r\n"),
+    "a second host": (400, "host: y\r\n\r\n"),
+    "an impossible expectation": (417, "expect: a-miracle\r\ncontent-length: 5\r\n\r\nhello"),
+    "chunks that overflow": (400, f"{CHUNKED}\r\n\r\n10000000000000005\r\nhello\r\n0\r\n\r\n"),
+    "a signed chunk": (400, f"{CHUNKED}\r\n\r\n+5\r\nhello\r\n0\r\n\r\n"),
+    "a blank behind a chunk's size": (400, f"{CHUNKED}\r\n\r\n5 \r\nhello\r\n0\r\n\r\n"),
+    "a chunk longer than its size": (400, f"{CHUNKED}\r\n\r\n5\r\nhelloX\r\n0\r\n\r\n"),
+    "a line feed in an extension": (400, f"{CHUNKED}\r\n\r\n5;a\nhello\r\n0\r\n\r\n"),
+    "a length in the trailers": (400, f"{CHUNKED}\r\n\r\n0\r\ncontent-length: 5\r\n\r\n"),
+    "extensions without end": (400, f"{CHUNKED}\r\n\r\n5;" + "a" * 500_000 + "\r\nhello\r\n0\r\n\r\n"),
+    "a trailer without end": (400, f"{CHUNKED}\r\n\r\n0\r\nx: " + "a" * 500_000 + "\r\n\r\n"),
+    "a large head": (431, f"x: {'y' * MAX_HEAD_BYTES}\r\n\r\n"),
+}
+"""What follows a request's first line and Host header."""
+FIRST_LINES: Final = {
+    "GET /v1/models HTTP/2.0": 505,
+    "GET /v1/models HTTP/0.9": 505,
+    "GET /v1/models HTTP/1.2": 400,
+    "GET /v1/models": 505,
+    "GET /v1 /models HTTP/1.1": 400,
+    "GET /v1/models#x HTTP/1.1": 400,
+    "GET * HTTP/1.1": 400,
+    "GET http://y/v1/models HTTP/1.1": 400,
+    "GET http://u@x/v1/models HTTP/1.1": 400,
+    "CONNECT x:443 HTTP/1.1": 400,
+    "PRI * HTTP/2.0": 400,
+    "get /v1/models HTTP/1.1": 400,
+}
 
 
 def connect(address: Address) -> socket.socket:
@@ -106,3 +164,134 @@ def assert_quiet(connection: socket.socket) -> None:
     with pytest.raises(TimeoutError):
         connection.recv(1)
     connection.settimeout(TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_ambiguous_message_is_refused_and_nothing_behind_it_read(address: Address, case: str) -> None:
+    status, rest = REFUSED[case]
+    [reply] = talk(
+        address, f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{ID}pad: x\r\n{rest}".encode() + GET
+    )
+    is_refused(reply, status)
+
+
+@pytest.mark.parametrize("line", FIRST_LINES)
+def test_a_first_line_that_is_not_served(address: Address, line: str) -> None:
+    [reply] = talk(address, f"{line}\r\nhost: x\r\n{ID}\r\n".encode() + GET)
+    is_refused(reply, FIRST_LINES[line], None)
+
+
+@pytest.mark.parametrize("lines", ["", "host: a b\r\n", "host: x\r\nhost: x\r\n"])
+def test_a_request_names_one_host(address: Address, lines: str) -> None:
+    [reply] = talk(address, f"GET /v1/models HTTP/1.1\r\n{ID}{lines}\r\n".encode() + GET)
+    is_refused(reply, 400)
+
+
+def test_a_url_as_the_target_names_the_same_host(address: Address) -> None:
+    first = b"GET http://X/v1/models?a=b HTTP/1.1\r\nhost: x\r\n\r\n"
+    second = b"GET http://x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    replies = talk(address, first + second, methods=("GET", "GET"))
+    assert [each.status for each in replies] == [200, 404]
+
+
+@pytest.mark.parametrize("closing_trailer", ["", "connection: close\r\n"])
+def test_trailers_are_not_headers(address: Address, closing_trailer: str) -> None:
+    body = json.dumps(QUESTION).encode()
+    trailers = f"x-request-id: forged\r\nx-request-timeout-seconds: none\r\n{closing_trailer}".encode()
+    chunks = b"%x;name=value\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)
+    replies = talk(address, head("POST", "/v1/completions", CHUNKED) + chunks + LAST, methods=("POST", "GET"))
+    served = [(200, "mine"), (200, "last")]
+    assert [(each.status, each.headers["x-request-id"]) for each in replies] == served[
+        : 1 if closing_trailer else 2
+    ]
+    assert replies[-1].headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_upgrade_is_ignored_wherever_the_pieces_part(
+    address: Address, chunked: bool, version: str
+) -> None:
+    if chunked and version == "1.0":
+        pytest.skip("HTTP/1.0 has no chunks")
+    body = json.dumps({**QUESTION, "prompt": "GET / HTTP/1.1"}).encode()
+    framing = CHUNKED if chunked else f"content-length: {len(body)}"
+    offer = head("POST", "/v1/completions", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", framing)
+    request = offer.replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1)
+    request += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    for cut in (1, len(offer) - 2, len(offer), len(offer) + 5, len(request)):
+        again = request + LAST if version == "1.1" else b""
+        pieces = request[:cut], request[cut:] + again
+        replies = talk(address, *pieces, methods=("POST", "POST", "GET"))
+        assert [each.status for each in replies] == ([200] if version == "1.0" else [200, 200, 200])
+        assert all(each.headers["x-request-id"] in ("mine", "last") for each in replies)
+
+
+@pytest.mark.parametrize("lines", [(), ("connection: keep-alive",), ("expect: 100-continue",)])
+def test_an_http_1_0_client_gets_no_chunks(address: Address, lines: tuple[str, ...]) -> None:
+    old = completion(*lines, stream=True).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    [reply] = talk(address, old + GET)
+    assert reply.status == 200 and "transfer-encoding" not in reply.headers and reply.interim == 0
+    assert reply.headers["connection"] == "close"
+    assert reply.body.startswith(b"data: {") and reply.body.endswith(b"data: [DONE]\n\n")
+    [whole] = talk(address, completion().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    assert int(whole.headers["content-length"]) == len(whole.body)
+
+
+def test_a_reply_to_head_has_no_body(address: Address) -> None:
+    requests = [head("HEAD", "/v1/models"), head("HEAD", "/nowhere"), head("HEAD", "/", "expect: a-miracle")]
+    replies = talk(address, b"".join(requests), methods=("HEAD", "HEAD", "HEAD"))
+    assert [each.status for each in replies] == [200, 404, 417]
+
+
+def test_an_early_reply_reaches_a_client_that_sends_first_and_reads_then(address: Address) -> None:
+    count = 8 << 20
+    with closing(connect(address)) as connection:
+        connection.sendall(head("POST", "/nowhere", f"content-length: {count}"))
+        connection.sendall(b"x" * count)
+        [reply] = read_replies(connection, ("POST",))
+    assert reply.status == 404 and reply.headers["connection"] == "close"
+
+
+def test_an_early_reply_in_place_of_continue_ends_the_connection(address: Address) -> None:
+    """Such a client may send its body or not, so what comes next could be either."""
+    [reply] = talk(address, head("POST", "/nowhere", "expect: 100-continue", "content-length: 5"))
+    assert (reply.status, reply.interim, reply.headers["connection"]) == (404, 0, "close")
+
+
+def test_continue_is_said_once(address: Address) -> None:
+    body = json.dumps(QUESTION).encode()
+    with closing(connect(address)) as connection:
+        start = head("POST", "/v1/completions", f"content-length: {len(body)}", "expect: 100-continue")
+        connection.sendall(start)
+        interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert connection.recv(len(interim), socket.MSG_WAITALL) == interim
+        connection.sendall(body)
+        assert read_reply(connection, "POST").interim == 0
+
+
+def test_an_error_whose_body_is_complete_keeps_the_connection(address: Address) -> None:
+    bad = head("POST", "/v1/completions", "content-length: 2") + b"{}"
+    replies = talk(
+        address,
+        bad + head("POST", "/nowhere", "content-length: 2") + b"{}" + LAST,
+        methods=("POST", "POST", "GET"),
+    )
+    assert [each.status for each in replies] == [400, 404, 200]
+
+
+def test_a_refusal_waits_for_the_replies_before_it(address: Address) -> None:
+    replies = talk(
+        address, completion() + completion(stream=True) + b"nonsense\r\n\r\n", methods=("POST",) * 3
+    )
+    assert [each.status for each in replies] == [200, 200, 400]
+    is_refused(replies[2], 400, None)
+    assert replies[2].headers["x-request-id"] != "mine"
+
+
+def test_the_number_of_requests_that_wait_is_limited(address: Address) -> None:
+    count = 4 * MAX_PIPELINED_REQUESTS
+    replies = talk(address, completion() + GET * count, methods=("POST", *["GET"] * count))
+    assert len(replies) == 1 + MAX_PIPELINED_REQUESTS
+    assert {each.status for each in replies} == {200}
+    assert [each.headers.get("connection") for each in replies[-2:]] == [None, "close"]

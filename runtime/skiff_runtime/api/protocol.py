@@ -159,7 +159,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._progress.end()
         cycle = self.cycle
         if not cycle.response_started:
-            cycle.keep_alive = self._keep_alive
+            cycle.keep_alive = self._keep_alive and self.parser.should_keep_alive()
         super().on_message_complete()
 
     # Called by replies, timers and the server.
