@@ -44,6 +44,11 @@ class ReplyStream:
         self._response: h11.Response | None = None
         self._body = bytearray()
 
+    @property
+    def interim(self) -> int:
+        """The number of interim replies that came before the reply which is due."""
+        return self._interim if self._connection is not None else 0
+
     def feed(self, data: bytes) -> None:
         """Take what came; ``b""`` for the connection's end. Raises ``Malformed``."""
         self.pending += data

@@ -246,6 +246,11 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.scope["headers"] if known else []  # type: ignore[return-value]
 
     def _render(self, error: RequestError) -> bytes:
+        """A whole reply to the message that is being parsed."""
         own = [(REQUEST_ID_HEADER, request_id(self._own_headers()).encode())]
-        asks_for_head = self._progress.in_head and self.url and self.parser.get_method() == b"HEAD"
-        return whole_reply(error, own, with_body=not asks_for_head)
+        if self._progress.in_body:
+            method = self.scope["method"]
+        else:
+            known = self._progress.in_head and self.url
+            method = self.parser.get_method().decode("ascii") if known else ""
+        return whole_reply(error, own, with_body=method != "HEAD")
