@@ -18,6 +18,7 @@ import uvloop
 from strict_replies import Malformed, ReplyStream, StrictReply
 from wire import Address
 from wire_plan import Closing, Ending, Expected, Plan, Planner, Step
+from wire_requests import SMUGGLED_ID
 
 HANG_SECONDS: Final = 30.0
 PROGRESS_SECONDS: Final = 20.0
@@ -58,12 +59,17 @@ class Verdict:
             print(f"wire: {breach}", file=sys.stderr, flush=True)
 
 
+class ServerGone(Exception):
+    """The server accepts no connection any more."""
+
+
 class Exchange(asyncio.Protocol):
     """One connection: sends a plan's steps, cuts what comes into replies."""
 
     def __init__(self, plan: Plan) -> None:
         self.stream = ReplyStream(tuple(each.method for each in plan.expected))
         self.fault = ""
+        self.surplus = b""
         self.reset = False
         self._received = 0
         self._changed = asyncio.Event()
@@ -93,6 +99,17 @@ class Exchange(asyncio.Protocol):
                 self.stream.feed(data)
             except Malformed as error:
                 self.fault = str(error)
+                self.surplus = self.stream.pending + data
+        else:
+            self.surplus += data
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all replies that came, those behind the last due one included."""
+        surplus = re.findall(rb"x-request-id: (\S+)\r\n", self.surplus)
+        return [each.headers.get("x-request-id", "") for each in self.stream.replies] + [
+            each.decode() for each in surplus
+        ]
 
     @property
     def closes(self) -> bool:
@@ -102,7 +119,7 @@ class Exchange(asyncio.Protocol):
 
     async def ready_for(self, step: Step) -> bool:
         """Wait until a step may be sent; False where nothing more shall be sent."""
-        while not self.closes:
+        while not (self.ended.done() if step.stubborn else self.closes):
             replies = len(self.stream.replies)
             if step.interim_of is not None and replies <= step.interim_of:
                 waits = not (replies == step.interim_of and self.stream.interim)
@@ -140,7 +157,10 @@ async def _send(exchange: Exchange, plan: Plan, draw: random.Random) -> None:
 async def converse(address: Address, plan: Plan, draw: random.Random, verdict: Verdict) -> str | None:
     """Carry a plan out; the breach, if there is one."""
     loop = asyncio.get_running_loop()
-    _, exchange = await loop.create_connection(lambda: Exchange(plan), *address)
+    try:
+        _, exchange = await loop.create_connection(lambda: Exchange(plan), *address)
+    except OSError as error:
+        raise ServerGone(f"no connection: {error}") from None
     try:
         async with asyncio.timeout(HANG_SECONDS):
             await _send(exchange, plan, draw)
@@ -156,6 +176,8 @@ async def converse(address: Address, plan: Plan, draw: random.Random, verdict: V
 def judge(plan: Plan, exchange: Exchange) -> str | None:
     """Compare replies with a plan: in order, one a request, and an end where one is due."""
     replies, client_ends = exchange.stream.replies, plan.ending is not Ending.SERVER
+    if SMUGGLED_ID in exchange.ids:
+        return f"a part of a body was served as a request: {exchange.ids}"
     for number, (reply, expected) in enumerate(zip(replies, plan.expected, strict=False)):
         breach = judge_reply(reply, expected)
         if breach is not None:
@@ -252,6 +274,11 @@ async def fuzz(
                 )
 
     numbers = iter(range(first, first + count))
-    await asyncio.gather(*(work(numbers) for _ in range(concurrency)))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work(numbers))
+    except* ServerGone as gone:
+        verdict.note(str(gone.exceptions[0]))
     verdict.seconds = time.monotonic() - began
     return verdict

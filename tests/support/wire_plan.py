@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Final
 
 from wire_faults import BROKEN_CHUNKS, BROKEN_HEADS, GARBAGE
-from wire_requests import SMUGGLED, SMUGGLED_ID, Request, chunks, draw_request
+from wire_requests import SMUGGLED, SMUGGLED_ID, Request, bait, chunks, draw_request
 
 MAX_REQUESTS: Final = 5
 FLOOD_REQUESTS: Final = 100
@@ -59,6 +59,8 @@ class Step:
     interim_of: int | None = None
     replies: int | None = None
     """Awaited before these bytes are sent."""
+    stubborn: bool = False
+    """Sent even behind a reply that ends the connection."""
 
 
 @dataclass
@@ -121,6 +123,8 @@ class Planner:
             self._unless_closed(self._broken_chunks)
         elif wish < 0.46:
             self._surplus()
+        elif wish < 0.50:
+            self._unless_closed(self._late_body)
         else:
             self._unless_closed(self._last)
 
@@ -215,6 +219,16 @@ class Planner:
         self._send(self._head(request, [*request.lines, announced]) + body)
         self._plan.ending = Ending.HALF
         self._plan.kinds.append("short body")
+
+    def _late_body(self) -> None:
+        """A body that comes behind its reply, and whose tail would be a request if the server lost count of it."""
+        draw, plan = self._draw, self._plan
+        request = Request("late body", "POST", draw.choice(("/nowhere", "/v1/models")), 0)
+        self._expect(request, Closing.REQUIRED)
+        plan.expected[-1].statuses = (404, 405)
+        body = bait(draw)
+        self._send(self._head(request, [f"Content-Length: {len(body)}"]))
+        plan.steps.append(Step(body, replies=len(plan.expected), stubborn=True))
 
     def _broken_head(self) -> None:
         """A head that must be refused, and a request behind it that must not be read."""

@@ -80,3 +80,15 @@ def chunks(draw: random.Random, body: bytes, trailers: list[str]) -> bytes:
         pieces.append(f"{len(piece):x}{extension}\r\n".encode() + piece + b"\r\n")
     last = draw.choice(("0", "000", "0;a=b")) + "\r\n" + "".join(f"{line}\r\n" for line in trailers) + "\r\n"
     return b"".join(pieces) + last.encode()
+
+
+def bait(draw: random.Random) -> bytes:
+    """A body whose last ``count`` times ``growth`` bytes are a request.
+
+    A server that takes each upgrade in it for a header's, and changes its length by ``growth``, would serve that request.
+    """
+    growth = draw.choice((-9, 1, 2, 10, 10, 10))
+    count = -(-len(SMUGGLED) // abs(growth))
+    pad = b"x-pad: %b\r\n\r\n" % (b"x" * (abs(growth) * (count + 12) - len(SMUGGLED) - 9))
+    request = SMUGGLED[:-2] + pad
+    return b"x" * draw.randrange(1, 50) + b"\r\nupgrade: x" * (len(request) // abs(growth)) + request

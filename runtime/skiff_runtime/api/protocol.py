@@ -80,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
         self._linger.stop()
-        self._abandon(self._serving)
+        self._abandon(self._serving)  # uvicorn informs the newest request alone
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -194,6 +194,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """End the connection behind what is written already; whatever else the client sends is discarded."""
         self._deaf = True
         self._stop_timers()
+        self._abandon(self._serving)
+        self._serving = None
         self.pipeline.clear()
         self.flow.resume_reading()
         self._linger.begin()
