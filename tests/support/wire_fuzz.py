@@ -100,6 +100,7 @@ class Exchange(asyncio.Protocol):
             except Malformed as error:
                 self.fault = str(error)
                 self.surplus = self.stream.pending + data
+                self.transport.abort()
         else:
             self.surplus += data
 
