@@ -15,7 +15,7 @@ import uvicorn
 from front import TIMEOUT_SECONDS, running_front, write_model
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from skiff_runtime.api import protocol
+from skiff_runtime.api import lingering_close, protocol
 from skiff_runtime.api.access import Access
 from skiff_runtime.api.body import BodyReader, Receive, Scope
 from skiff_runtime.api.gate import Gate
@@ -29,6 +29,8 @@ from skiff_runtime.config import Config
 LIMIT = 4
 HEAD_SECONDS = 0.3
 GET = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
+LARGE_BYTES = 16 << 20
+LEFT = threading.Event()
 Address = tuple[str, int]
 
 
@@ -44,6 +46,17 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
     raise KeyError("a fault of ours")
 
 
+async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve nothing until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    LEFT.set()
+
+
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, bytes(LARGE_BYTES))
+
+
 def listen() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0), backlog=128)
 
@@ -53,7 +66,7 @@ def serving(listener: socket.socket) -> Iterator[None]:
     """A server of one plain application."""
     gate = Gate(
         hello,
-        posts={"/broken": broken, "/echo": echo},
+        posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
         access=Access.of(Config(host="0.0.0.0")),
         on_refused=lambda status: None,
     )
@@ -217,6 +230,56 @@ def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str)
         connection.sendall(head.encode() + b"\r\n\r\n\r\nupgrade: 7 hello")
         answer = response(connection)
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\nupgrade: 7 hello")
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_slow_body_behind_an_early_reply_draws_no_second_one() -> None:
+    with said_before_it_opens(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n") as connection:
+        assert b"\r\nconnection: close\r\n" in response(connection)
+        connection.sendall(b"x")
+        assert until_closed(connection) == b""
+
+
+def test_the_request_being_served_learns_that_its_client_left(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        connection.sendall(GET.format("/v1/models").encode())
+    assert LEFT.wait(TIMEOUT_SECONDS)
+
+
+def test_a_client_that_never_closes_is_closed(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lingering_close, "LINGER_SECONDS", HEAD_SECONDS)
+    with closing(connect(address)) as connection:
+        connection.sendall(GET.format("/v1/models").replace("host", "connection: close\r\nhost").encode())
+        assert until_closed(connection).endswith(b"hello")
+        with pytest.raises(OSError):
+            while True:  # until the kernel learns that the other side is gone
+                connection.sendall(b"x")
+                time.sleep(HEAD_SECONDS / 10)
+
+
+def test_a_client_that_sends_on_without_end_is_cut_off(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering_close, "LINGER_BYTES", 1 << 20)
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(bytes(100_000))
+
+
+def test_a_last_reply_may_take_longer_than_the_connection_lingers(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering_close, "LINGER_SECONDS", HEAD_SECONDS)
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST /large HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
+        received = 0
+        while piece := connection.recv(LARGE_BYTES // 20):
+            received += len(piece)
+            time.sleep(HEAD_SECONDS / 10)
+    assert received > LARGE_BYTES
 
 
 def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:

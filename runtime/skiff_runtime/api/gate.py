@@ -37,13 +37,13 @@ class Gate:
     ) -> None:
         """``posts``: what serves POST on these paths without passing ``app``, whose layers cost each token 0.6 us.
 
-        ``on_refused`` is called with the status of each request that ends here.
+        ``on_refused`` is called with the status of each request that ends here, or before it got here.
         """
         self._app = app
         self._posts = posts
         self._access = access
         self._origins = access.origins
-        self._on_refused = on_refused
+        self.on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -79,5 +79,5 @@ class Gate:
         await self._refuse(scope, send, full)
 
     async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
-        self._on_refused(error.status)
+        self.on_refused(error.status)
         await reply_error(scope, send, error)

@@ -71,7 +71,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if beyond > PROBE_CONNECTIONS:
             self._deaf = True
             transport.write(self._render(Unavailable("too many connections are open; retry shortly")))
-            transport.close()
+            transport.close()  # without lingering: file descriptors are what is scarce
             return
         if beyond > 0:
             self.app = self.config.gate.when_full
@@ -126,8 +126,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deaf = True
         elif isinstance(cause, httptools.HttpParserError):
             raise MalformedRequest(f"this is no valid HTTP/1.1 request: {cause}")
-        elif cause is not None:
-            raise cause
+        else:
+            raise cause or error
 
     # Called by the parser.
 
@@ -229,6 +229,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._abandon(self.cycle)
             self._serving = None
         self._refusal = refusal
+        self.config.gate.on_refused(error.status)
         if self._serving is None:
             self._send_refusal()
 
