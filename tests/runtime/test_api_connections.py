@@ -1,91 +1,24 @@
 """Limits on connections: how many, how slow a request's head may come, how large it may be."""
 
-import asyncio
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import uvicorn
-from front import TIMEOUT_SECONDS, running_front, write_model
+from front import TIMEOUT_SECONDS
+from plain_server import GET, LIMIT, ask, connect, listen, response, serving, until_closed
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from wire import Address
 
-from skiff_runtime.api import lingering_close, protocol
-from skiff_runtime.api.access import Access
-from skiff_runtime.api.body import BodyReader, Receive, Scope
-from skiff_runtime.api.gate import Gate
+from skiff_runtime.api import protocol
 from skiff_runtime.api.message_progress import MAX_HEAD_BYTES
-from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
-from skiff_runtime.api.reply import reply
+from skiff_runtime.api.protocol import PROBE_CONNECTIONS
 from skiff_runtime.api.reply_cycle import JoinedHead
-from skiff_runtime.api.writer import Send
-from skiff_runtime.config import Config
 
-LIMIT = 4
 HEAD_SECONDS = 0.3
-GET = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
-LARGE_BYTES = 16 << 20
-LEFT = threading.Event()
-Address = tuple[str, int]
-
-
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, b"hello")
-
-
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive))
-
-
-async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-    raise KeyError("a fault of ours")
-
-
-async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve nothing until the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    LEFT.set()
-
-
-async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, bytes(LARGE_BYTES))
-
-
-def listen() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0), backlog=128)
-
-
-@contextmanager
-def serving(listener: socket.socket) -> Iterator[None]:
-    """A server of one plain application."""
-    gate = Gate(
-        hello,
-        posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
-        access=Access.of(Config(host="0.0.0.0")),
-        on_refused=lambda status: None,
-    )
-    config = LimitedConfig(
-        gate,
-        max_connections=LIMIT,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=int(TIMEOUT_SECONDS),
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture
@@ -109,33 +42,6 @@ def said_before_it_opens(words: bytes) -> Iterator[socket.socket]:
         connection.sendall(words)
         with serving(listener):
             yield connection
-
-
-def connect(address: Address) -> socket.socket:
-    return socket.create_connection(address, TIMEOUT_SECONDS)
-
-
-def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
-    """The whole response."""
-    connection.sendall(GET.format(path).encode())
-    return response(connection)
-
-
-def response(connection: socket.socket) -> bytes:
-    """What ``hello`` or an error says is its last."""
-    answer = b""
-    while not answer.endswith((b"hello", b"}}")):
-        piece = connection.recv(4096)
-        assert piece, f"the connection ended after {answer!r}"
-        answer += piece
-    return answer
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    text = b""
-    while piece := connection.recv(4096):
-        text += piece
-    return text
 
 
 def test_beyond_the_limit_only_probes_are_served(address: Address) -> None:
@@ -240,48 +146,6 @@ def test_a_slow_body_behind_an_early_reply_draws_no_second_one() -> None:
         assert until_closed(connection) == b""
 
 
-def test_the_request_being_served_learns_that_its_client_left(address: Address) -> None:
-    with closing(connect(address)) as connection:
-        connection.sendall(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-        connection.sendall(GET.format("/v1/models").encode())
-    assert LEFT.wait(TIMEOUT_SECONDS)
-
-
-def test_a_client_that_never_closes_is_closed(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering_close, "LINGER_SECONDS", HEAD_SECONDS)
-    with closing(connect(address)) as connection:
-        connection.sendall(GET.format("/v1/models").replace("host", "connection: close\r\nhost").encode())
-        assert until_closed(connection).endswith(b"hello")
-        with pytest.raises(OSError):
-            while True:  # until the kernel learns that the other side is gone
-                connection.sendall(b"x")
-                time.sleep(HEAD_SECONDS / 10)
-
-
-def test_a_client_that_sends_on_without_end_is_cut_off(
-    address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lingering_close, "LINGER_BYTES", 1 << 20)
-    with closing(connect(address)) as connection:
-        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
-        with pytest.raises(OSError):
-            for _ in range(1000):
-                connection.sendall(bytes(100_000))
-
-
-def test_a_last_reply_may_take_longer_than_the_connection_lingers(
-    address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lingering_close, "LINGER_SECONDS", HEAD_SECONDS)
-    with closing(connect(address)) as connection:
-        connection.sendall(b"POST /large HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
-        received = 0
-        while piece := connection.recv(LARGE_BYTES // 20):
-            received += len(piece)
-            time.sleep(HEAD_SECONDS / 10)
-    assert received > LARGE_BYTES
-
-
 def test_a_fault_of_ours_is_told_without_its_reason(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(
@@ -299,16 +163,6 @@ def test_an_idle_connection_between_requests_is_kept() -> None:
         assert response(connection).startswith(b"HTTP/1.1 200")
         time.sleep(2 * HEAD_SECONDS)
         assert ask(connection).startswith(b"HTTP/1.1 200")
-
-
-def test_what_is_no_http_is_refused_in_the_api_s_shape(tmp_path: Path) -> None:
-    with running_front(write_model(tmp_path)) as front:
-        host, _, port = front.url.removeprefix("http://").partition(":")
-        with closing(connect((host, int(port)))) as connection:
-            connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-            answer = until_closed(connection)
-        assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
-        assert b"x-request-id" in answer
 
 
 def test_the_head_waits_for_the_body_but_not_without_end(address: Address) -> None:

@@ -1,0 +1,106 @@
+"""The API's HTTP protocol around plain applications, in a thread of the test, so that a test may change its limits."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+from front import TIMEOUT_SECONDS
+from wire import Address
+
+from skiff_runtime.api.access import Access
+from skiff_runtime.api.body import BodyReader, Receive, Scope
+from skiff_runtime.api.gate import Gate
+from skiff_runtime.api.protocol import LimitedConfig
+from skiff_runtime.api.reply import reply
+from skiff_runtime.api.writer import Send
+from skiff_runtime.config import Config
+
+LIMIT: Final = 4
+GET: Final = "GET {} HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n\r\n"
+LARGE_BYTES: Final = 16 << 20
+LEFT: Final = threading.Event()
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, b"hello")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive))
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise KeyError("a fault of ours")
+
+
+async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve nothing until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    LEFT.set()
+
+
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    await reply(scope, send, 200, bytes(LARGE_BYTES))
+
+
+def listen() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0), backlog=128)
+
+
+@contextmanager
+def serving(listener: socket.socket) -> Iterator[None]:
+    """A server of one plain application."""
+    gate = Gate(
+        hello,
+        posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
+        access=Access.of(Config(host="0.0.0.0")),
+        on_refused=lambda status: None,
+    )
+    config = LimitedConfig(
+        gate,
+        max_connections=LIMIT,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=int(TIMEOUT_SECONDS),
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def connect(address: Address) -> socket.socket:
+    return socket.create_connection(address, TIMEOUT_SECONDS)
+
+
+def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
+    """The whole response."""
+    connection.sendall(GET.format(path).encode())
+    return response(connection)
+
+
+def response(connection: socket.socket) -> bytes:
+    """What ``hello`` or an error says is its last."""
+    answer = b""
+    while not answer.endswith((b"hello", b"}}")):
+        piece = connection.recv(4096)
+        assert piece, f"the connection ended after {answer!r}"
+        answer += piece
+    return answer
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    text = b""
+    while piece := connection.recv(4096):
+        text += piece
+    return text
