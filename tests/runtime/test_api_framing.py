@@ -16,8 +16,8 @@ from wire_faults import BROKEN_CHUNKS, BROKEN_HEADS
 from skiff_runtime.api.protocol import MAX_PIPELINED_REQUESTS
 
 ID: Final = "x-request-id: mine\r\n"
-GET: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-request-id: second\r\n\r\n"
-LAST: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-request-id: last\r\nconnection: close\r\n\r\n"
+GET: Final = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-request-id: second\r\n\r\n"
+LAST: Final = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-request-id: last\r\nconnection: close\r\n\r\n"
 QUESTION: Final = {"model": NAME, "prompt": "hello world", "max_tokens": 20}
 
 
@@ -41,7 +41,7 @@ def connect(address: Address) -> socket.socket:
 
 def head(method: str, path: str, *lines: str) -> bytes:
     return "\r\n".join(
-        [f"{method} {path} HTTP/1.1", "host: x", "x-request-id: mine", *lines, "", ""]
+        [f"{method} {path} HTTP/1.1", "host: localhost", "x-request-id: mine", *lines, "", ""]
     ).encode()
 
 
@@ -121,7 +121,7 @@ def assert_quiet(connection: socket.socket) -> None:
 def test_a_head_that_frames_or_routes_in_two_ways_is_refused(
     address: Address, status: int, line: str, rest: str
 ) -> None:
-    request = f"{line}\r\n{ID}host: x\r\n{rest}".encode("latin-1")
+    request = f"{line}\r\n{ID}host: localhost\r\n{rest}".encode("latin-1")
     [reply] = talk(address, request + GET, methods=(line.partition(" ")[0],))
     first_line_is_broken = status in (400, 505) and line.startswith("GET")
     is_refused(reply, status, None if first_line_is_broken else "mine", bodiless=line.startswith("HEAD"))
@@ -133,15 +133,15 @@ def test_a_broken_chunk_is_refused(address: Address, chunks: bytes) -> None:
     is_refused(reply, 400)
 
 
-@pytest.mark.parametrize("lines", ["", "host: a b\r\n", "host: x\r\nhost: x\r\n"])
+@pytest.mark.parametrize("lines", ["", "host: a b\r\n", "host: localhost\r\nhost: localhost\r\n"])
 def test_a_request_names_one_host(address: Address, lines: str) -> None:
     [reply] = talk(address, f"GET /v1/models HTTP/1.1\r\n{ID}{lines}\r\n".encode() + GET)
     is_refused(reply, 400)
 
 
 def test_a_url_as_the_target_names_the_same_host(address: Address) -> None:
-    first = b"GET http://X/v1/models?a=b HTTP/1.1\r\nhost: x\r\n\r\n"
-    second = b"GET http://x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    first = b"GET http://LOCALHOST/v1/models?a=b HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    second = b"GET http://localhost HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     replies = talk(address, first + second, methods=("GET", "GET"))
     assert [each.status for each in replies] == [200, 404]
 

@@ -26,14 +26,14 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
 
 def test_the_request_being_served_learns_that_its_client_left(address: Address) -> None:
     with closing(connect(address)) as connection:
-        connection.sendall(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        connection.sendall(b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
         connection.sendall(GET.format("/v1/models").encode())
     assert LEFT.wait(TIMEOUT_SECONDS)
 
 
 def test_a_client_that_never_closes_is_closed(address: Address) -> None:
     with closing(connect(address)) as connection:
-        connection.sendall(GET.format("/v1/models").replace("host", "connection: close\r\nhost").encode())
+        connection.sendall(GET.format("/v1/models").replace("host:", "connection: close\r\nhost:").encode())
         assert until_closed(connection).endswith(b"hello")
         with pytest.raises(OSError):
             while True:  # until the kernel learns that the other side is gone
@@ -46,7 +46,7 @@ def test_a_client_that_sends_on_without_end_is_cut_off(
 ) -> None:
     monkeypatch.setattr(lingering_close, "LINGER_BYTES", 1 << 20)
     with closing(connect(address)) as connection:
-        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n")
         with pytest.raises(OSError):
             for _ in range(1000):
                 connection.sendall(bytes(100_000))

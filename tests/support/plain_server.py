@@ -20,7 +20,7 @@ from skiff_runtime.api.writer import Send
 from skiff_runtime.config import Config
 
 LIMIT: Final = 4
-GET: Final = "GET {} HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n\r\n"
+GET: Final = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
 LARGE_BYTES: Final = 16 << 20
 LEFT: Final = threading.Event()
 

@@ -40,7 +40,7 @@ BROKEN_HEADS: Final = (
     (400, "GET /livez#a HTTP/1.1", "\r\n"),
     (400, "GET http://y/livez HTTP/1.1", "\r\n"),
     (400, "OPTIONS * HTTP/1.1", "\r\n"),
-    (400, "CONNECT x:443 HTTP/1.1", "\r\n"),
+    (400, "CONNECT localhost:443 HTTP/1.1", "\r\n"),
     (417, "HEAD /livez HTTP/1.1", "expect: a-miracle\r\n\r\n"),
 )
 """The status that is due, the first line, and what follows the Host header."""

@@ -180,8 +180,8 @@ class Planner:
 
     def _head(self, request: Request, lines: list[str], *, old: bool = False) -> bytes:
         draw = self._draw
-        target = f"http://x{request.path}" if draw.random() < 0.03 else request.path
-        all_lines = ["host: x", f"x-request-id: {self._plan.expected[-1].request_id}", *lines]
+        target = f"http://localhost{request.path}" if draw.random() < 0.03 else request.path
+        all_lines = ["host: localhost", f"x-request-id: {self._plan.expected[-1].request_id}", *lines]
         draw.shuffle(all_lines)
         start = "\r\n" if draw.random() < 0.03 else ""
         version = "1.0" if old else "1.1"
@@ -235,7 +235,7 @@ class Planner:
         status, first_line, rest = self._draw.choice(BROKEN_HEADS)
         self._plan.kinds.append(f"broken head {first_line} {rest[:40]!r}")
         self._plan.expected.append(Expected("", first_line.split(" ")[0], (status,), Closing.REQUIRED))
-        data = f"{first_line}\r\nhost: x\r\n{rest}".encode("latin-1")
+        data = f"{first_line}\r\nhost: localhost\r\n{rest}".encode("latin-1")
         self._send(data + SMUGGLED)
 
     def _broken_chunks(self) -> None:

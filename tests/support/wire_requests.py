@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 SMUGGLED_ID: Final = "smuggled"
-SMUGGLED: Final = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-request-id: {SMUGGLED_ID}\r\n\r\n".encode()
+SMUGGLED: Final = (
+    f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-request-id: {SMUGGLED_ID}\r\n\r\n".encode()
+)
 FILLERS: Final = (
     b"\r\nupgrade: x",
     b"\r\n\r\n",
