@@ -243,7 +243,8 @@ def test_a_client_that_leaves_between_pipelined_requests_harms_none_but_itself(a
     for _ in range(20):
         with closing(connect(address)) as connection:
             connection.sendall(completion() + GET + GET)
-    assert [each.status for each in talk(address, completion("connection: close"))] == [200]
+    for _ in range(10):  # a process that is about to end still answers for a moment
+        assert [each.status for each in talk(address, completion("connection: close"))] == [200]
 
 
 def test_the_number_of_requests_that_wait_is_limited(address: Address) -> None:

@@ -68,6 +68,7 @@ def serving(listener: socket.socket) -> Iterator[None]:
         lifespan="off",
         log_config=None,
         timeout_keep_alive=int(TIMEOUT_SECONDS),
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

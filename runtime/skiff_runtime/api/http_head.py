@@ -30,17 +30,21 @@ def check_head(method: str, version: str, target: bytes, headers: Headers) -> by
         raise MalformedRequest("only HTTP/1.1 and HTTP/1.0 are served", 505)
     if method == "CONNECT":
         raise MalformedRequest("this is no proxy: the method CONNECT is not served")
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1 or (not hosts and version == "1.1"):
-        raise MalformedRequest(f"a request needs one Host header, this one has {len(hosts)}")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        raise MalformedRequest("the Host header is not a host and a port")
+    host: bytes | None = None
     for name, value in headers:
-        if name == b"transfer-encoding":
+        if name == b"host":
+            if host is not None:
+                raise MalformedRequest("the request has more than one Host header")
+            host = value
+        elif name == b"transfer-encoding":
             _check_transfer_encoding(value, version)
         elif name == b"expect" and version == "1.1" and value.lower() != b"100-continue":
             raise MalformedRequest("the only expectation that can be met is 100-continue", 417)
-    return target if target.startswith(b"/") and b"#" not in target else _path(target, hosts)
+    if host is None and version == "1.1":
+        raise MalformedRequest("the request has no Host header")
+    if host is not None and not _HOST.fullmatch(host):
+        raise MalformedRequest("the Host header is not a host and a port")
+    return target if target.startswith(b"/") and b"#" not in target else _path(target, host)
 
 
 def _check_transfer_encoding(value: bytes, version: str) -> None:
@@ -51,13 +55,13 @@ def _check_transfer_encoding(value: bytes, version: str) -> None:
         raise MalformedRequest("the only Transfer-Encoding served is chunked")
 
 
-def _path(target: bytes, hosts: list[bytes]) -> bytes:
+def _path(target: bytes, host: bytes | None) -> bytes:
     """The path of an absolute URL, which must name the same host as the header."""
     absolute = _ABSOLUTE.fullmatch(target)
     if absolute is None or b"#" in target:
         raise MalformedRequest("the request's target is neither a path nor a URL")
     authority, path = absolute.groups()
-    if hosts and authority.lower() != hosts[0].lower():
+    if host is not None and authority.lower() != host.lower():
         raise MalformedRequest("the request's target and its Host header name different hosts")
     return path if path.startswith(b"/") else b"/" + path
 

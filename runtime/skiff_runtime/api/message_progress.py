@@ -58,13 +58,8 @@ class MessageProgress:
         """Note the end of a body, and so of the message."""
         self.in_body, self.ended = False, True
 
-    @property
-    def awaits_head(self) -> bool:
-        """At the end of a piece: True where its last bytes belong to a head that is incomplete."""
-        return self.in_head or not (self.in_body or self.ended)
-
     def count_head(self) -> None:
-        """Count this piece to an incomplete head. Raises ``MalformedRequest``."""
+        """Count this piece to a head that is incomplete at its end. Raises ``MalformedRequest``."""
         self.head_bytes += 1 if self.ended else self._piece_bytes  # it began somewhere in the piece
         if self.head_bytes > MAX_HEAD_BYTES:
             raise _head_too_large()

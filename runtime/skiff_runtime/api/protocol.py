@@ -96,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._feed(data)
             if self._deaf:
                 return
-            if progress.awaits_head:
+            if progress.in_head or not (progress.in_body or progress.ended):
                 progress.count_head()
                 if self._serving is None and self._head_timer is None:
                     self._start_timer()
