@@ -49,6 +49,7 @@ class Line(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.lost = False
+        self._closed = False
         self._fresh()
 
     @classmethod
@@ -97,7 +98,8 @@ class Line(asyncio.Protocol):
     def cut(self) -> None:
         """Leave at once."""
         self.lost = True
-        self._transport.abort()
+        if not self._closed:  # asyncio's transport cannot be aborted once it has sent its rest and closed
+            self._transport.abort()
 
     async def begun(self, timeout_seconds: float = HANG_SECONDS) -> None:
         """Wait for the first byte of a body, or for the end."""
@@ -136,7 +138,7 @@ class Line(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lost = True
+        self.lost = self._closed = True
         _resolve(self._ended)
 
     # Called by the parser.
