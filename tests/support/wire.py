@@ -71,6 +71,7 @@ class Line(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._whole = False
+        self._status = 0
         self._begun: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
 
@@ -110,7 +111,7 @@ class Line(asyncio.Protocol):
         """The reply, whole or cut short. Raises TimeoutError where neither comes."""
         async with asyncio.timeout(timeout_seconds):
             await asyncio.shield(self._ended)
-        status = self._parser.get_status_code() if self._headers else 0
+        status = self._status if self._whole else self._parser.get_status_code() if self._headers else 0
         if self._headers.get("connection") == "close":
             self.lost = True
         return Reply(status, self._headers, bytes(self._body), self._whole)
@@ -144,14 +145,20 @@ class Line(asyncio.Protocol):
     # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._whole:  # another reply follows, to bytes behind the request's length
+            return
         self._headers[name.decode().lower()] = value.decode("latin-1")
 
     def on_body(self, piece: bytes) -> None:
-        self._body += piece
+        if not self._whole:
+            self._body += piece
         _resolve(self._begun)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() == 100:  # the reply is still to come
+        if self._whole:
+            return
+        self._status = self._parser.get_status_code()
+        if self._status == 100:  # the reply is still to come
             self._headers.clear()
             return
         self._whole = True
