@@ -140,7 +140,9 @@ def test_an_offer_of_another_protocol_is_ignored(address: Address, upgrade: str)
 
 @pytest.mark.usefixtures("hurried")
 def test_a_slow_body_behind_an_early_reply_draws_no_second_one() -> None:
-    with said_before_it_opens(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n") as connection:
+    with said_before_it_opens(
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+    ) as connection:
         early = response(connection)
         connection.sendall(b"x")
         assert until_closed(connection) == b""
