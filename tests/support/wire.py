@@ -39,7 +39,7 @@ def post(path: str, body: object, **headers: str) -> bytes:
 
 def head(method: str, path: str, headers: dict[str, str]) -> bytes:
     """Request line and headers."""
-    lines = [f"{method} {path} HTTP/1.1", "host: skiff", "content-type: application/json"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
