@@ -5,10 +5,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
+LATEST := .venv-latest
+EXTRAS := operator,runtime,bench,fast,tracing,dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
+TEST_MARKERS := not e2e and not gpu and not matrix and not soak
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -18,7 +21,7 @@ GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix 
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test test-latest matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"make: $(PYTHON) is Python {v[0]}.{v[1]}; Skiff needs 3.11 or later: make PYTHON=python3.12 setup" if v < (3, 11) else 0)'
 	@echo "setup: installing Python packages into $(VENV) (torch alone is 2.5 GB to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[operator,runtime,bench,fast,tracing,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 	@echo "setup: done"
 
@@ -49,7 +52,14 @@ chart-readme: ## Write charts/skiff/README.md from the comments of values.yaml
 
 test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
 	$(CLUSTER) tools
-	$(PYTEST) -m "not e2e and not gpu and not matrix and not soak" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) -m "$(TEST_MARKERS)" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-latest: ## The same tests on the newest versions that pyproject.toml allows, without constraints.txt
+	@echo "test-latest: installing Python packages into $(LATEST) (torch alone is 2.5 GB to download)"
+	@test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
+	$(CLUSTER) tools
+	$(LATEST)/bin/pytest -m "$(TEST_MARKERS)" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
@@ -58,11 +68,11 @@ soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: 
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)
 
 gpu-test: setup ## On a GPU: kernels against float64, engine and services against transformers, 20,000 requests
-	$(GPU_PIP) 'flashinfer-python>=0.6.12'
+	$(GPU_PIP) --editable '.[gpu]'
 	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
 
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
-	$(GPU_PIP) 'flashinfer-python>=0.6.12'
+	$(GPU_PIP) --editable '.[gpu]'
 	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
 	for cache in auto fp8_e4m3; do $(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 --kv-cache-dtype $$cache $(GPU_BENCH); done
 	for order in fcfs prefix; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix --queue-order $$order $(GPU_BENCH); done
@@ -97,7 +107,7 @@ bench: setup ## Front-process overhead and radix tree, on CPU
 bench-operator: setup ## The operator at 1, 100 and 1,000 InferenceServices
 	$(BIN)/python tests/operator/bench/bench_operator.py
 
-clean: ## Remove the virtual environment, the caches of the clone, and the test cluster with all that was built for it
+clean: ## Remove the virtual environments, the caches of the clone, and the test cluster with all that was built for it
 	$(CLUSTER) down --purge
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(LATEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
 	find operator runtime tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -100,7 +100,8 @@ def _wants_flashinfer(config: Config) -> bool:
 def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> None:
     os.environ[_ARCHITECTURES] = architecture
     import torch
-    from flashinfer.jit import gen_batch_prefill_module
+
+    from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
 
     dtype = getattr(torch, config.dtype)
     modules = [

@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 
 from skiff_runtime import log
+from skiff_runtime.kernels.torch_internals import profiler_settings
 from skiff_runtime.messages import ProfileSteps
 from skiff_runtime.step import StepEngine, StepHandle, StepPlan
 
@@ -35,7 +36,7 @@ class StepProfiler:
         # On a GPU its kernels tell all, and the work of recording operations would slow the host that is watched.
         self._profile = torch.profiler.profile(
             activities=[kinds.CUDA if on_gpu else kinds.CPU],
-            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=not on_gpu),
+            experimental_config=profiler_settings(all_threads=not on_gpu),
         )
         self._profile.start()
 

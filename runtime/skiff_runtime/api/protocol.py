@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 protocol with limits, and with one reply for each request whatever bytes a client sends.
 
-This module and ``reply_cycle.py`` alone use what uvicorn does not document: its protocol class, its request/response cycle.
+What uvicorn does not document, its protocol class and its request/response cycle, comes from ``uvicorn_internals``.
 """
 
 import asyncio
@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from skiff_runtime.api.body import REQUEST_ID_HEADER, request_id
 from skiff_runtime.api.body_parser import body_parser, new_parser
@@ -18,6 +17,7 @@ from skiff_runtime.api.http_head import MalformedRequest, check_head
 from skiff_runtime.api.lingering_close import LingeringClose
 from skiff_runtime.api.message_progress import MessageProgress
 from skiff_runtime.api.reply_cycle import CycleTransport, adapt
+from skiff_runtime.api.uvicorn_internals import HttpToolsProtocol, RequestResponseCycle
 from skiff_runtime.api.writer import Headers
 from skiff_runtime.errors import RequestError, Unavailable
 

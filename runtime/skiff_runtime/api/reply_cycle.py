@@ -1,12 +1,11 @@
 """uvicorn's request/response cycle, as adapted to this API: chunks without ASGI messages, head and body in one write.
 
-This module and ``protocol.py`` alone use what uvicorn does not document.
+``uvicorn_internals`` names what it needs of uvicorn.
 """
 
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
+from skiff_runtime.api.uvicorn_internals import RequestResponseCycle
 from skiff_runtime.api.writer import CHUNKS, Message
 
 

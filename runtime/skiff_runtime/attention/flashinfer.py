@@ -7,13 +7,16 @@ import flashinfer
 import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
-from flashinfer.jit import env as environment
-from flashinfer.jit.attention.modules import get_batch_prefill_uri
-from flashinfer.utils import determine_attention_backend, device_support_pdl
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import LONG_CONTEXT, Part
 from skiff_runtime.kernels.cache import load_compiled_modules
+from skiff_runtime.kernels.flashinfer_internals import (
+    determine_attention_backend,
+    device_support_pdl,
+    environment,
+    get_batch_prefill_uri,
+)
 from skiff_runtime.kernels.fused.inputs import gather_pages
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.step import Int32

@@ -11,6 +11,7 @@ import torch
 
 from skiff_runtime.bench.roofline import Rates
 from skiff_runtime.engine.cpu import avoid_trapping_amx
+from skiff_runtime.kernels.torch_internals import scaled_mm
 
 REPEATS: Final = 10
 COPIED_BYTES: Final = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -31,7 +32,7 @@ def matrix_operations(device: str, kind: str) -> float:
     if kind == "fp8" and device == "cuda":
         a, b = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
         ones = torch.ones(side, 1, device=device)
-        product: Callable[[], object] = lambda: torch._scaled_mm(  # noqa: E731
+        product: Callable[[], object] = lambda: scaled_mm(  # noqa: E731
             a, b.T, scale_a=ones, scale_b=ones.T, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     else:

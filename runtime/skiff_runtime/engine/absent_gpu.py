@@ -5,12 +5,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-import triton
-from torch._subclasses.fake_tensor import FakeTensor
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 
 from skiff_runtime.kernels.fused.gpu import H200_SHARED_BYTES
+from skiff_runtime.kernels.torch_internals import FakeTensor
+from skiff_runtime.kernels.triton_internals import DriverBase, GPUTarget, drivers
 
 Launched = tuple[Any, Any]
 """Source and metadata of a kernel, of which Triton makes what launches it."""
@@ -29,7 +27,7 @@ def compiling(architecture: int) -> Iterator["AbsentGpu"]:
     address = fake.data_ptr
     fake.data_ptr = lambda self: ADDRESS + int(self.storage_offset()) * self.itemsize
     gpu = AbsentGpu(architecture)
-    triton.runtime.driver.set_active(gpu)
+    drivers.set_active(gpu)
     try:
         yield gpu
     finally:

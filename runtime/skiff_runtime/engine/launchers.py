@@ -13,11 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from triton.backends.nvidia import driver
-from triton.runtime import build
-
 from skiff_runtime.engine.absent_gpu import Launched
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.triton_internals import build
+from skiff_runtime.kernels.triton_internals import nvidia_driver as driver
 
 LIBCUDA: Final = "libcuda.so.1"
 """What such code is linked to by this name, and finds on a machine that has a GPU."""

@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
@@ -29,6 +28,7 @@ from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import penalize
 from skiff_runtime.kernels.prefixes import SharedPrefixes, packed_size, unpack
 from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kernels.torch_internals import FakeTensorMode
 from skiff_runtime.kvcache.pool import KVPool
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model

@@ -38,9 +38,9 @@ def activate(directory: Path, scratch: Path) -> None:
 
 def load_compiled_modules() -> None:
     """Let FlashInfer load what is compiled as it is; else it would compare times of sources, and compile again."""
-    from flashinfer.jit import env
+    from skiff_runtime.kernels import flashinfer_internals
 
-    environment: Any = env
+    environment: Any = flashinfer_internals.environment
     within = environment.FLASHINFER_JIT_DIR.relative_to(environment.FLASHINFER_CACHE_DIR)
     for directory in _directories:
         folder = directory / FLASHINFER_FOLDER / _OF_FLASHINFER / within

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.e4m3 import E4M3, Matrix, Rounded, round_rows
 from skiff_runtime.kernels.norm import add_rms_norm
+from skiff_runtime.kernels.torch_internals import scaled_mm
 
 ALIGNMENT: Final = 16
 """A GPU multiplies matrices whose inputs and outputs are multiples of it."""
@@ -69,7 +70,7 @@ def _on_tensor_cores(x: Rounded, weight: Matrix, bias: torch.Tensor | None) -> t
         return short_gemv(x, weight, bias)
     if pays(x, weight):
         return streamed(x, weight, bias)
-    product: torch.Tensor = torch._scaled_mm(
+    product: torch.Tensor = scaled_mm(
         x.values,
         weight.values.T,
         scale_a=x.scales,

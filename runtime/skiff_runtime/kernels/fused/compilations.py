@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from triton import knobs
-
 from skiff_runtime import log
+from skiff_runtime.kernels.triton_internals import knobs
 
 
 def log_compilations() -> None:

@@ -4,7 +4,8 @@ from functools import cache
 from typing import Final
 
 import torch
-import triton
+
+from skiff_runtime.kernels.triton_internals import drivers
 
 H200_PROCESSORS: Final = 132
 H200_SHARED_BYTES: Final = 227 << 10
@@ -15,7 +16,7 @@ def architecture(device: torch.device) -> int:
     """Compute capability of an NVIDIA GPU (90: 9.0); 0 for anything else."""
     if device.type != "cuda":
         return 0
-    target = triton.runtime.driver.active.get_current_target()
+    target = drivers.active.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
 
@@ -24,7 +25,7 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may have there; where there is no GPU, what an H200 gives."""
     if device.type != "cuda":
         return H200_SHARED_BYTES
-    driver = triton.runtime.driver.active
+    driver = drivers.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
 

@@ -7,9 +7,8 @@ A function's key holds the constants of functions that it calls, but only of tho
 from importlib import import_module
 from pkgutil import iter_modules
 
-from triton.runtime.jit import JITFunction
-
 from skiff_runtime.kernels import fused
+from skiff_runtime.kernels.triton_internals import JITFunction
 
 
 def settle_keys() -> dict[str, str]:

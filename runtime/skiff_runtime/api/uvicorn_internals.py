@@ -1,0 +1,61 @@
+"""uvicorn's HTTP/1.1 protocol on httptools, which uvicorn does not document: the API serves connections by a subclass of it.
+
+No other module imports from `uvicorn.protocols`.
+"""
+
+from typing import Final
+
+from skiff_runtime.internals import Shape, borrowed
+
+__all__ = ["HttpToolsProtocol", "RequestResponseCycle"]
+
+NEEDED: Final[Shape] = {
+    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": (
+        # overridden or called
+        "connection_made",
+        "connection_lost",
+        "data_received",
+        "on_message_begin",
+        "on_url",
+        "on_header",
+        "on_headers_complete",
+        "on_body",
+        "on_message_complete",
+        "on_response_complete",
+        "shutdown",
+        "_unset_keepalive_if_required",
+        # read or set
+        "app",
+        "config",
+        "connections",
+        "cycle",
+        "flow",
+        "headers",
+        "loop",
+        "parser",
+        "pipeline",
+        "scope",
+        "transport",
+    ),
+    "uvicorn.protocols.http.httptools_impl:RequestResponseCycle": (
+        "body",
+        "chunked_encoding",
+        "disconnected",
+        "expected_content_length",
+        "flow",
+        "keep_alive",
+        "message_event",
+        "response_complete",
+        "response_started",
+        "scope",
+        "send",
+        "transport",
+        "waiting_for_100_continue",
+    ),
+    "uvicorn.protocols.http.flow_control:FlowControl": ("resume_reading", "write_paused"),
+    "uvicorn:Server": ("capture_signals", "server_state", "should_exit"),
+    "uvicorn.server:ServerState": ("connections",),
+}
+
+with borrowed("uvicorn", NEEDED):
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
