@@ -6,7 +6,8 @@ a deletion carry the uid and the resourceVersion at which the object was last re
 
 import contextlib
 import datetime
-from typing import Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ from skiff_operator.log import logger
 from skiff_operator.observe import Observer
 from skiff_operator.status import Status
 from skiff_operator.workqueue import Key
+
+T = TypeVar("T")
 
 _ATTEMPTS: Final = 3
 """Reads of one object in a turn; a write of others, such as a Deployment's status, makes a read stale."""
@@ -107,10 +110,7 @@ class Applier:
             except ApiAlreadyExists:
                 pass  # It is ours if the answer to an earlier creation, or the label, was lost.
         try:
-            for _ in range(_ATTEMPTS - 1):
-                with contextlib.suppress(ApiConflict):
-                    return await self._change(key, uid, step.kind, obj)
-            return await self._change(key, uid, step.kind, obj)
+            return await _on_current(lambda: self._change(key, uid, step.kind, obj))
         except ApiNotFound as error:
             self._observer.deleted(step.kind, key, step.name, step.uid)
             raise ApiConflict(f"{step.kind.name} {step.name} was deleted meanwhile") from error
@@ -131,12 +131,7 @@ class Applier:
     async def _delete(self, key: Key, uid: str, step: plan.Step) -> None:
         """Delete a child of the InferenceService `uid`; one that is gone, or is no longer ours, is left alone."""
         with contextlib.suppress(ApiNotFound):
-            for _ in range(_ATTEMPTS - 1):
-                with contextlib.suppress(ApiConflict):
-                    await self._delete_once(key, uid, step)
-                    break
-            else:
-                await self._delete_once(key, uid, step)
+            await _on_current(lambda: self._delete_once(key, uid, step))
         self._observer.deleted(step.kind, key, step.name, step.uid)
 
     async def _delete_once(self, key: Key, uid: str, step: plan.Step) -> None:
@@ -155,6 +150,18 @@ class Applier:
             await self._client.create(EVENT, namespace, body)
         except OperatorError as error:
             logger.warning("event not posted", extra={"object": f"{namespace}/{name}", "error": str(error)})
+
+
+async def _on_current(write: Callable[[], Awaitable[T]]) -> T:
+    """Read and write an object; read it again when others wrote to it in between.
+
+    Raises:
+        ApiConflict: that happened at every attempt.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(ApiConflict):
+            return await write()
+    return await write()
 
 
 def clock() -> str:

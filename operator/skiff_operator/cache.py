@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What must exist for one generation of a spec: the hash of each child, the pods' revision and what they use."""
+    """The children that one generation of a spec needs: the hash of each child, the pods' revision and what they use."""
 
     digests: dict[tuple[Kind, str], str]
     revision: str

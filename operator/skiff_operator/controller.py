@@ -59,7 +59,7 @@ class Controller:
             metrics.last_resync.set_to_current_time()
             self._resynced_at = time.monotonic()
         for key in self._observer.cache:
-            if self.streams.scope(key[0]) == scope:
+            if self._settings.watch_scope(key[0]) == scope:
                 self._queue.add(key, Stage.CHILDREN)
 
     def unhealthy(self) -> str:

@@ -114,7 +114,7 @@ class Observer:
 
     def _stream(self, kind: Kind, key: Key) -> StreamKey:
         """Return the stream that shows the objects of a kind in the namespace of `key`."""
-        return StreamKey(kind, key[0] if self._settings.namespaces else None)
+        return StreamKey(kind, self._settings.watch_scope(key[0]))
 
     def _fold_service(self, key: Key, obj: dict[str, Any]) -> Attention | None:
         meta = obj["metadata"]

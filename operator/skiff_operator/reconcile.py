@@ -97,6 +97,7 @@ class Reconciler:
         facts = _facts(key, entry)
         if entry.service is not None and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(entry.service)
+            # Events may have come while the nodes were listed.
             facts = msgspec.structs.replace(_facts(key, entry), shortage=shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)

@@ -81,6 +81,10 @@ class Settings:
         """A resync older than this fails the liveness probe."""
         return 4 * self.resync_seconds
 
+    def watch_scope(self, namespace: str) -> str | None:
+        """Return the namespace of the watch streams that show `namespace`; None where they show all namespaces."""
+        return namespace if self.namespaces else None
+
     @property
     def watch_inactivity_seconds(self) -> float:
         """A watch that shows nothing for this long is requested anew, for its connection may be dead."""
@@ -100,7 +104,7 @@ _HELP: Final = {
     "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
     "allow_privileged_pods": "permit in podTemplate what the restricted Pod Security level forbids, "
     "other ServiceAccounts, and tokens of the API server",
-    "gpu_resource_name": "extended resource of which each rank takes one, when the spec names none",
+    "gpu_resource_name": "extended resource that each rank requests once, when the spec names none",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",

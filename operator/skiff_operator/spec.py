@@ -26,7 +26,7 @@ class SecretKey(_Strict, frozen=True):
 
 
 class Fetch(_Strict, frozen=True):
-    """How the weights of an hf:// model are downloaded. `resources`: of the download's container."""
+    """The download of an hf:// model's weights. `resources`: of its container."""
 
     resources: dict[str, dict[str, str | int]] = {}
 
@@ -42,9 +42,9 @@ class Model(_Strict, frozen=True):
 
 
 class Runtime(_Strict, frozen=True):
-    """How the serving container is started. `max_model_len` counts tokens.
+    """The start of the serving container. `max_model_len` counts tokens.
 
-    `gpu_resource_name`: the extended resource of which each rank takes one; default: the operator's.
+    `gpu_resource_name`: the extended resource that each rank requests once; default: the operator's.
     """
 
     image: str | None = None

@@ -13,7 +13,7 @@ from skiff_operator.kinds import CHILDREN, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.settings import Settings
 
 Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
-"""How an object was shown: by a list, or by an event of a watch."""
+"""The list, or the event of a watch, that showed an object."""
 
 WATCHED = (INFERENCE_SERVICE, *CHILDREN, POD)
 """Every kind that is watched. InferenceServices are listed first: children are compared with them."""
@@ -50,6 +50,7 @@ class WatchStreams:
 
     def __init__(self, settings: Settings) -> None:
         """Plan the streams that `settings` ask for."""
+        self._settings = settings
         self._scopes: tuple[str | None, ...] = settings.namespaces or (None,)
         self._dead_after = settings.stream_dead_after_seconds
         self._streams: dict[StreamKey, Stream] = {}
@@ -67,10 +68,6 @@ class WatchStreams:
         """Wait until the stream may be listed: children only after the InferenceServices of their namespace."""
         if key.kind != INFERENCE_SERVICE:
             await self._services_listed[key.namespace].wait()
-
-    def scope(self, namespace: str) -> str | None:
-        """Return the namespace of the streams that show the objects of `namespace`."""
-        return None if self._scopes == (None,) else namespace
 
     def heard(self, key: StreamKey) -> None:
         """Note a sign of life of a stream that works."""
@@ -99,8 +96,8 @@ class WatchStreams:
         return True
 
     def synced(self, namespace: str) -> bool:
-        """Whether everything that is watched in a namespace has been listed to the end once."""
-        return self.scope(namespace) in self._synced
+        """Return whether everything that is watched in a namespace has been listed to the end once."""
+        return self._settings.watch_scope(namespace) in self._synced
 
     def dead(self) -> str:
         """Name a stream from which nothing has come for too long; empty when there is none."""

@@ -47,7 +47,7 @@ def server(plane: ControlPlane) -> ApiServer:
 
 @pytest.fixture(scope="session")
 def installation(server: ApiServer, plane: ControlPlane) -> Installation:
-    """What `kubectl apply -k manifests` makes: an operator of all namespaces."""
+    """Install what `kubectl apply -k manifests` makes: an operator of all namespaces."""
     texts = [(ROOT / f"manifests/operator/{name}.yaml").read_text() for name in MANIFESTS]
     bodies = [body for text in texts for body in yaml.safe_load_all(text)]
     installed = Installation(server, plane.kubeconfig, bodies)
@@ -83,16 +83,10 @@ def start(api: ApiServer, server: ApiServer, plane: ControlPlane, tmp_path: Path
 
         def make(identity: str, *flags: str) -> OperatorProcess:
             process = installed.operator(tmp_path, identity, "--status-delay-seconds", "0.1", *flags)
-            stack.callback(_end, process)
+            stack.callback(process.end)
             return process
 
         yield make
-
-
-def _end(process: OperatorProcess) -> None:
-    with contextlib.suppress(AssertionError):
-        process.stop()
-    print(process.log.read_text()[-8000:])  # pytest shows it where a test failed
 
 
 @pytest.fixture

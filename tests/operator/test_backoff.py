@@ -1,4 +1,4 @@
-"""What the API server refuses is tried again ever less often, whatever the resync does, and at once for a reason."""
+"""Retries of refused writes come ever less often, whatever the resync does, and at once after an edit."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What may become a pod, on a real API server: quotas and limit ranges, privileged pods, GPUs that no node has."""
+"""Admission of pods by a real API server: quotas and limit ranges, privileged pods, GPUs that no node has."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a real API server makes of False, 0 and empty values, on which the detection of drift relies."""
+"""The treatment of False, 0 and empty values by a real API server, on which the detection of drift relies."""
 
 import copy
 from collections.abc import Iterator

@@ -53,17 +53,11 @@ def start(
             own = ["--namespaces", f"{api.namespace},{other.namespace}", "--identity", "watches"]
             quick = ["--status-delay-seconds", "0.1", "--resync-seconds", "1", *LONG_LEASE, *flags]
             operator = OperatorProcess(kubeconfig, tmp_path / "log", *own, *quick)
-            stack.callback(_end, operator)
+            stack.callback(operator.end)
             operator.start(wait=wait)
             return operator
 
         yield start
-
-
-def _end(operator: OperatorProcess) -> None:
-    with contextlib.suppress(AssertionError):
-        operator.stop()
-    print(operator.log.read_text()[-6000:])  # pytest shows it where a test failed
 
 
 def relist(proxy: FaultProxy, plural: str, namespace: str, how: str) -> None:

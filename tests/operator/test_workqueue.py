@@ -21,7 +21,7 @@ STAGES = st.sampled_from(list(Stage))
 
 @dataclass
 class Backoff:
-    """What the model knows of a key that failed."""
+    """The model's record of a key that failed."""
 
     failures: int
     retry_at: float

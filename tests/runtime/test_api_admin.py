@@ -111,7 +111,7 @@ def test_an_unknown_key_is_no_key(front: Front, path: str, key: str | None) -> N
 
 
 def test_without_keys_nobody_is_admin_beyond_loopback(exposed: Front, pool: ThreadPoolExecutor) -> None:
-    """Clients cannot be told apart, and whoever guesses an id could end another's request."""
+    """Clients are all alike, so a client that guesses an id could end another's request."""
     reply, request = running(exposed, pool, None, "guessable")
     for body in ({"all": True}, {"request_id": "guessable"}):
         assert refusal(post(exposed, "/abort", **body)) == (403, "admin_key_required")
@@ -122,7 +122,7 @@ def test_without_keys_nobody_is_admin_beyond_loopback(exposed: Front, pool: Thre
 
 
 def salts(front: Front, pool: ThreadPoolExecutor, path: str, key: str | None, body: dict[str, Any]) -> bytes:
-    """What the scheduler is given as the namespace of a request."""
+    """Return the cache namespace of a request, as the scheduler receives it."""
     reply = pool.submit(post, front, path, key, **body)
     request = front.rank.request()
     front.rank.open(request)

@@ -202,7 +202,7 @@ class TestPlace:
         try:
             tokenizer_directory(model, [tmp_path / "cache"])
         except ModelError:
-            assert time.monotonic() - started < 60  # it asks nobody whether it may
+            assert time.monotonic() - started < 60  # it waits for no confirmation
         assert not (tmp_path / "ran").exists()
 
     def test_the_parent_imports_no_transformers(self) -> None:

@@ -16,7 +16,7 @@ from skiff_runtime.conversion.tokenizer_json import tokenizer_directory
 
 HUB_VARIABLES = ("HF_", "HUGGING_FACE", "XDG_")
 OBEDIENT = "" if os.geteuid() else "setpriv --bounding-set=-dac_override"
-"""What runs a command so that the modes of directories bind it, though it be root."""
+"""Prefix of a command that makes the modes of directories bind it although it runs as root."""
 ONE_ATTEMPT = "import skiff_runtime.hub.client as client; client.ATTEMPTS = 1"
 
 

@@ -126,7 +126,7 @@ class FaultProxy:
         self._call(self._listen())
 
     def lists(self, plural: str, namespace: str = "") -> int:
-        """How many lists of a kind, in one namespace or anywhere, were answered to the end."""
+        """Return the number of lists of a kind, in one namespace or anywhere, that were answered to the end."""
         place = re.escape(f"/namespaces/{namespace}/{plural}" if namespace else f"/{plural}")
         pattern = re.compile(rf"{place}(\?(?!.*{WATCH})(?!.*continue=)|$)")
         return sum(bool(pattern.search(line)) for line in self.answered)

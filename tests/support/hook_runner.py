@@ -28,7 +28,7 @@ class HookRunner:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.outputs: list[str] = []
-        """What each pod wrote, in the order of their ends."""
+        """Return the output of each pod, in the order of their ends."""
 
     def __enter__(self) -> "HookRunner":
         self._thread.start()

@@ -34,12 +34,12 @@ def delete(api: ApiServer, name: str) -> None:
 
 
 def left(api: ApiServer, name: str) -> list[str]:
-    """What there is under a service's name."""
+    """Return the objects under a service's name."""
     return [plural for plural in ("inferenceservices", *CHILDREN) if api.find(plural, name)]
 
 
 def known(operator: OperatorProcess) -> int:
-    """How many InferenceServices the operator knows."""
+    """Return the number of InferenceServices that the operator knows."""
     values = operator.metrics()
     return int(
         sum(

@@ -1,5 +1,6 @@
 """The operator as a real process for tests and the bench: start, look at its metrics, stop, kill."""
 
+import contextlib
 import json
 import os
 import signal
@@ -145,6 +146,12 @@ class OperatorProcess:
         assert self._process is not None, "not started"
         self._process.kill()
         self._process.wait()
+
+    def end(self) -> None:
+        """Stop it if it still runs, and print the end of its log, which pytest shows where a test failed."""
+        with contextlib.suppress(AssertionError):
+            self.stop()
+        print(self.log.read_text()[-8000:])
 
     def stop(self) -> int:
         """SIGTERM, and SIGKILL when that takes long; the exit code."""

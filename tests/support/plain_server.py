@@ -91,7 +91,7 @@ def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
 
 
 def response(connection: socket.socket) -> bytes:
-    """What ``hello`` or an error says is its last."""
+    """Read to the end of the reply of ``hello``, or of an error."""
     answer = b""
     while not answer.endswith((b"hello", b"}}")):
         piece = connection.recv(4096)

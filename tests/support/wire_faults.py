@@ -65,7 +65,7 @@ BROKEN_CHUNKS: Final = (
     b"0\n\n",
     b"0\r\nx: " + b"a" * 700_000 + b"\r\n\r\n",
 )
-"""What follows a head that announces chunks, and perhaps some chunks."""
+"""Faulty bytes behind a head that announces chunks, and perhaps behind some chunks."""
 
 GARBAGE: Final = (
     b"\x16\x03\x01\x02\x00\x01",

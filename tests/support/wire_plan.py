@@ -72,7 +72,7 @@ class Plan:
     expected: list[Expected] = field(default_factory=list)
     ending: Ending = Ending.SERVER
     sent_share: float = 1.0
-    """How much of all bytes is sent, where the client ends the connection."""
+    """The share of all bytes that is sent, where the client ends the connection."""
     piece_bytes: int = 0
     """The mean length of what is written at a time; 0 for all at once."""
 

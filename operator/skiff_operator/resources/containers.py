@@ -64,7 +64,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
 
 
 def gpu_resource(service: InferenceService, settings: Settings) -> str:
-    """Name the extended resource of which each rank takes one."""
+    """Return the name of the extended resource that each rank requests once."""
     return service.spec.runtime.gpu_resource_name or settings.gpu_resource_name
 
 

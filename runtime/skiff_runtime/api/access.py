@@ -9,6 +9,7 @@ from skiff_runtime.api.allowed_hosts import AllowedHosts, is_loopback
 from skiff_runtime.api.body import Scope, header_value
 from skiff_runtime.api.origins import Origins
 from skiff_runtime.api.principal import Principal
+from skiff_runtime.api.writer import Headers
 from skiff_runtime.config import Config
 from skiff_runtime.errors import Unauthorized
 from skiff_runtime.keys import KeyRing
@@ -67,9 +68,8 @@ class Access:
         headers = scope["headers"]
         if self.hosts is not None:
             self.hosts.check(headers)
-        given = _BEARER.fullmatch(header_value(headers, b"authorization"))
-        if given is not None and self.admin_keys:
-            digest = self.admin_keys.find(given.group(1))
+        if self.admin_keys:
+            digest = self.admin_keys.find(_bearer(headers))
             if digest is not None:
                 return Principal(digest, admin=True)
         if not self.keys:
@@ -77,13 +77,20 @@ class Access:
             return Principal(admin=self.everyone_is_admin)
         if scope["path"] in KEYLESS_PATHS:
             return Principal()
-        return Principal(self._key(given.group(1) if given else b""), admin=self.everyone_is_admin)
+        return Principal(self._key(headers), admin=self.everyone_is_admin)
 
-    def _key(self, given: bytes) -> bytes:
-        """Return the digest of a key that is known."""
+    def _key(self, headers: Headers) -> bytes:
+        """Return the digest of the request's key, which must be known."""
+        given = _bearer(headers)
         if not given:
             raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer KEY'")
         digest = self.keys.find(given)
         if digest is None:
             raise Unauthorized("the API key is not known here; ask the service's owner for one")
         return digest
+
+
+def _bearer(headers: Headers) -> bytes:
+    """Return the key in the Authorization header; empty where there is none, which no ring of keys has."""
+    given = _BEARER.fullmatch(header_value(headers, b"authorization"))
+    return given.group(1) if given else b""

@@ -81,7 +81,7 @@ class JoinedHead:
             self._transport.write(self._head + data)
 
     def is_closing(self) -> bool:
-        """Whether the connection is."""
+        """Return whether the connection is closing."""
         return self._transport.is_closing()
 
     def close(self) -> None:

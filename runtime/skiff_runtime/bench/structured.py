@@ -101,7 +101,6 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.epilog = EPILOG
-    counts = "%(default)s"
     parser.add_argument(
         "--rows",
         type=_counts,
@@ -116,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="of a batch (default: 1, 2, 4, 8, up to the cores)",
     )
-    parser.add_argument("--steps", type=positive_int, default=32, metavar="N", help=f"default: {counts}")
+    parser.add_argument("--steps", type=positive_int, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--vocab-size",
         type=positive_int,
@@ -125,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a made-up vocabulary of syllables, digits and signs; at least 512 (default: %(default)s)",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="use the vocabulary of this model instead")
-    parser.add_argument("--seed", type=natural_int, default=0, metavar="N", help=f"default: {counts}")
+    parser.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
 
 

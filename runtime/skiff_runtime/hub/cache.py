@@ -110,7 +110,7 @@ class ModelCache:
     def remove_abandoned(self) -> None:
         """Remove what processes left that were killed while they downloaded; huggingface_hub never does.
 
-        Whoever downloads a file holds its lock, so one that is free says that nobody does.
+        A process that downloads a file holds its lock, so a free lock means that no process does.
         """
         for path, state in self._incomplete():
             lock = self.directory / ".locks" / self.root.name / f"{path.name.partition('.')[0]}.lock"
