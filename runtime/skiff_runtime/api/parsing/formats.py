@@ -1,6 +1,6 @@
 """What the served model's answers are made of, found out once from its files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
@@ -13,8 +13,7 @@ from skiff_runtime.api.parsing.reasoning import Thinking, thinking_of
 from skiff_runtime.errors import InvalidRequest, ModelError
 from skiff_runtime.launch import Launch
 from skiff_runtime.messages import ChatPrompt
-from skiff_runtime.tokenizer.model_files import read_tokenizer_files
-from skiff_runtime.tokenizer.template import ChatTemplate
+from skiff_runtime.tokenizer.model_files import TokenizerFiles, read_tokenizer_files
 
 SWITCHES: Final = ("enable_thinking", "thinking")
 """Options by which chat templates turn reasoning on and off."""
@@ -53,7 +52,7 @@ class AnswerFormats:
         return cls(
             dialect=find_dialect(config.tool_parser, files.template),
             special=_special_tokens(files.tokenizer),
-            endings=_endings(ChatTemplate(files.template, files.special_tokens)) if thinks else None,
+            endings=_endings(files) if thinks else None,
         )
 
     def thinking(self, prompt: ChatPrompt) -> Thinking | None:
@@ -84,15 +83,19 @@ def _special_tokens(path: Path) -> frozenset[str]:
     return frozenset(token.content for token in tokens if token.special)
 
 
-def _endings(template: ChatTemplate) -> dict[Switch | None, Thinking]:
+def _endings(files: TokenizerFiles) -> dict[Switch | None, Thinking]:
+    # Imported here because jinja2 takes 2 MiB, which the server of a model without reasoning saves.
+    from skiff_runtime.tokenizer.template import ChatTemplate
+
+    template = ChatTemplate(files.template, files.special_tokens)
     switches: list[Switch | None] = [None, *((name, value) for name in SWITCHES for value in (False, True))]
-    return {switch: _ending(template, switch) for switch in switches}
+    return {switch: _ending(template.render, switch) for switch in switches}
 
 
-def _ending(template: ChatTemplate, switch: Switch | None) -> Thinking:
+def _ending(render: Callable[[ChatPrompt], str], switch: Switch | None) -> Thinking:
     options = {} if switch is None else {switch[0]: switch[1]}
     try:
-        text = template.render(ChatPrompt([{"role": "user", "content": "-"}], template_options=options))
+        text = render(ChatPrompt([{"role": "user", "content": "-"}], template_options=options))
     except InvalidRequest:
         return Thinking.FREE
     return thinking_of(text)
