@@ -15,6 +15,7 @@ BORROWERS = {
     "torch": "skiff_runtime.kernels.torch_internals",
     "triton": "skiff_runtime.kernels.triton_internals",
     "flashinfer": "skiff_runtime.kernels.flashinfer_internals",
+    "transformers": "skiff_runtime.conversion.transformers_internals",
 }
 INSTALLED = {library: borrower for library, borrower in BORROWERS.items() if find_spec(library)}
 INTERNALS = [
@@ -43,6 +44,11 @@ CHANGES = {
         "triton",
         "import triton.runtime.build as m; m._build = lambda name, src, srcdir: src",
         "triton.runtime.build:_build ccflags",
+    ),
+    "without an attribute of its instances": (
+        "transformers",
+        "import transformers.convert_slow_tokenizer as m; m.TikTokenConverter.__init__ = lambda self: None",
+        "convert_slow_tokenizer:TikTokenConverter pattern",
     ),
     "gone from torch": ("torch", "import torch; del torch._scaled_mm", "_scaled_mm"),
 }

@@ -42,7 +42,7 @@ INTERNALS = {
     "triton.runtime": "skiff_runtime.kernels.triton_internals",
     "flashinfer.jit": "skiff_runtime.kernels.flashinfer_internals",
     "flashinfer.utils": "skiff_runtime.kernels.flashinfer_internals",
-    "transformers.convert_slow_tokenizer": "skiff_runtime.conversion.convert",
+    "transformers.convert_slow_tokenizer": "skiff_runtime.conversion.transformers_internals",
     "kopf": "skiff_operator.reflector",
 }
 """Undocumented submodule, or library whose underscore names are meant -> the one module that may use it."""

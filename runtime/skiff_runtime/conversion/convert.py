@@ -164,7 +164,8 @@ def _sentencepiece(source: Path) -> tuple[Reference, list[str]]:
 def _tiktoken(source: Path) -> Reference:
     from tiktoken import Encoding
     from tiktoken.load import load_tiktoken_bpe
-    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    from skiff_runtime.conversion.transformers_internals import TikTokenConverter
 
     ranks = load_tiktoken_bpe(str(source))
     pattern = TikTokenConverter().pattern

@@ -1,0 +1,15 @@
+"""transformers' converter of tiktoken files, whose default pattern divides a text into words before they are encoded.
+
+No other module imports from `transformers.convert_slow_tokenizer`.
+"""
+
+from typing import Final
+
+from skiff_runtime.internals import Shape, borrowed
+
+__all__ = ["TikTokenConverter"]
+
+NEEDED: Final[Shape] = {"transformers.convert_slow_tokenizer:TikTokenConverter": ("pattern",)}
+
+with borrowed("transformers", NEEDED):
+    from transformers.convert_slow_tokenizer import TikTokenConverter
