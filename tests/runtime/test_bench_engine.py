@@ -185,8 +185,9 @@ def test_structured_measures_every_way_of_filling_masks(tmp_path: Path) -> None:
     ]
     assert all(0 < each["median_ms"] <= each["p99_ms"] and each["steps"] == 9 for each in found["runs"])
     assert "row by row" in done.stdout and "p99 ms" in done.stdout
-    refused = skiff("bench", "structured", "--rows", "0")
-    assert refused.returncode == 2 and "--rows" in refused.stderr
+    for flag, value in (("--rows", "0"), ("--vocab-size", "511")):
+        refused = skiff("bench", "structured", flag, value)
+        assert refused.returncode == 2 and flag in refused.stderr
 
 
 def test_cpu_time_is_that_which_the_system_counts(server: LocalServer) -> None:

@@ -70,6 +70,9 @@ SCHEMAS: Final = {
 }
 """By the kind of their strings: near a longest length, each token of the vocabulary must be tried by its length."""
 
+MIN_VOCAB_SIZE: Final = 512
+"""Every byte is a token, and as many syllables and numbers follow."""
+
 Advance = Callable[[Sequence[Follower], Sequence[int], Sequence[int]], None]
 """Goes on with one token of each follower; the slots of their masks are in the middle."""
 
@@ -118,10 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive_int, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--vocab-size",
-        type=positive_int,
+        type=_vocab_size,
         default=151_936,
         metavar="N",
-        help="tokens of a made-up vocabulary of syllables, digits and signs; at least 512 (default: %(default)s)",
+        help=f"tokens of a made-up vocabulary of syllables, digits and signs; at least {MIN_VOCAB_SIZE} "
+        "(default: %(default)s)",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="use the vocabulary of this model instead")
     parser.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")
@@ -131,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and write the figures; the exit code."""
     vocabulary = (
-        made_up_vocabulary(max(512, arguments.vocab_size), arguments.seed)
+        made_up_vocabulary(arguments.vocab_size, arguments.seed)
         if arguments.model is None
         else read_vocabulary(read_model_config(arguments.model))
     )
@@ -161,6 +165,13 @@ def run(arguments: argparse.Namespace) -> int:
         }
         report.write(arguments.output, {**figures, "runs": [asdict(each) for each in results]})
     return EXIT_OK
+
+
+def _vocab_size(text: str) -> int:
+    size = positive_int(text)
+    if size < MIN_VOCAB_SIZE:
+        raise argparse.ArgumentTypeError(f"must be at least {MIN_VOCAB_SIZE}, not {text!r}")
+    return size
 
 
 def made_up_vocabulary(size: int, seed: int) -> xgrammar.TokenizerInfo:
