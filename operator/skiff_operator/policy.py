@@ -1,4 +1,4 @@
-"""What this operator refuses although the schema allows it, because of how it was started or of other fields."""
+"""Policy checks: specs that the schema allows and this operator refuses, by its settings or by other fields."""
 
 from typing import Final
 
