@@ -12,7 +12,7 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_MODEL: "spec.model.uri",
     contract.FLAG_REVISION: "spec.model.revision",
     contract.FLAG_SERVED_MODEL_NAME: "spec.model.name",
-    contract.FLAG_CACHE_DIR: "spec.cache",
+    contract.FLAG_DOWNLOAD_DIR: "spec.cache",
     contract.FLAG_HOST: "",
     contract.FLAG_PORT: "",
     contract.FLAG_DEVICE: "spec.runtime.device",
