@@ -84,7 +84,7 @@ class HistogramSeries:
     Equal values in succession are cheapest: their bucket is looked up once. Most tokens of one step have the same latency.
     """
 
-    __slots__ = ("_bounds", "_last", "_bucket", "counts", "sum")
+    __slots__ = ("_bounds", "_bucket", "_last", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
