@@ -18,7 +18,7 @@ _BENCHMARKS: Final = {
     "serve": ("online.serve", "open-loop load against a running server"),
     "compare": ("online.compare", "two results of bench serve side by side"),
     "offline": ("offline.throughput", "throughput of the engine, without HTTP"),
-    "gaps": (
+    "prefill-interference": (
         "offline.prefill_interference",
         "inter-token latency of running requests while a long prompt is prefilled",
     ),
