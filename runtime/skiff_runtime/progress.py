@@ -13,7 +13,7 @@ from skiff_runtime import log
 REPORT_SECONDS: Final = 5.0
 
 
-class Counter:
+class ProgressBar:
     """Counts what is done of ``total`` (requests or tokens), and tokens."""
 
     def __init__(self, title: str, total: int) -> None:

@@ -36,7 +36,7 @@ def test_a_full_socket_is_an_error_and_its_messages_are_not_lost(endpoints: Endp
     sender = Sender(endpoints.supervisor, timeout_seconds=0.2)
     try:
         sent = fill(sender)
-        sender.offer(MESSAGE)  # returns at once
+        sender.try_send(MESSAGE)  # returns at once
         received = 0
         while inbox.receive(0.5) is not None:
             received += 1

@@ -23,7 +23,7 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
 MIB: Final = 1 << 20
@@ -116,10 +116,10 @@ class Crowd(Channel):
         self.flush = False
         self.ledger = Ledger()
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         due = [uid for uid, after in self._leaving if after <= self.asked]
         self._leaving = [each for each in self._leaving if each[1] > self.asked]
-        items: list[Item] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
+        items: list[SchedulerInput] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
         while self.asked < self.wanted and len(self.ledger.running) < AHEAD:
             items.append(self._request(self.asked))
             self.asked += 1

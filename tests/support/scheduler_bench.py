@@ -26,7 +26,7 @@ from skiff_runtime.messages import (
     TokenBatch,
     Wire,
 )
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import Int32
 
@@ -157,10 +157,10 @@ class MemoryChannel(Channel):
     """A channel within one process."""
 
     def __init__(self) -> None:
-        self.arriving: deque[Item] = deque()
+        self.arriving: deque[SchedulerInput] = deque()
         self.sent: deque[TokenBatch] = deque()
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """All that was put into ``arriving``; never blocks, for nobody else could fill it meanwhile."""
         items = list(self.arriving)
         self.arriving.clear()

@@ -72,7 +72,7 @@ class _TritonPart(Part):
         self._batch, self._launch = batch, None
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        pool = self._pool.tokens(layer)
+        pool = self._pool.layer_kv(layer)
         if self._launch is None:
             assert self._batch is not None
             self._launch = self._launch_for(self._batch, q, pool)

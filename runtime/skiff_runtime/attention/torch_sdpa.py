@@ -69,7 +69,7 @@ class TorchSDPABackend(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Attend group by group and chunk by chunk."""
-        pool = self.pool.tokens(layer)
+        pool = self.pool.layer_kv(layer)
         output = torch.empty_like(q) if into is None else into
         for group in self._groups:
             output.index_copy_(0, group.queries, _attend_group(group, q, pool))

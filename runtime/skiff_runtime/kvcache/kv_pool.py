@@ -50,7 +50,7 @@ class KVPool:
         """The first token place of the page that stays zero."""
         return self.num_pages * self.layout.page_size
 
-    def tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer by token place: [(num_pages + 1) * page_size, kv_heads, head_dim]."""
         return self._layers[layer]
 

@@ -87,7 +87,7 @@ class Attention:
             rotation.positions,
             None if norm is None else norm.weights,
             0.0 if norm is None else norm.eps,
-            backend.pool.tokens(self._layer),
+            backend.pool.layer_kv(self._layer),
             rotation.slot_mapping,
         )
         if wanted is None:

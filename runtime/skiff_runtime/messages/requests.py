@@ -102,11 +102,11 @@ class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
 
 
 class RankInputs(Struct, frozen=True, tag="inbox", array_like=True):
-    """rank 0 -> other ranks: what arrived for this turn of the loop; ``digest`` of the last planned step.
+    """rank 0 -> other ranks: what arrived for this turn of the loop; ``checksum`` of the last planned step.
 
     ``grammars`` are those of requests that rank 0 holds back until it has read them.
     """
 
     items: list[GenerateRequest | AbortRequest | FlushCache | Shutdown]
-    digest: int = 0
+    checksum: int = 0
     grammars: list[CompiledGrammar] = []

@@ -79,7 +79,7 @@ class Sender:
             name = self._address.rsplit("/", 1)[-1]
             raise TransportError(f"{name} does not read its messages; it hangs or is overloaded") from None
 
-    def offer(self, message: msgspec.Struct) -> None:
+    def try_send(self, message: msgspec.Struct) -> None:
         """Queue one message, unless the queue is full: for news that nobody misses who does not read."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)

@@ -29,7 +29,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.child_process import process_name
-from skiff_runtime.processes.children import Children, Ended, make_run_dir
+from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.launch import Launch, Role
 
 POLL_SECONDS: Final = 1.0
@@ -65,7 +65,7 @@ class EngineClient:
         self._compilations = GrammarCompileQueue(self.launch, zmq.Poller())
         self._held.take(self._children, self._compilations, [self._rank0, self._reports, self._batches])
         self._ready = 0
-        self._ended: list[Ended] = []
+        self._ended: list[ChildExit] = []
         self._heard: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
         for rank in range(config.tp):
@@ -119,7 +119,7 @@ class EngineClient:
                 raise StartupError(f"{text}; its log above says why")
             raise Unavailable(f"{text}; this LLM cannot be used any more")
 
-    def _told(self, ended: Ended) -> str:
+    def _told(self, ended: ChildExit) -> str:
         reason = self._reasons.get(ended.name)
         return str(ended) if reason is None else f"{ended} ({reason})"
 

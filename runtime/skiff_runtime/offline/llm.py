@@ -36,7 +36,7 @@ from skiff_runtime.offline.outputs import Completion, CompletionDelta, Draft
 from skiff_runtime.offline.request_tracker import RequestTracker
 from skiff_runtime.offline.sampling_params import Sampling
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
 from skiff_runtime.tokenizer.tokenizer_worker import copies, load_prompt_builder
 
@@ -177,7 +177,7 @@ class LLM:
     ) -> list[Completion]:
         drafts = [Draft() for _ in requests]
         with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(Counter("completions", len(requests))) if progress else None
+            bar = stack.enter_context(ProgressBar("completions", len(requests))) if progress else None
             for news in stack.enter_context(contextlib.closing(self._in_flight.run(requests))):
                 for each in news:
                     drafts[each.index].add(each)

@@ -42,7 +42,7 @@ class Child:
         self.launch = launch
         self.name = process_name(role, index)
         self.endpoints = Endpoints(launch.run_dir)
-        self.stopping = False
+        self.should_stop = False
         self._supervisor = Sender(self.endpoints.supervisor)
         self._last_beat = 0.0
         self._phase_started = time.monotonic()
@@ -52,9 +52,9 @@ class Child:
         now = time.monotonic()
         if now - self._last_beat >= HEARTBEAT_INTERVAL_SECONDS:
             self._last_beat = now
-            self._supervisor.offer(Heartbeat(process=self.name))
+            self._supervisor.try_send(Heartbeat(process=self.name))
 
-    def phase(self, name: str, progress: float = 0.0) -> None:
+    def report_phase(self, name: str, progress: float = 0.0) -> None:
         """Enter a start phase (or report progress within it, 0 to 1)."""
         assert name in PHASES, name
         now = time.monotonic()
@@ -64,7 +64,7 @@ class Child:
         if progress == 0.0:
             self._phase_started = now
 
-    def ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
+    def report_ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
         """Tell the supervisor that this process serves; what stands by now is looked at by no collection again."""
         gc.collect()
         gc.freeze()
@@ -72,7 +72,7 @@ class Child:
         self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
         self.beat()
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Tell the supervisor why this process ends; nothing can be sent afterwards."""
         with contextlib.suppress(TransportError):
             self._supervisor.send(ProcessFailed(process=self.name, message=str(error)))
@@ -80,7 +80,7 @@ class Child:
 
     def stop(self, _signal: int, _frame: object) -> None:
         """Signal handler of SIGTERM."""
-        self.stopping = True
+        self.should_stop = True
 
 
 def process_name(role: Role, index: int) -> str:
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
         run(child)
     except SkiffError as error:
         log.error("process_failed", error=type(error).__name__, message=str(error))
-        child.fail(error)
+        child.report_failure(error)
         os._exit(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))

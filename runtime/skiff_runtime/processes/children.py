@@ -37,7 +37,7 @@ def make_run_dir() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildExit:
     """A child that has ended, and how."""
 
     name: str
@@ -81,17 +81,17 @@ class Children:
         """Names of the children that have not been seen to end, in order of their start."""
         return list(self._running)
 
-    def reap(self) -> list[Ended]:
+    def reap(self) -> list[ChildExit]:
         """The children that ended since the last call."""
         ended = []
         for name, child in list(self._running.items()):
             code = child.poll()
             if code is not None:
-                ended.append(Ended(name, code))
+                ended.append(ChildExit(name, code))
                 self._forget(name)
         return ended
 
-    def terminate(self, timeout_seconds: float) -> list[Ended]:
+    def terminate(self, timeout_seconds: float) -> list[ChildExit]:
         """SIGTERM to all, then SIGKILL to those that are still there after the timeout; how each ended."""
         for child in self._running.values():
             child.terminate()
@@ -105,7 +105,7 @@ class Children:
         if name in self._running:
             self._running[name].kill()
 
-    def wait(self, timeout_seconds: float) -> list[Ended]:
+    def wait(self, timeout_seconds: float) -> list[ChildExit]:
         """Wait until every child has ended, or the time is up."""
         deadline = time.monotonic() + timeout_seconds
         ended = self.reap()

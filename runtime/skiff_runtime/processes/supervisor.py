@@ -31,7 +31,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.child_process import process_name
-from skiff_runtime.processes.children import Children, Ended, make_run_dir
+from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.launch import Launch, Role
 
 Report = Heartbeat | PhaseReport | Ready | ProcessFailed
@@ -196,7 +196,7 @@ class Supervisor:
             )
         return None
 
-    def _fail_after(self, ended: list[Ended]) -> int:
+    def _fail_after(self, ended: list[ChildExit]) -> int:
         """Fail for children that have ended, with what they said themselves."""
         for message in self._inbox.drain(1024):
             self._take(message)

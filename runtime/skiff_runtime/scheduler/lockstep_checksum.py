@@ -6,7 +6,7 @@ from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.step import StepPlan
 
 
-class Digest:
+class LockstepChecksum:
     """``value`` depends on every plan and every token so far, so a difference never heals."""
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ from skiff_runtime.config import Config
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest
 from skiff_runtime.scheduler.active_requests import ActiveRequests
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.kv_cache_manager import Tenancy
-from skiff_runtime.scheduler.lockstep_checksum import Digest
+from skiff_runtime.scheduler.lockstep_checksum import LockstepChecksum
 from skiff_runtime.scheduler.request import Limits
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
@@ -72,7 +72,7 @@ class Scheduler:
         )
         self._results = ResultProcessor(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
         self._gauges = Gauges(memory=memory, queue=queue, slots=slots, results=self._results)
-        self._digest = Digest()
+        self._checksum = LockstepChecksum()
         self._flights: deque[Flight] = deque()
         self._stopped = False
         self._unchecked = True
@@ -83,9 +83,9 @@ class Scheduler:
         return not (self._flights or len(self._queue) or self._slots.occupied)
 
     @property
-    def digest(self) -> int:
+    def checksum(self) -> int:
         """Checksum of all that was planned and retired; equal on all ranks after each turn."""
-        return self._digest.value
+        return self._checksum.value
 
     def turn(self) -> bool:
         """One turn of the loop; False when it was told to stop, with nothing left in flight."""
@@ -93,7 +93,7 @@ class Scheduler:
         if idle and self._checks and self._unchecked:
             self.check()
             self._unchecked = False
-        for item in self._channel.receive(wait=idle, digest=self.digest):
+        for item in self._channel.receive(wait=idle, checksum=self.checksum):
             self._take(item)
         self._registry.release()
         if self._batcher.is_out_of_pages():
@@ -109,7 +109,7 @@ class Scheduler:
         pending = [page for flight in self._flights for page in flight.planned.duplicates]
         self._memory.check(np.concatenate([self._tenancy.owned(), *pending]))
 
-    def _take(self, item: Item) -> None:
+    def _take(self, item: SchedulerInput) -> None:
         self._unchecked = True
         if isinstance(item, GenerateRequest):
             self._registry.accept(item)
@@ -122,7 +122,7 @@ class Scheduler:
 
     def _flush(self, uid: int) -> None:
         pages = self._memory.flush()
-        self._digest.flushed(pages)
+        self._checksum.flushed(pages)
         self._replies.flush(Flushed(uid=uid, pages=len(pages), running=self._slots.occupied))
 
     def _launch(self) -> bool:
@@ -132,7 +132,7 @@ class Scheduler:
             return False
         for request in planned.opened:
             self._replies.open(request)
-        self._digest.planned(planned.step)
+        self._checksum.planned(planned.step)
         launched_at = perf_counter()
         self._flights.append(Flight(planned, self._engine.launch(planned.step), launched_at))
         return True
@@ -145,7 +145,7 @@ class Scheduler:
         """Wait for a step; apply its tokens, free what only it still used, and tell."""
         step = flight.planned.step
         result = flight.handle.result()
-        self._digest.retired(result.tokens)
+        self._checksum.retired(result.tokens)
         self._slots.num_in_flight_steps[step.slots] -= 1
         self._registry.end_slots(self._results.apply(step.slots[step.samples], result))
         for pages in flight.planned.duplicates:

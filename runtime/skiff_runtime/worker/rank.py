@@ -27,7 +27,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.worker.grammar_gate import GrammarGate, Read
 from skiff_runtime.worker.step_profiler import StepProfiler
@@ -68,17 +68,17 @@ class LeaderChannel(Channel):
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
         self._should_stop = should_stop
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """What arrived for this turn, told to every other rank."""
         if wait:
             self._profiler.finish()
             self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_SECONDS) * 1000))
         arrived = self._arrived()
-        items: list[Item] = [*self._gate.admit(arrived)]
+        items: list[SchedulerInput] = [*self._gate.admit(arrived)]
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
-            inbox = RankInputs(items=items, digest=digest, grammars=self._held_grammars(arrived))
+            inbox = RankInputs(items=items, checksum=checksum, grammars=self._held_grammars(arrived))
             for follower in self._followers:
                 follower.send(inbox)
         return items
@@ -112,12 +112,12 @@ class FollowerChannel(Channel):
         self._beat = beat
         self._read = read
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """Rank 0's items for this turn; LockstepError when it planned another step than we did."""
         while (inbox := self._inbox.receive(IDLE_SECONDS)) is None:
             self._beat()
-        if inbox.digest != digest:
-            raise LockstepError(f"rank 0 planned step {inbox.digest:08x}, this rank {digest:08x}")
+        if inbox.checksum != checksum:
+            raise LockstepError(f"rank 0 planned step {inbox.checksum:08x}, this rank {checksum:08x}")
         for grammar in inbox.grammars:
             self._read(grammar)
         return list(inbox.items)
@@ -135,14 +135,14 @@ def run(child: Child) -> None:
     config, model = child.launch.config, child.launch.model
     profiler = StepProfiler()
     connect = _bind(child)
-    child.phase("config")
+    child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
         rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
     )
     gc.freeze()  # else each collection of the memory profile would take a tenth of a second to look at torch
-    engine = Engine(config, model, group, on_phase=child.phase)
+    engine = Engine(config, model, group, on_phase=child.report_phase)
     engine.warmup()
     _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
@@ -158,7 +158,7 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
             leader,
             endpoints,
             ranks,
-            should_stop=lambda: child.stopping,
+            should_stop=lambda: child.should_stop,
             profiler=profiler,
             read=engine.load_grammar,
         )
@@ -176,7 +176,7 @@ def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfile
         engine=profiler.watch(patient),
         channel=channel,
     )
-    child.phase("ready")
-    child.ready(kv_tokens=engine.num_pages * config.page_size)
+    child.report_phase("ready")
+    child.report_ready(kv_tokens=engine.num_pages * config.page_size)
     while scheduler.turn():
         child.beat()

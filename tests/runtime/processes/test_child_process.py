@@ -17,7 +17,7 @@ def test_garbage_is_collected_from_the_moment_of_readiness(tmp_path: Path) -> No
     child = Child(Role.RANK, 0, Launch(config=config, model=model, run_dir=tmp_path))
     gc.disable()
     try:
-        child.ready(kv_tokens=16)
+        child.report_ready(kv_tokens=16)
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.enable()

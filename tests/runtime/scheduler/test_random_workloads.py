@@ -140,8 +140,8 @@ def request(uid: int, client: Client) -> GenerateRequest:
 
 
 def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) -> list[int]:
-    """Let all clients come and go, and the cache be flushed now and then; the digest after each turn."""
-    digests = []
+    """Let all clients come and go, and the cache be flushed now and then; the checksum after each turn."""
+    checksums = []
     for turn in range(45):
         for uid, client in enumerate(population):
             if client.turn == turn:
@@ -151,10 +151,10 @@ def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) ->
         if turn in flushes:
             bench.put(FlushCache(turn))
         bench.turn()
-        digests.append(bench.scheduler.digest)
+        checksums.append(bench.scheduler.checksum)
     bench.finish()
     assert [flushed.uid for flushed in bench.replies.flushed] == flushes
-    return digests
+    return checksums
 
 
 def watch_plans(bench: SchedulerBench) -> None:
