@@ -15,7 +15,7 @@ import torch
 from bf16_engine import error_of, known_logits, make_wide_model, serve, tie_of
 from grammar_factory import GrammarFactory
 from reference_logits_processors import edited_row
-from scheduler_bench import UNKNOWN, Thought, request
+from scheduler_bench import UNPREDICTED, ReceivedLogprobs, request
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.kernels.gumbel import add_gumbel
@@ -91,10 +91,10 @@ def test_every_answer_is_what_was_asked_for(
         if uid < free:
             different += sum(assert_chosen(rows, prompt, reply.tokens, sampling, tie_of(error)))
         told_of = sampling.logprobs is not None
-        assert_told(reply.thoughts, reply.tokens if told_of else [], rows, sampling.logprobs or 0, error)
+        assert_told(reply.logprobs, reply.tokens if told_of else [], rows, sampling.logprobs or 0, error)
         if sampling.prompt_logprobs is not None:
-            assert reply.prompt[0] == (prompt[0], *UNKNOWN)
-            assert_told(reply.prompt[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
+            assert reply.prompt_logprobs[0] == (prompt[0], *UNPREDICTED)
+            assert_told(reply.prompt_logprobs[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
     assert different <= free * COUNT // 10
 
 
@@ -135,7 +135,7 @@ def signed(seed: int) -> int:
 
 
 def assert_told(
-    thoughts: list[Thought], tokens: list[int], rows: torch.Tensor, top: int, error: float
+    thoughts: list[ReceivedLogprobs], tokens: list[int], rows: torch.Tensor, top: int, error: float
 ) -> None:
     """Log-probabilities are the oracle's: of the tokens, and of the likeliest.
 

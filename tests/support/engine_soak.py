@@ -171,7 +171,7 @@ def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **cha
 def _serve(scheduler: Scheduler, crowd: Crowd, wanted: int) -> Memory:
     """Go on until ``wanted`` requests have come and gone, and empty the cache; what is held then."""
     crowd.wanted = wanted
-    while crowd.asked < wanted or not scheduler.idle:
+    while crowd.asked < wanted or not scheduler.is_idle:
         scheduler.turn()
     crowd.flush, crowd.ledger.flushed = True, None
     while crowd.ledger.flushed is None:

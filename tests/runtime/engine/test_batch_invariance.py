@@ -95,7 +95,7 @@ def serve(
         config, eos_token_ids=(EOS_ID,), num_pages=engine.num_pages, engine=engine, channel=channel
     )
     waiting, left = list(asked), list(aborted)
-    while waiting or not scheduler.idle or channel.arriving:
+    while waiting or not scheduler.is_idle or channel.arriving:
         channel.arriving.extend(waiting[:3])
         del waiting[:3]
         scheduler.turn()
@@ -128,10 +128,10 @@ def test_the_same_alone_and_in_company(
     for request in asked:
         alone, beside = quiet.replies[request.uid], crowded.replies[request.uid]
         if request.uid in ABORTED:
-            assert beside.ended and beside.tokens == alone.tokens[: len(beside.tokens)]
+            assert beside.has_ended and beside.tokens == alone.tokens[: len(beside.tokens)]
             continue
         assert (beside.tokens, beside.finish) == (alone.tokens, alone.finish), request
-        assert_close(beside.thoughts, alone.thoughts)
+        assert_close(beside.logprobs, alone.logprobs)
         assert_close(beside.prompt, alone.prompt)
         assert len(alone.prompt) == (
             0 if request.sampling.prompt_logprobs is None else len(request.token_ids) // 4

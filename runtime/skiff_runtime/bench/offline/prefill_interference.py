@@ -143,7 +143,7 @@ def _measure(
     _turn_until(scheduler, lambda: late in clients.times)
     first = clients.times[late][0]
     clients.arriving += [AbortRequest(uid=uid) for uid in streams]
-    _turn_until(scheduler, lambda: scheduler.idle and not clients.arriving)
+    _turn_until(scheduler, lambda: scheduler.is_idle and not clients.arriving)
     quiet = _gaps(clients, streams, (clients.times[0][settled - 1], arrived))
     held = _gaps(clients, streams, (arrived, first))
     return Result(
