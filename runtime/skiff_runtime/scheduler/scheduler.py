@@ -58,7 +58,7 @@ class Scheduler:
         self._channel = channel
         self._overlap = not config.disable_overlap_schedule
         self._checks_when_idle = config.log_level == "debug"
-        cache = NaiveCache(config.page_size) if config.cache == "naive" else RadixCache(config.page_size)
+        cache = (NaiveCache if config.disable_radix_cache else RadixCache)(config.page_size)
         self._pool = pool = PagePool(num_pages, cache)
         self._slots = slots = Slots(
             count=config.running_limit,

@@ -51,7 +51,7 @@ def test_stop_tokens_end_requests_that_ignore_eos() -> None:
 
 def test_ended_request_keeps_its_pages_until_its_step_in_flight_retires() -> None:
     prompt, index = prompt_with_eos(within=12)
-    bench = SchedulerBench(cache="naive")
+    bench = SchedulerBench(disable_radix_cache=True)
     bench.put(generate(0, prompt, max_tokens=30, ignore_eos=False))
     while not (0 in bench.replies and bench.replies[0].has_ended):
         bench.turn()

@@ -76,10 +76,14 @@ def test_prompt_computed_for_logprobs_is_cached() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache", ["radix", "naive"])
-def test_preemption_sends_no_prompt_logprobs_twice(overlap: bool, cache: str) -> None:
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_preemption_sends_no_prompt_logprobs_twice(overlap: bool, disable_radix_cache: bool) -> None:
     bench = SchedulerBench(
-        num_pages=22, page_size=1, max_running_requests=2, disable_overlap_schedule=not overlap, cache=cache
+        num_pages=22,
+        page_size=1,
+        max_running_requests=2,
+        disable_overlap_schedule=not overlap,
+        disable_radix_cache=disable_radix_cache,
     )
     prompts = [[1, 2], [3, 4], [5, 6]]
     bench.put(

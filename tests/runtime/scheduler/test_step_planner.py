@@ -21,7 +21,7 @@ def cells(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 
 def test_decode_rows_come_first_and_prefill_chunks_fill_the_budget() -> None:
-    bench = SchedulerBench(max_num_batched_tokens=8, cache="naive")
+    bench = SchedulerBench(max_num_batched_tokens=8, disable_radix_cache=True)
     bench.put(generate(0, range(5), max_tokens=5))
     bench.turn()
     bench.put(generate(1, range(10, 30), max_tokens=2), generate(2, range(3), max_tokens=1))
@@ -54,7 +54,7 @@ def test_decode_rows_are_sorted_by_longest_context() -> None:
 
 
 def test_mixed_prefill_tokens_bound_the_chunks_of_mixed_steps() -> None:
-    bench = SchedulerBench(max_num_batched_tokens=8, mixed_prefill_tokens=3, cache="naive")
+    bench = SchedulerBench(max_num_batched_tokens=8, mixed_prefill_tokens=3, disable_radix_cache=True)
     bench.put(generate(0, range(7), max_tokens=3))
     bench.turn()
     bench.put(generate(1, range(10, 20), max_tokens=1))
@@ -180,7 +180,7 @@ def test_preempted_requests_resume_with_identical_tokens_in_other_slots() -> Non
 
 
 def test_prefill_chunk_is_cut_to_the_available_pages() -> None:
-    bench = SchedulerBench(num_pages=8, page_size=2, cache="naive", max_running_requests=2)
+    bench = SchedulerBench(num_pages=8, page_size=2, disable_radix_cache=True, max_running_requests=2)
     bench.put(generate(0, [1], max_tokens=3), generate(1, range(9), max_tokens=7))
     bench.finish()
     assert bench.replies[0].tokens == continuation([1], 3)
