@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class SamplingSpec(Struct, frozen=True, array_like=True):
-    """The sampling parameters of one request, validated. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
+    """The sampling parameters of one request between processes. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
 
     ``min_tokens``: before this many output tokens, neither an end of sequence nor a stop token is sampled, and
     stop strings are ignored. ``presence_penalty`` and ``frequency_penalty`` count output tokens,
