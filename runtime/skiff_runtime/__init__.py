@@ -1,6 +1,6 @@
 """The inference runtime: a multi-process server for large language models.
 
-It knows models and devices, never Kubernetes. Import ``LLM`` from here for offline use.
+It depends on models and devices, never on Kubernetes. Import ``LLM`` from here for offline inference.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Load ``LLM`` on first use, so that the front processes stay free of its imports."""
+    """Import ``LLM`` on first use, so that server processes do not load its imports."""
     if name == "LLM":
         from skiff_runtime.offline.llm import LLM
 
