@@ -1,4 +1,4 @@
-"""Starts that fail, or are called off: one clear error that says what to change, an exit code, nothing left behind."""
+"""Startup failures: one error that says what to change, the exit code, and nothing left behind."""
 
 import re
 import signal
@@ -12,12 +12,12 @@ from tiny_models import make_model
 from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE
 
 
-def cut_weights(model: Path) -> None:
+def truncate_weights(model: Path) -> None:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def no_weights(model: Path) -> None:
+def remove_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
@@ -29,48 +29,48 @@ def break_config(model: Path) -> None:
     (model / "config.json").write_text("{")
 
 
-def leave(_model: Path) -> None:
-    """The model is fine."""
+def keep(_model: Path) -> None:
+    """Change nothing."""
 
 
 @pytest.mark.parametrize(
-    ("spoil", "flags", "code", "says"),
+    ("damage", "flags", "code", "message"),
     [
-        (leave, ["--page-size", "x"], EXIT_USAGE, "--page-size must be a whole number, not 'x'"),
-        (leave, ["--max-model-len", "100000"], EXIT_USAGE, "--max-model-len 100000 exceeds"),
-        (leave, ["--tp", "3"], EXIT_USAGE, "--tp 3 does not divide"),
+        (keep, ["--page-size", "x"], EXIT_USAGE, "--page-size must be a whole number, not 'x'"),
+        (keep, ["--max-model-len", "100000"], EXIT_USAGE, "--max-model-len 100000 exceeds"),
+        (keep, ["--tp", "3"], EXIT_USAGE, "--tp 3 does not divide"),
         (break_config, [], EXIT_USAGE, "config.json is not valid JSON"),
-        (cut_weights, [], EXIT_STARTUP_FAILED, "model.safetensors is truncated or corrupt"),
-        (no_weights, [], EXIT_STARTUP_FAILED, "holds no weights"),
+        (truncate_weights, [], EXIT_STARTUP_FAILED, "model.safetensors is truncated or corrupt"),
+        (remove_weights, [], EXIT_STARTUP_FAILED, "holds no weights"),
         (break_tokenizer, [], EXIT_STARTUP_FAILED, "tokenizer.json cannot be read as a tokenizer"),
-        (leave, ["--max-total-tokens", "1000000000000"], EXIT_STARTUP_FAILED, "MiB are free; lower it"),
-        (leave, ["--host", "192.0.2.1"], EXIT_STARTUP_FAILED, "choose another --host or --port"),
+        (keep, ["--max-total-tokens", "1000000000000"], EXIT_STARTUP_FAILED, "MiB are free; lower it"),
+        (keep, ["--host", "192.0.2.1"], EXIT_STARTUP_FAILED, "choose another --host or --port"),
     ],
 )
-def test_what_cannot_be_served_is_named(
-    tmp_path: Path, spoil: Callable[[Path], None], flags: list[str], code: int, says: str
+def test_startup_failure_names_its_cause(
+    tmp_path: Path, damage: Callable[[Path], None], flags: list[str], code: int, message: str
 ) -> None:
     model = make_model(tmp_path, shard_size="10MB")
-    spoil(model)
+    damage(model)
     with running_service(model, *flags, ready=False) as service:
         assert service.wait_exit() == code
-        assert says in service.log_text()
+        assert message in service.log_text()
         assert "Traceback" not in service.log_text()
 
 
-def test_each_phase_of_each_rank_is_logged_once_as_it_begins(tmp_path: Path) -> None:
+def test_each_start_phase_of_each_rank_is_logged_once(tmp_path: Path) -> None:
     with running_service(make_model(tmp_path), "--tp", "2") as service:
         text = service.log_text()
     [served] = re.findall(r" service_ready .*seconds=(\S+)", text)
     for rank in ("rank0", "rank1"):
-        told = re.findall(rf" supervisor phase_begun process={rank} phase=(\w+) seconds=(\S+)", text)
-        assert [phase for phase, _ in told] == ["config", "weights", "kv_cache", "warmup"]
-        told += re.findall(rf" supervisor (process_ready) process={rank} seconds=(\S+)", text)
-        seconds = [0.0, *(float(each) for _, each in told), float(served)]
-        assert len(told) == 5 and seconds == sorted(seconds)
+        logged = re.findall(rf" supervisor phase_started process={rank} phase=(\w+) seconds=(\S+)", text)
+        assert [phase for phase, _ in logged] == ["config", "weights", "kv_cache", "warmup"]
+        logged += re.findall(rf" supervisor (process_ready) process={rank} seconds=(\S+)", text)
+        seconds = [0.0, *(float(each) for _, each in logged), float(served)]
+        assert len(logged) == 5 and seconds == sorted(seconds)
 
 
-def test_a_child_that_dies_during_the_start_ends_it(tmp_path: Path) -> None:
+def test_child_that_dies_during_startup_ends_the_service(tmp_path: Path) -> None:
     with running_service(make_model(tmp_path), ready=False) as service:
         wait_until(lambda: "process=api" in service.log_text())
         service.children["rank0"].kill()
@@ -78,7 +78,7 @@ def test_a_child_that_dies_during_the_start_ends_it(tmp_path: Path) -> None:
         assert re.search(r"service_failed reason=\"rank0 was killed by SIGKILL", service.log_text())
 
 
-def test_a_start_that_is_called_off_ends_well(tmp_path: Path) -> None:
+def test_sigterm_during_startup_exits_cleanly(tmp_path: Path) -> None:
     with running_service(make_model(tmp_path), ready=False) as service:
         wait_until(lambda: "processes_started" in service.log_text())
         service.process.send_signal(signal.SIGTERM)
