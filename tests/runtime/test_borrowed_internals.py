@@ -90,7 +90,7 @@ import skiff_runtime.api.http.uvicorn_internals
 
 
 def test_profiler_settings_work_with_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6, the oldest supported on CPUs, cannot choose the threads of a profile."""
+    """torch 2.6, which CPU images may have, cannot choose the threads of a profile."""
 
     class Older:
         def __init__(self, verbose: bool = False) -> None:

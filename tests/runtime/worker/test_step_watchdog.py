@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skiff_runtime.step import StepPlan, StepResult
-from skiff_runtime.worker import step_watchdog as patience
+from skiff_runtime.worker import step_watchdog
 from skiff_runtime.worker.step_watchdog import StepTimeout, StepWatchdog
 
 
@@ -46,7 +46,7 @@ def plan() -> StepPlan:
 
 
 def test_heartbeats_continue_during_a_long_step(monkeypatch: pytest.MonkeyPatch, plan: StepPlan) -> None:
-    monkeypatch.setattr(patience, "HEARTBEAT_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(step_watchdog, "HEARTBEAT_INTERVAL_SECONDS", 0.01)
     slow, beats = Slow(), list[float]()
 
     def beat() -> None:
