@@ -7,7 +7,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from skiff_runtime.api.formats.chat_completions import ChatResponseFormatter
-from skiff_runtime.api.formats.request_spec import Answer, ServedModel
+from skiff_runtime.api.formats.request_spec import ChoiceOutput
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from skiff_runtime.messages import FinishReason, TextLogprobs, TokenText, Usage
 from skiff_runtime.models.config import SamplingDefaults
@@ -48,18 +49,20 @@ class Marks:
 
 
 def whole(text: str, finish: FinishReason = FinishReason.STOP) -> Any:
-    reply = ChatResponseFormatter(MODEL, None, parsing=Marks)
-    body = reply.whole([reply.choice(0).whole(Answer(text, [], [], [], finish))], Usage(1, 1, 0))
+    reply = ChatResponseFormatter(MODEL, None, make_parser=Marks)
+    body = reply.format_full(
+        [reply.make_choice_formatter(0).format_full(ChoiceOutput(text, [], [], [], finish))], Usage(1, 1, 0)
+    )
     return ChatCompletion.model_validate_json(body).choices[0]
 
 
 def streamed(
     texts: list[str], finish: FinishReason = FinishReason.STOP, logprobs: TextLogprobs | None = None
 ) -> list[Any]:
-    reply = ChatResponseFormatter(MODEL, None, parsing=Marks)
-    choice = reply.choice(0)
-    data = choice.opening() + b"".join(choice.delta(text, 5, logprobs) for text in texts)
-    data += choice.closing(finish) + reply.ending(Usage(1, 1, 0))
+    reply = ChatResponseFormatter(MODEL, None, make_parser=Marks)
+    choice = reply.make_choice_formatter(0)
+    data = choice.format_opening() + b"".join(choice.format_delta(text, 5, logprobs) for text in texts)
+    data += choice.format_closing(finish) + reply.format_ending(Usage(1, 1, 0))
     *events, done, rest = data.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [ChatCompletionChunk.model_validate(json.loads(each[6:])).choices[0] for each in events]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skiff_runtime.api.parsing.answer import ChatOutputParser
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, OutputParser, ReasoningDelta
 from skiff_runtime.api.parsing.hermes import HermesParser
 from skiff_runtime.api.parsing.llama3 import Llama3Parser
 from skiff_runtime.api.parsing.mistral import MistralParser
+from skiff_runtime.api.parsing.output_parser import ChatOutputParser
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
-from skiff_runtime.api.parsing.tool_parser import ToolParser, Tools
+from skiff_runtime.api.parsing.tool_parser import ToolCallOptions, ToolParser
 
 NAMES = frozenset(("now", "add"))
 KINDS: dict[str, type[ToolParser]] = {
@@ -60,7 +60,7 @@ def read(parser: OutputParser, pieces: Sequence[str]) -> Message:
 
 
 def maker(kind: str, thinking: ReasoningStart | None = None, **options: object) -> Callable[[], OutputParser]:
-    tools = Tools(NAMES, **options)  # type: ignore[arg-type]
+    tools = ToolCallOptions(NAMES, **options)  # type: ignore[arg-type]
 
     def make() -> OutputParser:
         return ChatOutputParser(None if thinking is None else ReasoningParser(thinking), KINDS[kind](tools))
@@ -138,26 +138,28 @@ def test_arguments_are_told_as_they_come(kind: str) -> None:
 
 def test_calls_beyond_the_limit_are_not_told() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    message = check(maker("hermes", limit=1), call * 3)
+    message = check(maker("hermes", max_calls=1), call * 3)
     assert (message.calls, message.content) == ([("now", "{}")], "")
 
 
 def test_special_tokens_are_no_content() -> None:
-    message = check(maker("mistral", special=("[TOOL_CALLS]", "<s>", "[/INST]")), "<s>Hello[/INST], [INST")
+    message = check(
+        maker("mistral", special_tokens=("[TOOL_CALLS]", "<s>", "[/INST]")), "<s>Hello[/INST], [INST"
+    )
     assert message.content == "Hello, [INST"
 
 
 @pytest.mark.parametrize(
     ("thinking", "text", "reasoning", "content"),
     [
-        (ReasoningStart.FREE, "<think>\nhm \n m\n</think>\n\nYes. ", "hm \n m", "Yes. "),
-        (ReasoningStart.FREE, "  <think></think>Yes", "", "Yes"),
-        (ReasoningStart.FREE, "Yes <think>no</think>", "", "Yes <think>no</think>"),
-        (ReasoningStart.FREE, "<think>never ends <", "never ends <", ""),
-        (ReasoningStart.FREE, " <th", "", " <th"),
-        (ReasoningStart.OPENED, "hm\n</think>\nYes", "hm", "Yes"),
-        (ReasoningStart.OPENED, "hm", "hm", ""),
-        (ReasoningStart.CLOSED, "Yes", "", "Yes"),
+        (ReasoningStart.OPTIONAL, "<think>\nhm \n m\n</think>\n\nYes. ", "hm \n m", "Yes. "),
+        (ReasoningStart.OPTIONAL, "  <think></think>Yes", "", "Yes"),
+        (ReasoningStart.OPTIONAL, "Yes <think>no</think>", "", "Yes <think>no</think>"),
+        (ReasoningStart.OPTIONAL, "<think>never ends <", "never ends <", ""),
+        (ReasoningStart.OPTIONAL, " <th", "", " <th"),
+        (ReasoningStart.INSIDE, "hm\n</think>\nYes", "hm", "Yes"),
+        (ReasoningStart.INSIDE, "hm", "hm", ""),
+        (ReasoningStart.AFTER, "Yes", "", "Yes"),
     ],
 )
 def test_reasoning(thinking: ReasoningStart, text: str, reasoning: str, content: str) -> None:
@@ -167,7 +169,7 @@ def test_reasoning(thinking: ReasoningStart, text: str, reasoning: str, content:
 
 def test_calls_behind_reasoning() -> None:
     text = 'I think <tool_call> of it</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    message = check(maker("hermes", ReasoningStart.OPENED), text)
+    message = check(maker("hermes", ReasoningStart.INSIDE), text)
     assert (message.reasoning, message.calls, message.content) == (
         "I think <tool_call> of it",
         [("now", "{}")],

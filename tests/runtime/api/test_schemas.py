@@ -12,22 +12,22 @@ from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
-    Strict,
+    StrictModel,
 )
-from skiff_runtime.api.schemas.validation import parse
+from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 
-def parsed(kind: type[Strict], body: dict[str, Any]) -> Any:
-    return parse(kind, json.dumps(body).encode())
+def parsed(kind: type[StrictModel], body: dict[str, Any]) -> Any:
+    return parse_body(kind, json.dumps(body).encode())
 
 
-def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
+def refused(kind: type[StrictModel], raw: bytes) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        parse(kind, raw)
+        parse_body(kind, raw)
     assert caught.value.status == 400
     message = caught.value.message
     assert len(message) < 400
@@ -42,7 +42,7 @@ def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
         (CompletionRequest, completions.CompletionCreateParamsStreaming),
     ],
 )
-def test_every_field_of_the_official_client_is_known(kind: type[Strict], params: Any) -> None:
+def test_every_field_of_the_official_client_is_known(kind: type[StrictModel], params: Any) -> None:
     names = set(params.__annotations__)
     for base in params.__orig_bases__:
         names |= set(getattr(base, "__annotations__", {}))
@@ -159,8 +159,8 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         ({"top_logprobs": 2}, None, 'needs "logprobs": true'),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 5}, "logprobs", "valid boolean"),
-        ({"min_tokens": 6, "max_tokens": 5}, None, "no more than 5 tokens"),
-        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, None, "limited to 5 tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "limited to 5 tokens"),
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"priority": 1001}, "priority", "less than or equal to 1000"),
         ({"continue_final_message": True, "add_generation_prompt": True}, None, "send only one of"),
@@ -250,7 +250,7 @@ def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
     ("changes", "param", "says"),
     [
         ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 items"),
-        ({"prompt": ["x"] * 513, "n": 2}, None, "ask for 1026 answers; send at most 1024"),
+        ({"prompt": ["x"] * 513, "n": 2}, None, "request 1026 choices; a request may have at most 1024"),
         ({"prompt": ["x", 5]}, "prompt[1]", "valid string"),
         ({"prompt": [1, -5]}, "prompt[0][1]", "greater than or equal to 0, not -5"),
         ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),
@@ -261,7 +261,7 @@ def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"max_tokens": 0}, None, 'needs "echo": true'),
-        ({"min_tokens": 17}, None, "no more than 16 tokens"),
+        ({"min_tokens": 17}, None, "limited to 16 tokens"),
         ({"suffix": "end"}, "suffix", "not supported yet"),
     ],
 )

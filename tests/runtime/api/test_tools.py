@@ -217,9 +217,9 @@ def test_a_grammar_holds_behind_the_reasoning(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "have one name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "have the same name"),
         ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the 'tools'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         (
@@ -231,10 +231,10 @@ def test_a_grammar_holds_behind_the_reasoning(
             "'not' of the JSON schema at # is not supported",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "needs 'tool_call_id'"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "belongs to messages of the role \"tool\""),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "is only allowed in messages with the role \"tool\""),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
-            "'arguments' must be the JSON text of an object",
+            "'arguments' must be a JSON object written as text",
         ),
     ],
 )  # fmt: skip
