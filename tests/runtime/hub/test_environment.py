@@ -70,9 +70,7 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def test_token_file_and_shared_cache_are_the_default(
-    hub: FakeHub, tmp_path: Path, tokens: Path
-) -> None:
+def test_token_file_and_shared_cache_are_the_default(hub: FakeHub, tmp_path: Path, tokens: Path) -> None:
     done = skiff_fetch(tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN_PATH=str(tokens))
     check(done, tmp_path / ".cache" / "huggingface" / "hub")
     assert "hf_secret" not in done.stderr + done.stdout
@@ -141,7 +139,9 @@ def test_fetch_works_with_and_without_xet(hub: FakeHub, tmp_path: Path, before: 
 
 
 @pytest.mark.parametrize("flags", [(), ("--cache-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
-def test_only_the_model_is_requested_and_written(hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_only_the_model_is_requested_and_written(
+    hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     seen = len(hub.seen)
     given = [flag.format(home=tmp_path) for flag in flags]
     check(skiff_fetch(tmp_path, *given, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), tmp_path)

@@ -117,7 +117,9 @@ def test_malformed_listing_is_reported(hub: FakeHub, tmp_path: Path) -> None:
 def test_full_volume_error_has_both_sizes(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, REFERENCE)
     cache.prepare()
-    with pytest.raises(FetchError, match=r"not enough space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"):
+    with pytest.raises(
+        FetchError, match=r"not enough space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"
+    ):
         cache.check_space([RemoteFile("model.safetensors", 10**15, "")])
 
 
@@ -165,9 +167,7 @@ def test_malformed_revisions_are_refused(revision: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["hub.internal", "ftp://hub", "https://", "http://["])
-def test_malformed_endpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
+def test_malformed_endpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     with pytest.raises(FetchError, match="HF_ENDPOINT must be"):
         fetch(REFERENCE, tmp_path)

@@ -84,7 +84,9 @@ def test_only_files_that_serving_needs_are_downloaded(hub: FakeHub, model: Path,
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
-def test_model_safetensors_is_preferred_to_other_weight_files(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_model_safetensors_is_preferred_to_other_weight_files(
+    hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
     for path in model.glob("model*"):
         path.unlink()
     (model / "model.safetensors").write_bytes(b"w" * WEIGHT_BYTES)
@@ -195,9 +197,7 @@ def test_concurrent_fetches_share_one_download(hub: FakeHub, model: Path, tmp_pa
     assert len(deliveries) == 3  # tokenizer.json and two weight files, once each
 
 
-def test_stale_partial_files_are_removed_unless_locked(
-    hub: FakeHub, model: Path, tmp_path: Path
-) -> None:
+def test_stale_partial_files_are_removed_unless_locked(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     blobs = tmp_path / "cache" / "models--acme--tiny" / "blobs"
     blobs.mkdir(parents=True)
     old, held, recent = (blobs / f"{letter * 40}.12345678.incomplete" for letter in "abc")
