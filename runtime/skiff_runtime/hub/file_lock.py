@@ -1,4 +1,4 @@
-"""A file lock (flock): one writer at a time in a cache that several pods share."""
+"""A file lock (flock), so that a cache that several pods share has one writer."""
 
 import errno
 import fcntl

@@ -73,7 +73,7 @@ class GpuFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU can serve any request: a token of prompt and one of output."""
+        """True if the GPU can serve the smallest request: a token of prompt and one of output."""
         return self.kv_tokens >= 2
 
     @property

@@ -36,8 +36,8 @@ class _TokenizerFile(msgspec.Struct):
 class OutputFormat:
     """``tool_call_format`` is None where the model calls no tools. ``special_tokens``: their texts.
 
-    ``reasoning_starts`` maps each switch that a request can set, and None for no switch, to the place where the output
-    then begins. It is None where the model does not reason, or its reasoning is not to be divided from the content.
+    ``reasoning_starts`` maps each switch that a request can set, and None for no switch, to the start of the output. It
+    is None if the model does not reason, or if its reasoning is to stay in the content.
     """
 
     tool_call_format: ToolCallFormat | None = None
@@ -60,7 +60,7 @@ class OutputFormat:
         )
 
     def reasoning_start(self, prompt: ChatPrompt) -> ReasoningStart | None:
-        """Return where the output begins after ``prompt``; None where reasoning is not parsed."""
+        """Return how the output starts after ``prompt``; None if reasoning is not parsed."""
         if self.reasoning_starts is None:
             return None
         if prompt.continue_final_message:
