@@ -211,7 +211,7 @@ def text_options(body: Sampling) -> TextOptions:
 
 
 def _fingerprint(launch: Launch) -> str:
-    facts = encode_json([__version__, repr(launch.model), launch.config.shown()])
+    facts = encode_json([__version__, repr(launch.model), launch.config.public_fields()])
     return "fp_" + hashlib.sha256(facts).hexdigest()[:12]
 
 
