@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime import log
+from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.contract import (
     ENV_HUB_ENDPOINT,
@@ -56,12 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         FLAG_DOWNLOAD_DIR,
-        dest="download_dir",
         type=Path,
         default=None,
         metavar="DIR",
         help="directory of the models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
     )
+    add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
 def run(arguments: argparse.Namespace) -> int:

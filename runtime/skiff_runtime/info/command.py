@@ -38,11 +38,11 @@ examples:
 """
 _CONFIG_FLAGS: Final = (
     "revision",
-    "cache_dir",
+    "download_dir",
     "dtype",
     "quantization",
     "max_model_len",
-    "tp",
+    "tp_size",
     "max_running_requests",
     "max_num_batched_tokens",
     "page_size",
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the tables or the JSON, and return the exit code. Raises ``ConfigError`` and ``FetchError``."""
     config = build_config(arguments)
     model = _read_model(config)
-    check_tp_size(model, config.tp)
+    check_tp_size(model, config.tp_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
@@ -99,7 +99,7 @@ def _read_model(config: Config) -> ModelConfig:
     if not config.model.startswith(SCHEME):
         return read_model_config(locate(config), max_model_len=config.max_model_len)
     reference = parse_reference(config.model, config.revision)
-    cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
+    cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
         return read_model_config(path, max_model_len=config.max_model_len)
@@ -122,7 +122,7 @@ def _as_json(
         "parameters": {**asdict(need.parameters), "total": need.parameters.total},
         "dtype": dtype,
         "quantization": need.quantization,
-        "tp": config.tp,
+        "tp": config.tp_size,
         "max_model_len": need.max_model_len,
         "each_rank": {
             "weight_bytes": need.weight_bytes,
@@ -150,7 +150,7 @@ def _print_tables(
     by_part = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of them for K and V"
     kinds = dtype if need.quantization == "none" else f"{need.quantization} and {dtype}"
-    ranks = "" if config.tp == 1 else f" (each of {config.tp} ranks)"
+    ranks = "" if config.tp_size == 1 else f" (each of {config.tp_size} ranks)"
     rows = [
         ("model", f"{config.model}, {model.architecture}"),
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
@@ -165,7 +165,7 @@ def _print_tables(
     console = Console(highlight=False)
     console.print(_table(("", ""), rows, "left"))
     lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_fit_columns(each)) for each in fits]
-    title = "GPU" if config.tp == 1 else f"{config.tp} GPUs"
+    title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
 
 

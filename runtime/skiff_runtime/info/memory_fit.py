@@ -83,17 +83,22 @@ class GpuFit:
 
 
 def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNeed:
-    """Estimate the memory of each of ``config.tp`` ranks in ``dtype``: that of the first rank, which no other exceeds."""
+    """Estimate the memory of each of ``config.tp_size`` ranks in ``dtype``: that of the first rank, which no other exceeds."""
     element_bytes = DTYPE_BYTES[dtype]
     kv_element_bytes = element_bytes if config.kv_cache_dtype == AUTO else 1
     quantization = model.quantization if config.quantization == AUTO else config.quantization
     return MemoryNeed(
         parameters=count_parameters(model),
         quantization=quantization,
-        weight_bytes=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
-        kv_bytes_per_token=kv_bytes_per_token(model, config.tp, kv_element_bytes),
+        weight_bytes=weight_bytes(
+            model, config.tp_size, element_bytes=element_bytes, quantization=quantization
+        ),
+        kv_bytes_per_token=kv_bytes_per_token(model, config.tp_size, kv_element_bytes),
         working_bytes=estimate_working_bytes(
-            replace(config, quantization=quantization), model, ranks=config.tp, element_bytes=element_bytes
+            replace(config, quantization=quantization),
+            model,
+            ranks=config.tp_size,
+            element_bytes=element_bytes,
         ),
         max_model_len=config.max_model_len or model.max_position_embeddings,
     )

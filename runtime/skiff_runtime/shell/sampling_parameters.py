@@ -51,6 +51,6 @@ def parse_parameter(name: str, text: str) -> Any:
         value = parameter.kind(text)
     except ValueError:
         value = float("nan")
-    if not parameter.allowed.holds(value):
+    if not parameter.allowed.contains(value):
         raise ValueError(f"{name} must be {expected} {parameter.allowed}, or {DEFAULT}, not {text!r}")
     return value

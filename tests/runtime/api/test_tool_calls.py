@@ -244,10 +244,10 @@ def test_invalid_tool_fields_are_refused(front: Frontend, fields: dict[str, Any]
 
 
 def test_tools_are_refused_by_a_model_without_tool_calls(tmp_path: Path) -> None:
-    with running_frontend(write_model(tmp_path), tool_parser="auto") as front:
+    with running_frontend(write_model(tmp_path), tool_call_parser="auto") as front:
         reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
         assert reply.status_code == 400
-        assert "--tool-parser" in reply.json()["error"]["message"]
+        assert "--tool-call-parser" in reply.json()["error"]["message"]
 
 
 MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'

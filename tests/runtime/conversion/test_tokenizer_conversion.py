@@ -161,7 +161,7 @@ class TestConversion:
         # A model with other files needs another conversion, for which no directory is writable.
         assert find_or_convert_tokenizer(model, [tmp_path / "file", tmp_path / "cache"]) == first
         (model / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-        with pytest.raises(ModelError, match=r"make a --cache-dir writable"):
+        with pytest.raises(ModelError, match=r"make a --download-dir writable"):
             find_or_convert_tokenizer(model, [tmp_path / "file"])
 
     def test_model_with_its_own_tokenizer_json_is_not_converted(self, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_server_serves_a_model_with_only_a_sentencepiece_file(tmp_path: Path) ->
     write_sentencepiece(model / "tokenizer.model")
     pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     text = "The boat, Köln 🙂"
-    flags = ["--model", str(model), "--cache-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
+    flags = ["--model", str(model), "--download-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
     with (
         LocalServer([*flags, "--max-total-tokens", "4096"]) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,

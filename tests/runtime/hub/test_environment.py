@@ -104,7 +104,7 @@ def test_offline_mode_serves_complete_snapshots_and_refuses_others(
 
 def test_read_only_cache_is_served_with_and_without_marker(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    flags = ("--cache-dir", str(cache))
+    flags = ("--download-dir", str(cache))
     check(skiff_fetch(tmp_path, *flags, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), cache)
     for has_marker in (True, False):
         if not has_marker:
@@ -138,7 +138,7 @@ def test_fetch_works_with_and_without_xet(hub: FakeHub, tmp_path: Path, before: 
     check(done, tmp_path)
 
 
-@pytest.mark.parametrize("flags", [(), ("--cache-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
+@pytest.mark.parametrize("flags", [(), ("--download-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
 def test_only_the_model_is_requested_and_written(
     hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -152,7 +152,7 @@ def test_only_the_model_is_requested_and_written(
 
 def test_fetch_converts_the_tokenizer(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    flags = ("--cache-dir", str(cache))
+    flags = ("--download-dir", str(cache))
     done = skiff_fetch(tmp_path, *flags, name="pieces", HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")
     check(done, cache)
     (converted,) = (cache / "tokenizers").glob("*/tokenizer.json")

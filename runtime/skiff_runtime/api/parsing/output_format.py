@@ -54,7 +54,7 @@ class OutputFormat:
             and (reasoning_parser.OPEN in template or reasoning_parser.CLOSE in template)
         )
         return cls(
-            tool_call_format=select_tool_call_format(config.tool_parser, files.template),
+            tool_call_format=select_tool_call_format(config.tool_call_parser, files.template),
             special_tokens=_read_special_tokens(files.tokenizer),
             reasoning_starts=_find_reasoning_starts(files) if reasons else None,
         )
