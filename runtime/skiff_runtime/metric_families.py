@@ -51,7 +51,10 @@ class Counter(Family):
 
     def add(self, amount: float, *values: str) -> None:
         """Add to one series; adding 0 makes it appear."""
-        self._set(values, self._values.get(values, 0) + amount)
+        if values in self._values:
+            self._values[values] += amount
+        else:
+            self._set(values, amount)
 
     def _samples(self) -> list[Sample]:
         return [Sample(self.name, self._labels[values], number) for values, number in self._values.items()]
