@@ -78,9 +78,7 @@ def _make_parser(words: list[str]) -> Parser:
     _add_lazy_command(
         commands, words[:1], "info", "describe a model, and check whether it fits a GPU", "skiff_runtime.info"
     )
-    _add_lazy_command(
-        commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command"
-    )
+    _add_lazy_command(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
     _add_lazy_command(
         commands,
         words[:1],
