@@ -23,7 +23,7 @@ MIN_RATIO_INCREASE: Final = 0.1
 CLIP_MAX_NEW_TOKENS: Final = 512
 """Remaining outputs count up to this many tokens: requests without a limit of their own seldom produce more."""
 PREEMPTION_HEADROOM_STEPS: Final = 32
-"""After a preemption the ratio covers at least so many further steps of every running request."""
+"""After a preemption the ratio covers at least this many further steps of every running request."""
 
 
 class Admission:

@@ -69,7 +69,7 @@ class Request:
         return self.tokens[:-1]
 
     def start(self, cached_tokens: int) -> None:
-        """Record that it runs for the first time, with so many prompt tokens cached."""
+        """Record that it runs for the first time, with ``cached_tokens`` tokens of its prompt cached."""
         self.has_started = True
         self.cached_tokens = cached_tokens
 

@@ -2,7 +2,7 @@
 
 ``fcfs`` takes them in the order of their queue keys; ``lpm`` takes the longest cached prefix first, so that
 requests with a common prefix run together and read it once. Policies decide by queue keys, counts and the
-cache, never by time, so all ranks decide alike.
+cache, never by time, so all ranks decide the same.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class SchedulePolicy(ABC):
     def candidates(self) -> Iterator[Request]:
         """Yield the waiting requests in the order of admission.
 
-        The caller takes each request out of the queue before it asks for the next one.
+        The caller takes each request out of the queue before it requests the next one.
         """
 
 

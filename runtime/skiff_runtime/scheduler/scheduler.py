@@ -41,7 +41,7 @@ class InFlightStep:
 
 
 class Scheduler:
-    """Decides what the engine computes. Each rank has one, and all of them decide alike, in lockstep."""
+    """Decides what the engine computes. Each rank has one, and all of them decide the same, in lockstep."""
 
     def __init__(
         self,

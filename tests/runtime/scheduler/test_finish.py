@@ -8,7 +8,7 @@ from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, 
 
 
 def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
-    """Return a prompt whose continuation has an EOS within so many tokens, not as the first, and its index."""
+    """Return a prompt whose continuation has an EOS within ``within`` tokens, but not first, and the index."""
     for first in range(200):
         tokens = continuation([first % EOS, first // EOS], within)
         if EOS in tokens[1:] and tokens[0] != EOS:
