@@ -86,18 +86,19 @@ def test_abort_ends_a_decoding_request(service: Service) -> None:
     wait_until(lambda: is_idle(service))
 
 
-def test_flush_frees_cached_pages(service: Service) -> None:
+def test_repeated_prompt_is_cached_until_the_flush(service: Service) -> None:
+    def count_cached_tokens() -> int:
+        reply = post(service, "/v1/completions", model=MODEL, prompt=prompt, max_tokens=1).json()
+        return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
     prompt = "The quick brown fox jumps over the lazy dog, and then some. " * 4
-    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-    post(service, "/v1/completions", **body)
-    cached = post(service, "/v1/completions", **body).json()["usage"]["prompt_tokens_details"][
-        "cached_tokens"
-    ]
-    assert cached > 0
+    before = service.metric("skiff_cached_tokens_total")
+    first, cached = count_cached_tokens(), count_cached_tokens()
+    assert cached > first
+    assert service.metric("skiff_cached_tokens_total") == before + first + cached
     flushed = post(service, "/flush_cache").json()
     assert flushed["pages"] >= cached // 16 and flushed["running"] == 0
-    again = post(service, "/v1/completions", **body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert again == 0
+    assert count_cached_tokens() == 0
 
 
 def test_heartbeats_of_all_processes_are_metrics(service: Service) -> None:

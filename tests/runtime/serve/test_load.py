@@ -160,14 +160,3 @@ def test_refused_requests_hold_nothing(service: Service, expected: dict[str, str
             )
         good.result()
     check_nothing_held(service)
-
-
-def test_repeated_prompt_is_served_from_the_prefix_cache(service: Service) -> None:
-    before = service.metric("skiff_cached_tokens_total")
-    body = {"model": NAME, "prompt": [7] * 100, "max_tokens": 1}
-    replies = [
-        service.http.post(service.url + "/v1/completions", json=body, timeout=60).json() for _ in range(2)
-    ]
-    cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
-    assert cached[1] >= 80
-    assert service.metric("skiff_cached_tokens_total") == before + sum(cached)

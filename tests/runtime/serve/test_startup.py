@@ -1,4 +1,4 @@
-"""Startup failures: one error that says what to change, the exit code, and nothing left behind."""
+"""Startup: phases in the log, and failures with one error that says what to change and an exit code."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ import pytest
 from service import running_service, wait_until
 from tiny_models import make_model
 
-from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE
+from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE, PHASES
 
 
 def truncate_weights(model: Path) -> None:
@@ -58,9 +58,12 @@ def test_startup_failure_names_its_cause(
         assert "Traceback" not in service.log_text()
 
 
-def test_each_start_phase_of_each_rank_is_logged_once(tmp_path: Path) -> None:
-    with running_service(make_model(tmp_path), "--tp", "2") as service:
+def test_start_phases_are_logged_and_timed_and_ipv6_is_served(tmp_path: Path) -> None:
+    with running_service(make_model(tmp_path), "--tp", "2", "--host", "::1") as service:
+        assert service.url.startswith("http://[::1]:")
+        seconds_of_phases = service.http.get(service.url + "/server_info").json()["start_phase_seconds"]
         text = service.log_text()
+    assert list(seconds_of_phases) == [phase for phase in PHASES if phase != "ready"]
     [served] = re.findall(r" service_ready .*seconds=(\S+)", text)
     for rank in ("rank0", "rank1"):
         logged = re.findall(rf" supervisor phase_started process={rank} phase=(\w+) seconds=(\S+)", text)
