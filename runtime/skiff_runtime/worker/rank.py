@@ -12,7 +12,7 @@ from typing import Final
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
     AbortRequest,
     CompiledGrammar,
@@ -139,7 +139,7 @@ def run(child: Child) -> None:
     connect = _bind(child)
     child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
-        cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
+        kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
         rank=child.index, size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
     )
