@@ -10,7 +10,7 @@ from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.models.config import read_model_config
 
 
-def admitted(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
+def accepted_texts(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
     """Those of ``texts`` that may each be all of an answer of the model in this directory."""
     assert grammar is not None
     vocabulary = read_tokenizer_info(read_model_config(model))

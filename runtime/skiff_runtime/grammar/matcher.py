@@ -74,7 +74,7 @@ class LoadedGrammarCache:
 class GrammarMatcher:
     """One answer under one grammar.
 
-    ``bound``: the mask says which tokens may come next. ``stuck``: none may, or one came that may not have.
+    ``is_active``: the mask says which tokens may come next. ``is_stuck``: none may, or one came that may not have.
     Neither: the grammar has ended with its answer, and what comes behind is free.
     """
 
@@ -82,14 +82,14 @@ class GrammarMatcher:
         """``mask`` int32[words] is filled each time the answer goes on."""
         self.matcher = xgrammar.GrammarMatcher(grammar)
         self._mask = mask.reshape(1, -1)
-        self.bound = True
-        self.stuck = False
+        self.is_active = True
+        self.is_stuck = False
 
-    def follow(self, tokens: Iterable[int]) -> None:
+    def accept(self, tokens: Iterable[int]) -> None:
         """Go on with ``tokens`` and fill the mask for the one behind them."""
         for token in tokens:
             self.note_accepted(token, self.matcher.accept_token(token))
-            if not self.bound:
+            if not self.is_active:
                 return
         self.fill()
 
@@ -98,7 +98,7 @@ class GrammarMatcher:
         if not accepted:
             self._fail(f"token {token} is not what the grammar admits")
         elif self.matcher.is_terminated():
-            self.bound = False
+            self.is_active = False
 
     def fill(self) -> None:
         """Fill the mask for the next token."""
@@ -112,12 +112,12 @@ class GrammarMatcher:
     def note_filled(self) -> None:
         """Take in that the mask was filled: the answer is stuck where it admits no token."""
         if not self._mask.any():
-            self.bound, self.stuck = False, True
+            self.is_active, self.is_stuck = False, True
 
     def _fail(self, reason: str) -> None:
         log.error("grammar_failed", error=reason)
         self._mask.fill(0)
-        self.bound, self.stuck = False, True
+        self.is_active, self.is_stuck = False, True
 
 
 class BatchGrammarMatcher:
@@ -132,14 +132,14 @@ class BatchGrammarMatcher:
         self._masks = masks
         self._batch = xgrammar.BatchGrammarMatcher(threads)
 
-    def follow(
+    def accept(
         self, followers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]
     ) -> None:
         """Go on with one of ``tokens`` each, and fill the masks of those in ``slots`` that go on."""
         accepted = self._batch.batch_accept_token([each.matcher for each in followers], list(tokens))
         for follower, token, taken in zip(followers, tokens, accepted, strict=True):
             follower.note_accepted(token, taken)
-        going = [(each, slot) for each, slot in zip(followers, slots, strict=True) if each.bound]
+        going = [(each, slot) for each, slot in zip(followers, slots, strict=True) if each.is_active]
         filled = len(going) >= MIN_BATCH and self._fill(going)
         for follower, _ in going:
             if filled:

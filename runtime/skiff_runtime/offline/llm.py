@@ -38,7 +38,7 @@ from skiff_runtime.offline.sampling_params import Sampling
 from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.progress import Counter
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
-from skiff_runtime.tokenizer.tokenizer_worker import copies, load_prompt_builder
+from skiff_runtime.tokenizer.tokenizer_worker import expand_copies, load_prompt_builder
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -168,7 +168,7 @@ class LLM:
             constraint = sampling.constraint()
             if constraint is not None:
                 built = msgspec.structs.replace(built, grammar=self._backend.compile(constraint))
-            requests += copies(built, sampling.n)
+            requests += expand_copies(built, sampling.n)
         self._next_uid += len(requests)
         return requests
 

@@ -76,14 +76,14 @@ class TokenizerWorker:
             self._generate(message)
 
     def _generate(self, message: TokenizeRequest) -> None:
-        requests = copies(self._builder.build(message), message.copies)
+        requests = expand_copies(self._builder.build(message), message.copies)
         if message.grammar is not None:
             requests = iter(self._grammars.attach(requests, message.grammar))
         for request in requests:
             self._scheduler.send(request)
 
 
-def copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
+def expand_copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
     """``count`` requests like ``request``, whose uids and seeds count upwards (seeds within 64 bits)."""
     yield request
     for index in range(1, count):

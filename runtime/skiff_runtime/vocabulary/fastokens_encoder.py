@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from skiff_runtime import log
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.vocabulary.probe_texts import PROBE
+from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 EncodeText = Callable[[str, bool], NDArray[np.int64]]
 """Text, and whether the tokenizer's own special tokens are added -> ids int64[T]."""
@@ -78,11 +78,11 @@ def _first_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
 
 def _probe(tokenizer: Tokenizer) -> Iterator[str]:
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
-    yield from PROBE
+    yield from PROBE_TEXTS
     for content in added:
         yield from (content, f"a {content} b", f"a{content}b\n{content}{content}")
     choose = random.Random(_SEED)
-    pieces = [piece for text in PROBE for piece in (*text.split(" "), *text[:40])] + added
+    pieces = [piece for text in PROBE_TEXTS for piece in (*text.split(" "), *text[:40])] + added
     for _ in range(MIXTURES):
         drawn = choose.choices(pieces, k=choose.randint(1, MIXTURE_PIECES))
         yield choose.choice(("", " ", "\n", "  ")).join(drawn)

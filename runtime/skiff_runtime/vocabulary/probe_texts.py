@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROBE: Final = (
+PROBE_TEXTS: Final = (
     "",
     " ",
     "\n",

@@ -32,8 +32,8 @@ def test_a_mask_admits_exactly_what_can_follow(
     grammar = made.compiler.compile_regex(pattern)
     mask = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
     follower, naive = GrammarMatcher(grammar, mask), xgrammar.GrammarMatcher(grammar)
-    follower.follow(())
-    while follower.bound:
+    follower.accept(())
+    while follower.is_active:
         logits = torch.zeros(3, VOCAB_SIZE)
         apply_token_bitmask(logits, torch.tensor([1]), torch.from_numpy(mask[None]))
         assert not logits[[0, 2]].any()
@@ -41,8 +41,8 @@ def test_a_mask_admits_exactly_what_can_follow(
         assert admitted == [token for token in range(VOCAB_SIZE) if naive.fork().accept_token(token)]
         token = data.draw(st.sampled_from(admitted))
         assert naive.accept_token(token)
-        follower.follow((token,))
-    assert naive.is_terminated() and not follower.stuck
+        follower.accept((token,))
+    assert naive.is_terminated() and not follower.is_stuck
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,18 +64,18 @@ def test_a_batch_goes_on_as_each_answer_would_alone(
     single = [GrammarMatcher(grammar, mask) for grammar, mask in zip(grammars, alone, strict=True)]
     batch = BatchGrammarMatcher(together, threads)
     for follower in (*batched, *single):
-        follower.follow(())
+        follower.accept(())
     for _ in range(12):
-        going = [index for index in range(count) if single[index].bound]
+        going = [index for index in range(count) if single[index].is_active]
         if not going:
             break
         tokens = [data.draw(st.sampled_from(tokens_of(alone[index]))) for index in going]
         if data.draw(st.booleans()):
             tokens[0] = data.draw(st.integers(0, VOCAB_SIZE - 1))
-        batch.follow([batched[each] for each in going], [slots[each] for each in going], tokens)
+        batch.accept([batched[each] for each in going], [slots[each] for each in going], tokens)
         for index, token in zip(going, tokens, strict=True):
-            single[index].follow((token,))
-        states = [[(each.bound, each.stuck) for each in some] for some in (batched, single)]
+            single[index].accept((token,))
+        states = [[(each.is_active, each.is_stuck) for each in some] for some in (batched, single)]
         assert states[0] == states[1]
         assert np.array_equal(together[slots], alone)
 
