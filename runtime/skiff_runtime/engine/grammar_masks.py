@@ -27,7 +27,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
 
 if TYPE_CHECKING:
-    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher, LoadedGrammarCache
+    from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
+    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher
 
 MAX_FILLING_THREADS: Final = 8
 Rows = NDArray[np.int64]
@@ -163,7 +164,7 @@ class GrammarMaskManager:
         )
 
     def _open_shelf(self) -> "LoadedGrammarCache":
-        from skiff_runtime.grammar.matcher import LoadedGrammarCache
+        from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
         from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 
         with self._opening:

@@ -100,7 +100,7 @@ class EngineClient:
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """A grammar made ready for the model. Raises RequestError where it cannot be, or takes too long."""
-        return self._compilations.wait(grammar)
+        return self._compilations.compile(grammar)
 
     def _watch(self) -> None:
         """Take what the ranks report, and notice when one has ended."""

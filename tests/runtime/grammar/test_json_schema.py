@@ -10,8 +10,8 @@ from json_schemas import COUNT, varied_schemas
 from jsonschema import Draft202012Validator
 
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.compiler.grammar_compiler import schema_to_ebnf
-from skiff_runtime.grammar.schema.lowering import lower
+from skiff_runtime.grammar.schema.ebnf import schema_to_ebnf
+from skiff_runtime.grammar.schema.lowering import lower_schema
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> N
         ({"type": "string", "frobnicate": 1}, "'frobnicate'"),
         ({"type": "string", "pattern": "^a", "maxLength": 3}, "'pattern' and 'maxLength'"),
         ({"type": "string", "format": "color"}, "'format' .* known are date"),
-        ({"type": "string", "pattern": "("}, "no valid regular expression"),
+        ({"type": "string", "pattern": "("}, "not a valid regular expression"),
         ({"type": "string", "pattern": "(?=a)b"}, "group"),
         ({"type": "string", "pattern": '^"$'}, "quotation mark"),
         ({"type": "string", "pattern": "\\x22"}, "quotation mark"),
@@ -109,19 +109,19 @@ def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> N
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": False, "required": ["b"]}, "is false"),
         ({"type": "object", "properties": {"a": {}}, "minProperties": 3}, "more properties than"),
-        ({"type": "frob"}, "names the type 'frob'"),
+        ({"type": "frob"}, "names the unknown type"),
         ({"type": 5}, "'type'"),
         ({"enum": []}, "'enum'"),
         ({"enum": [2**60]}, "beyond 2"),
-        ({"type": "string", "const": 5}, "has the wanted type"),
+        ({"type": "string", "const": 5}, "has the required type"),
         ({"const": "a", "minLength": 3}, "'minLength' beside"),
         ({"anyOf": []}, "'anyOf'"),
-        ({"anyOf": [False]}, "any of 'anyOf'"),
+        ({"anyOf": [False]}, "any branch of 'anyOf'"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may meet both branch 0 and branch 1"),
         ({"oneOf": [{"type": "integer"}, {"properties": {"a": {}}}]}, "may meet both"),
         ({"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]}, "cannot be combined"),
-        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nothing has both types"),
-        ({"$ref": "#/$defs/none"}, "not there"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value has both types"),
+        ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"$ref": "https://example.org/schema"}, "must point into the schema itself"),
         ({"$ref": "#"}, "no finite value"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value"),
@@ -147,4 +147,4 @@ def test_bombs_are_refused_before_they_grow() -> None:
         with pytest.raises(
             InvalidRequest, match=r"larger than|deeper than|cannot be combined|within another"
         ):
-            lower(bomb)
+            lower_schema(bomb)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tiny_models import make_model
 from tiny_tokenizer import VOCAB_SIZE
 
-from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher, LoadedGrammarCache
+from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
+from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask
 from skiff_runtime.messages import CompiledGrammar
 

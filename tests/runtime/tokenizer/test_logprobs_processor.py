@@ -26,14 +26,14 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.tokenizer.detokenizer import Detokenizer
 from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
-from skiff_runtime.vocabulary.decode_stream import Decoder, WindowDecoder
+from skiff_runtime.vocabulary.decode_stream import TokenDecoder, WindowDecoder
 from skiff_runtime.vocabulary.encoder import load_tokenizer
 
 RUNNING = FinishReason.RUNNING
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Decoder]:
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, TokenDecoder]:
     directory = tmp_path_factory.mktemp("bytes")
     write_tokenizer(directory)
     decoder = read_byte_level_decoder(directory / "tokenizer.json")
@@ -79,7 +79,7 @@ def batch(
     )
 
 
-def test_a_byte_level_token_writes_its_bytes(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_a_byte_level_token_writes_its_bytes(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     text = "Grüße 🙂 boat"
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
@@ -100,7 +100,7 @@ def test_a_piece_writes_its_bytes(pieces: Tokenizer) -> None:
     assert decoder.token_bytes(-1) == decoder.token_bytes(10**6) == b""
 
 
-def test_rows_keep_their_logprobs_when_others_are_dropped(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_rows_keep_their_logprobs_when_others_are_dropped(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     word, other = tokenizer.encode("boat pod", add_special_tokens=False).ids[:2]
     detokenizer = Detokenizer(decoder)
@@ -125,7 +125,7 @@ def test_rows_keep_their_logprobs_when_others_are_dropped(byte_level: tuple[Toke
     assert texts.flushed == [Flushed(uid=7, pages=3, running=1)]
 
 
-def test_nothing_is_told_of_rows_behind_a_stop_string(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_nothing_is_told_of_rows_behind_a_stop_string(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     word = tokenizer.encode("boat", add_special_tokens=False).ids[0]
     detokenizer = Detokenizer(decoder)
@@ -139,7 +139,7 @@ def test_nothing_is_told_of_rows_behind_a_stop_string(byte_level: tuple[Tokenize
     assert (late.texts, late.logprobs) == ([], [])
 
 
-def test_a_prompt_is_told_with_texts(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_a_prompt_is_told_with_texts(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     word, other = tokenizer.encode("boat pod", add_special_tokens=False).ids[:2]
     run = PromptLogprobs(

@@ -42,7 +42,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.processes.launch import Launch
-from skiff_runtime.tokenizer.grammar_queue import Grammars
+from skiff_runtime.tokenizer.grammar_queue import GrammarQueue
 from skiff_runtime.tokenizer.tokenizer_worker import TokenizerWorker, load_prompt_builder
 
 CONTEXT = 64
@@ -53,7 +53,7 @@ class Bench:
     """A worker, and the sockets it writes to."""
 
     worker: TokenizerWorker
-    grammars: Grammars
+    grammars: GrammarQueue
     poller: zmq.Poller
     scheduler_inbox: "Receiver[Any]"
     api_inbox: "Receiver[Any]"
@@ -72,7 +72,7 @@ class Bench:
         while len(self.grammars):
             assert time.monotonic() < deadline, "a request still waits for its grammar"
             self.poller.poll(int(self.grammars.seconds_left(0.5) * 1000) + 1)
-            self.worker.turn()
+            self.worker.forward_decided()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def running_bench(directory: Path) -> Iterator[Bench]:
     endpoints, poller = Endpoints(directory), zmq.Poller()
     inboxes = Receiver[Any](endpoints.rank(0), ToScheduler), Receiver[Any](endpoints.api, ToApi)
     senders = Sender(endpoints.rank(0)), Sender(endpoints.api)
-    grammars = Grammars(GrammarCompileQueue(launch, poller))
+    grammars = GrammarQueue(GrammarCompileQueue(launch, poller))
     worker = TokenizerWorker(load_prompt_builder(launch), grammars, scheduler=senders[0], api=senders[1])
     yield Bench(worker, grammars, poller, *inboxes)
     grammars.close()
@@ -128,7 +128,7 @@ def kill_compiler(bench: Bench, but: int = 0) -> int:
                     child.kill()
                     return child.pid
         bench.poller.poll(10)
-        bench.worker.turn()
+        bench.worker.forward_decided()
     raise AssertionError("no process compiles")
 
 
@@ -210,7 +210,7 @@ def test_a_request_waits_for_its_grammar_and_others_go_on(bench: Bench) -> None:
         (Grammar(GrammarKind.REGEX, "("), "cannot be compiled.*parenthesis"),
         (Grammar(GrammarKind.EBNF, "root ::= other"), "cannot be compiled.*other"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}'), "'uniqueItems' .* at # is not supported"),
-        (Grammar(GrammarKind.JSON_SCHEMA, '{"anyOf": ['), "no valid JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"anyOf": ['), "not valid JSON"),
         (Grammar(GrammarKind.REGEX, "(a|b)^c"), "cannot be enforced.*should be at the start"),
         (slow(400), "not compiled within 1.5 s"),
         (Grammar(GrammarKind.REGEX, "a"), ""),

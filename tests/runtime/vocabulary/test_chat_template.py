@@ -101,7 +101,7 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_without_template() -> None:
     template = ChatTemplate(None, TOKENS)
-    assert not template.usable
+    assert not template.is_usable
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
         template.render(ChatPrompt(CHAT))
 

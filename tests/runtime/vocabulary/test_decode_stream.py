@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
-from skiff_runtime.vocabulary.decode_stream import Decoder, DecodeStream, WindowDecoder
+from skiff_runtime.vocabulary.decode_stream import DecodeStream, TokenDecoder, WindowDecoder
 from skiff_runtime.vocabulary.encoder import load_tokenizer
 
 TRICKY = st.text(
@@ -21,7 +21,7 @@ TRICKY = st.text(
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Decoder]:
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, TokenDecoder]:
     directory = tmp_path_factory.mktemp("bytes")
     write_tokenizer(directory)
     decoder = read_byte_level_decoder(directory / "tokenizer.json")
@@ -44,7 +44,7 @@ def increments(stream: DecodeStream, ids: list[int]) -> list[str]:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_of_a_byte_level_vocabulary(
-    byte_level: tuple[Tokenizer, Decoder], data: st.DataObject, skip: bool
+    byte_level: tuple[Tokenizer, TokenDecoder], data: st.DataObject, skip: bool
 ) -> None:
     tokenizer, decoder = byte_level
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=50))
@@ -55,7 +55,7 @@ def test_any_ids_of_a_byte_level_vocabulary(
 @settings(max_examples=300, deadline=None)
 @given(text=TRICKY)
 @example(text="🙂<|end|>")
-def test_no_increment_shows_half_a_character(byte_level: tuple[Tokenizer, Decoder], text: str) -> None:
+def test_no_increment_shows_half_a_character(byte_level: tuple[Tokenizer, TokenDecoder], text: str) -> None:
     """Of any text, one that names a special token among them."""
     tokenizer, decoder = byte_level
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -67,7 +67,7 @@ def test_no_increment_shows_half_a_character(byte_level: tuple[Tokenizer, Decode
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_window_of_a_byte_level_vocabulary(
-    byte_level: tuple[Tokenizer, Decoder], data: st.DataObject, skip: bool
+    byte_level: tuple[Tokenizer, TokenDecoder], data: st.DataObject, skip: bool
 ) -> None:
     """The general method agrees with the table wherever the bytes are well formed."""
     tokenizer, _ = byte_level
@@ -102,7 +102,7 @@ def test_a_window_stays_short(pieces: Tokenizer) -> None:
         assert len(stream._ids) < 32
 
 
-def test_ids_beyond_the_vocabulary_write_nothing(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_ids_beyond_the_vocabulary_write_nothing(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     assert (
         increments(decoder.stream(skip_special_tokens=True), [10**6, tokenizer.get_vocab_size()]) == [""] * 3

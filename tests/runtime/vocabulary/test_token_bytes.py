@@ -10,9 +10,10 @@ from piece_tokenizer import write_piece_tokenizer
 from tiny_config import write_config
 from tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_tokenizer
 
-from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info, token_bytes
+from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.vocabulary.encoder import load_tokenizer
+from skiff_runtime.vocabulary.token_bytes import read_token_bytes
 
 PADDED = 500
 
@@ -21,7 +22,7 @@ PADDED = 500
 def test_joined_bytes_are_the_text(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    written = token_bytes(tmp_path / "tokenizer.json", PADDED)
+    written = read_token_bytes(tmp_path / "tokenizer.json", PADDED)
     assert len(written) == PADDED
 
     @settings(max_examples=100, deadline=None)
@@ -47,4 +48,4 @@ def test_special_tokens_and_padding_are_never_text(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path: Path) -> None:
     """Some checkpoints know fewer tokens than their tokenizer."""
     write_tokenizer(tmp_path)
-    assert len(token_bytes(tmp_path / "tokenizer.json", 300)) == 300
+    assert len(read_token_bytes(tmp_path / "tokenizer.json", 300)) == 300
