@@ -156,8 +156,9 @@ class DetokenizerWorker:
         self._api = api
 
     def serve(self, batch: TokenBatch) -> None:
-        """Send one batch as text. The scheduler is informed first of the requests that a stop string ended."""
+        """Detokenize one batch and send it to the API. Abort the requests that a stop string ended."""
         texts, stopped = self._detokenizer.detokenize(batch)
+        # First the aborts: each step that the scheduler plans before them computes a token in vain.
         for uid in stopped:
             self._scheduler.send(AbortRequest(uid=uid, finish=FinishReason.STOP))
         self._api.send(texts)
@@ -213,6 +214,7 @@ def _run_with_tokenizer(
         poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for batch in batches.drain(MAX_BATCHES_PER_TURN):
             worker.serve(batch)
+        # One prompt at a time, because streams of running requests wait meanwhile.
         for message in prompts.drain(1):
             tokenizer.serve(message)
         tokenizer.forward_decided()

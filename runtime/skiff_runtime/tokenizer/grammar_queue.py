@@ -68,7 +68,7 @@ class GrammarQueue:
         return decided
 
     def seconds_left(self, limit: float) -> float:
-        """Return the time in seconds for which the process may sleep, at most ``limit``."""
+        """Return the seconds for which the process may sleep, at most ``limit``."""
         left = self._compile_queue.seconds_left()
         return limit if left is None else min(left, limit)
 

@@ -28,7 +28,7 @@ MAX_RENDERED_CHARACTERS: Final = 32 << 20
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 _MAX_EXPONENT: Final = 64
 _MAX_MESSAGE_CHARACTERS: Final = 500
-_MARK: Final = "[the answer goes on here: 5b1f6c0e] "
+_MARK: Final = "[the answer continues here: 5b1f6c0e] "
 """Added to the end of a message that the answer continues. A template that trims contents removes its final blank."""
 
 _TEMPLATE_FAULTS: Final = (
@@ -117,7 +117,7 @@ def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Return ``text`` up to the mark. If the template trimmed the mark, it would have trimmed the content as well."""
+    """Return ``text`` up to the mark. If the template trimmed the mark's final blank, trim the content as well."""
     end = text.rfind(_MARK.rstrip())
     if end < 0:
         raise InvalidRequest(
@@ -203,7 +203,7 @@ def _raise_timeout(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block after ``seconds``. Has no effect outside of the main thread."""
+    """Raise ``TimeoutError`` in the block after ``seconds``; in other threads than the main one, never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -34,6 +34,7 @@ def are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool
         members = left.get("allOf")
         if isinstance(members, list) and any(are_disjoint(m, right, resolve, depth + 1) for m in members):
             return True
+    # Two lists of values are compared exactly; otherwise each type that both allow must be excluded by itself.
     mine, theirs = _enumerate(one), _enumerate(other)
     if mine is not None and theirs is not None:
         return not any(is_same_value(a, b) for a in mine for b in theirs)
@@ -44,8 +45,12 @@ def are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool
 def _are_disjoint_as(
     kind: str, one: dict[str, Any], other: dict[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return True if it is proved that no value of this type meets both schemas."""
+    """Return True if it is proved that no value of this type meets both schemas.
+
+    For objects, a property that both require, with disjoint schemas, is such a proof (the tag of a tagged union).
+    """
     if kind == "number":
+        # Exclusive bounds are not considered: then more counts as overlapping than does overlap.
         return _highest(one) < _lowest(other) or _highest(other) < _lowest(one)
     if kind != "object":
         return False

@@ -35,7 +35,12 @@ _CONTEXTUAL: Final = (
     frozenset({"properties", "patternProperties", "additionalProperties", "propertyNames"}),
     frozenset({"items", "prefixItems"}),
 )
-"""Groups of keywords whose meaning depends on the others of their group in the same schema."""
+"""Groups of keywords whose meaning depends on the other keywords of their group in the same schema.
+
+``additionalProperties`` of one schema, for example, excludes the ``properties`` of the other.
+"""
+_LOWER_BOUNDS: Final = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"})
+_UPPER_BOUNDS: Final = frozenset({"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"})
 
 
 def strip_annotations(node: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +57,9 @@ def strip_annotations(node: dict[str, Any]) -> dict[str, Any]:
 def merge(one: dict[str, Any], other: dict[str, Any], location: str) -> dict[str, Any]:
     """Return a schema of the values that meet both. ``location`` is that of ``other``, for errors."""
     for group in _CONTEXTUAL:
-        both = (one.keys() & group, other.keys() & group)
-        if all(both) and both[0] | both[1] != {"properties"}:
-            raise _conflict(min(both[1] - {"properties"} or both[0] - {"properties"}), location)
+        mine, theirs = one.keys() & group, other.keys() & group
+        if mine and theirs and mine | theirs != {"properties"}:
+            raise _conflict(min(theirs - {"properties"} or mine - {"properties"}), location)
     whole = dict(one)
     for keyword, value in other.items():
         whole[keyword] = (
@@ -72,13 +77,9 @@ def _merge_keyword(keyword: str, one: Any, other: Any, location: str) -> Any:
         return _merge_properties(one, other, location)
     if keyword == "type":
         return _merge_types(one, other, location)
-    if keyword in ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties") and _are_numbers(
-        one, other
-    ):
+    if keyword in _LOWER_BOUNDS and _are_numbers(one, other):
         return max(one, other)
-    if keyword in ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties") and _are_numbers(
-        one, other
-    ):
+    if keyword in _UPPER_BOUNDS and _are_numbers(one, other):
         return min(one, other)
     raise _conflict(keyword, location)
 

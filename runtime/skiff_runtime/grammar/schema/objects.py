@@ -18,11 +18,12 @@ def lower_object(keywords: Schema, location: str, lower: LowerSchema) -> Schema:
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise InvalidRequest(f"'required' of the JSON schema at {location} must be a list of names")
     named = bool(properties or required)
-    kinds = [keyword for keyword, there in (("properties", named), ("patternProperties", patterns)) if there]
-    kinds += ["propertyNames"] if keywords.get("propertyNames", True) is not True else []
-    if len(kinds) > 1:
+    # xgrammar enforces only one way to constrain names: a list, patterns, or a schema of all names.
+    ways = [keyword for keyword, used in (("properties", named), ("patternProperties", patterns)) if used]
+    ways += ["propertyNames"] if keywords.get("propertyNames", True) is not True else []
+    if len(ways) > 1:
         raise InvalidRequest(
-            f"'{kinds[0]}' and '{kinds[1]}' of the JSON schema at {location} cannot both be enforced; keep one"
+            f"'{ways[0]}' and '{ways[1]}' of the JSON schema at {location} cannot both be enforced; keep one"
         )
     found: Schema = {"type": "object"}
     if named:
@@ -44,11 +45,13 @@ def _lower_named(
     lowered: Schema = {}
     for name, schema in properties.items():
         if schema is False and name not in required and others is False:
-            continue
+            continue  # forbidden by name, and as an additional property as well
         lowered[name] = lower(schema, f"{location}/properties/{name[:60]}")
     for name in required:
         if name not in lowered:
-            default = True if "additionalProperties" not in keywords else others
+            default = (
+                True if "additionalProperties" not in keywords else others
+            )  # required, but not described
             lowered[name] = lower(default, f"{location}/required/{name[:60]}")
     rest = False if others is False else lower(others, f"{location}/additionalProperties")
     return {"properties": lowered, "required": required, "additionalProperties": rest}
@@ -61,7 +64,7 @@ def _lower_patterns(patterns: Schema, location: str, lower: LowerSchema) -> Sche
     are kept apart by their literal prefixes.
     """
     what = f"'patternProperties' of the JSON schema at {location}"
-    written = {pattern: check_pattern(pattern, what) for pattern in patterns}
+    checked = {pattern: check_pattern(pattern, what) for pattern in patterns}
     prefixes = [literal_prefix(pattern) for pattern in patterns]
     for index, prefix in enumerate(prefixes):
         for other in prefixes[:index]:
@@ -72,7 +75,7 @@ def _lower_patterns(patterns: Schema, location: str, lower: LowerSchema) -> Sche
                     "begin each with ^ and distinct letters"
                 )
     return {
-        written[pattern]: lower(schema, f"{location}/patternProperties")
+        checked[pattern]: lower(schema, f"{location}/patternProperties")
         for pattern, schema in patterns.items()
     }
 
@@ -94,10 +97,8 @@ def _lower_free(keywords: Schema, location: str, lower: LowerSchema) -> Schema:
 
 
 def _lower_counts(keywords: Schema, found: Schema, location: str) -> Schema:
-    low, high = (
-        read_count(keywords, "minProperties", location),
-        read_count(keywords, "maxProperties", location, MAX_COUNT),
-    )
+    low = read_count(keywords, "minProperties", location)
+    high = read_count(keywords, "maxProperties", location, MAX_COUNT)
     needed = len(found.get("required", ()))
     closed = found["additionalProperties"] is False and "patternProperties" not in found
     most = len(found.get("properties", ())) if closed else MAX_COUNT
