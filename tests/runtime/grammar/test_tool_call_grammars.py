@@ -1,4 +1,4 @@
-"""Calls that a grammar enforces are read back by the parser of their format, with arguments that are valid."""
+"""Tool calls under a grammar are parsed by the parser of their format, with valid arguments."""
 
 import json
 from typing import Any
@@ -49,8 +49,8 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
     return Walker(tmp_path_factory.mktemp("model"))
 
 
-def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the calls of a text."""
+def parse_calls(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Parse a text into its content and its calls."""
     parser = dialect.parser(Tools(frozenset(SCHEMAS)))
     deltas = [*parser.push(text), *parser.finish()]
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
@@ -64,13 +64,13 @@ def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, A
 
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) -> None:
+def test_enforced_calls_are_parsed(walker: Walker, name: str, several: bool) -> None:
     dialect = DIALECTS[name]
     grammar = structural_tag_grammar(dialect.calls(TOOLS, several=several), "tools")
     texts = list(walker.walk(grammar, name, 12))
     counts = set()
     for text in texts:
-        content, calls = calls_of(dialect, text)
+        content, calls = parse_calls(dialect, text)
         assert not content, text
         for tool, arguments in calls:
             Draft202012Validator(SCHEMAS[tool]).validate(arguments)
@@ -79,23 +79,23 @@ def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) 
     assert counts == {1} if not several else min(counts) == 1
 
 
-def test_a_call_or_an_answer(walker: Walker) -> None:
+def test_either_a_call_or_an_answer_is_enforced(walker: Walker) -> None:
     forms = [to_structural_tag(choice_grammar(["yes", "no"], "x")), HERMES.calls(TOOLS, several=False)]
     seen = set()
     for text in walker.walk(structural_tag_grammar({"type": "or", "elements": forms}, "x"), "either", 12):
-        content, calls = calls_of(HERMES, text)
+        content, calls = parse_calls(HERMES, text)
         assert (content in ("yes", "no")) != bool(calls)
         seen.add(bool(calls))
     assert seen == {True, False}
 
 
-def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
+def test_calls_within_text_have_valid_arguments(walker: Walker) -> None:
     form = HERMES.triggered_calls_format(TOOLS)
     assert form is not None
     texts = list(walker.walk(structural_tag_grammar(form, "tools"), "free", 4))
     assert texts
     for text in texts:
-        for tool, arguments in calls_of(HERMES, text)[1]:
+        for tool, arguments in parse_calls(HERMES, text)[1]:
             Draft202012Validator(SCHEMAS[tool]).validate(arguments)
     assert LLAMA3.triggered_calls_format(TOOLS) is None
 
@@ -110,7 +110,7 @@ def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
     ],
     ids=["choice", "regex", "schema"],
 )
-def test_grammars_behind_reasoning(walker: Walker, grammar: Any, thinking: ReasoningStart) -> None:
+def test_grammar_applies_after_the_reasoning(walker: Walker, grammar: Any, thinking: ReasoningStart) -> None:
     whole = allow_reasoning_before(grammar, thinking)
     for text in walker.walk(whole, str(thinking), 8):
         parser = ChatOutputParser(ReasoningParser(thinking), None)
@@ -134,7 +134,7 @@ def test_grammars_behind_reasoning(walker: Walker, grammar: Any, thinking: Reaso
         ("llama3", "{% if tools %}<tool_call>{% endif %}", LLAMA3),
     ],
 )
-def test_the_format_is_found_in_the_template(
+def test_tool_call_format_is_found_in_the_template(
     choice: str, template: str | None, found: ToolCallFormat | None
 ) -> None:
     assert select_tool_call_format(choice, template) is found
