@@ -39,9 +39,9 @@ def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
     return _create(GrammarKind.EBNF, "root ::= " + " | ".join(map(_quote, dict.fromkeys(choices))), param)
 
 
-def structural_tag_grammar(form: dict[str, Any], param: str) -> Grammar:
-    """Return the grammar of ``form``, a format of xgrammar's structural tags."""
-    tag = {"type": "structural_tag", "format": form}
+def structural_tag_grammar(tag_format: dict[str, Any], param: str) -> Grammar:
+    """Return the grammar of ``tag_format``, a format of xgrammar's structural tags."""
+    tag = {"type": "structural_tag", "format": tag_format}
     return _create(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False), param)
 
 
@@ -54,16 +54,17 @@ def to_structural_tag(grammar: Grammar) -> dict[str, Any]:
         case GrammarKind.JSON:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case GrammarKind.JSON_SCHEMA:
-            return {"type": "json_schema", "json_schema": _parse(grammar.source)}
+            return {"type": "json_schema", "json_schema": parse_schema(grammar.source)}
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": grammar.source}
         case GrammarKind.EBNF:
             return {"type": "grammar", "grammar": grammar.source}
-    form: dict[str, Any] = json.loads(grammar.source)["format"]
-    return form
+    tag_format: dict[str, Any] = json.loads(grammar.source)["format"]
+    return tag_format
 
 
-def _parse(source: str) -> Any:
+def parse_schema(source: str) -> Any:
+    """Parse the text of a JSON schema. Raises ``InvalidRequest``."""
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:

@@ -27,7 +27,7 @@ class LogprobsProcessor:
     def convert_rows(
         self, logprobs: list[TokenLogprobs], tokens: NDArray[np.int32], dropped: list[int]
     ) -> list[TextLogprobs]:
-        """Convert the rows of a batch. Skip the ``dropped`` rows (ascending), and number the others as if without them."""
+        """Convert the rows of a batch. Omit the ``dropped`` rows (ascending) and renumber the others accordingly."""
         gone = set(dropped)
         shifts = np.searchsorted(np.array(dropped, np.int64), [each.row for each in logprobs]).tolist()
         return [

@@ -95,6 +95,7 @@ class Encoder:
         )
 
     def _check(self, ids: NDArray[np.int64]) -> Int32:
+        """Return ``ids`` int64[T] as int32[T]. Raises ``InvalidRequest`` if one is outside of the vocabulary."""
         outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if outside.size:
             position = int(outside[0])

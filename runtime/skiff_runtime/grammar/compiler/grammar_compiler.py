@@ -16,6 +16,7 @@ import xgrammar
 
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.grammar.schema.ebnf import schema_to_ebnf
+from skiff_runtime.grammar.spec import parse_schema
 from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.messages import Grammar, GrammarKind
 from skiff_runtime.processes.launch import Launch
@@ -53,12 +54,12 @@ class GrammarCompiler:
             case GrammarKind.JSON:
                 return self._compiler.compile_grammar(schema_to_ebnf(_ANY_OBJECT))
             case GrammarKind.JSON_SCHEMA:
-                return self._compiler.compile_grammar(schema_to_ebnf(_parse(grammar.source)))
+                return self._compiler.compile_grammar(schema_to_ebnf(parse_schema(grammar.source)))
             case GrammarKind.REGEX:
                 return self._compiler.compile_regex(grammar.source)
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(grammar.source)
-        return self._compiler.compile_structural_tag(json.dumps(_replace_schemas(_parse(grammar.source))))
+        return self._compiler.compile_structural_tag(json.dumps(_replace_schemas(json.loads(grammar.source))))
 
 
 def load_compiler(launch: Launch) -> GrammarCompiler:
@@ -78,13 +79,6 @@ def _replace_schemas(tag: Any) -> Any:
     if tag.get("type") == "json_schema":
         return {"type": "grammar", "grammar": schema_to_ebnf(tag["json_schema"])}
     return {name: _replace_schemas(part) for name, part in tag.items()}
-
-
-def _parse(source: str) -> Any:
-    try:
-        return json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}") from None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from skiff_runtime.grammar.schema.merge import merge, strip_annotations
 from skiff_runtime.grammar.schema.objects import lower_object
 from skiff_runtime.grammar.schema.types import (
     TYPE_KEYWORDS,
+    Schema,
     lower_array,
     lower_number,
     lower_string,
@@ -36,8 +37,6 @@ _KNOWN: Final = frozenset(
         *(keyword for keywords in TYPE_KEYWORDS.values() for keyword in keywords),
     }
 )
-
-Schema = dict[str, Any]
 
 
 class UnsatisfiableSchema(InvalidRequest):
@@ -168,7 +167,7 @@ class SchemaLowering:
                 ):
                     raise InvalidRequest(
                         f"'oneOf' of the JSON schema at {location}: one value may meet both branch {earlier} and branch "
-                        f"{index}; tell them apart by type, const, enum, bounds or a property that both require, "
+                        f"{index}; distinguish them by type, const, enum, bounds or a property that both require, "
                         "or use 'anyOf'"
                     )
 

@@ -42,7 +42,7 @@ def check_pattern(pattern: object, what: str) -> str:
 
 
 def literal_prefix(pattern: str) -> str:
-    """Return the letters with which every match begins; "" if the pattern is too complex to say."""
+    """Return the letters with which every match begins; "" if the pattern has no evident ones."""
     if not pattern.startswith("^") or "|" in pattern:
         return ""
     end = 1

@@ -80,10 +80,8 @@ def lower_string(keywords: Schema, location: str) -> Schema:
 
 
 def _lower_lengths(keywords: Schema, location: str) -> Schema:
-    low, high = (
-        read_count(keywords, "minLength", location),
-        read_count(keywords, "maxLength", location, MAX_COUNT),
-    )
+    low = read_count(keywords, "minLength", location)
+    high = read_count(keywords, "maxLength", location, MAX_COUNT)
     if low > high:
         raise InvalidRequest(f"'minLength' exceeds 'maxLength' in the JSON schema at {location}")
     longest = high if "maxLength" in keywords else low
@@ -107,7 +105,7 @@ def lower_number(kind: str, keywords: Schema, location: str) -> Schema:
     bounds = (
         _integer_bounds(keywords)
         if kind == "integer"
-        else {w: v for w, v in keywords.items() if w != "multipleOf"}
+        else {keyword: value for keyword, value in keywords.items() if keyword != "multipleOf"}
     )
     if "multipleOf" not in keywords:
         return {"type": kind, **bounds}
@@ -140,10 +138,8 @@ def lower_array(keywords: Schema, location: str, lower: LowerSchema) -> Schema:
         raise InvalidRequest(
             f"'prefixItems' of the JSON schema at {location} must be a list of schemas, and 'items' one schema"
         )
-    low, high = (
-        read_count(keywords, "minItems", location),
-        read_count(keywords, "maxItems", location, MAX_COUNT),
-    )
+    low = read_count(keywords, "minItems", location)
+    high = read_count(keywords, "maxItems", location, MAX_COUNT)
     rest = keywords.get("items", not prefix)
     prefix = prefix[:high] if "maxItems" in keywords else prefix
     if rest is False or ("maxItems" in keywords and high <= len(prefix)):
@@ -170,7 +166,7 @@ def select_enum_values(node: Schema, location: str) -> list[Any]:
             )
     values = node.get("enum", [node.get("const")])
     if not isinstance(values, list) or not values:
-        raise InvalidRequest(f"'enum' of the JSON schema at {location} must be a list of values, not empty")
+        raise InvalidRequest(f"'enum' of the JSON schema at {location} must be a non-empty list of values")
     if "enum" in node and "const" in node:
         values = [value for value in values if is_same_value(value, node["const"])]
     kinds = node.get("type", list(TYPE_KEYWORDS))
