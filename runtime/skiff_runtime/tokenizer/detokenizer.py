@@ -65,14 +65,15 @@ class Detokenizer:
         ]
         rows = _TextRows(batch)
         for row, (uid, token) in enumerate(zip(rows.uids.tolist(), rows.tokens.tolist(), strict=True)):
-            request = self._requests.pop(uid, None) if rows.finishes[row] else self._requests.get(uid)
+            finish = rows.finishes[row]
+            request = self._requests.pop(uid, None) if finish else self._requests.get(uid)
             if request is None:
                 rows.add_unopened(row)
             elif request.stopped:
                 # The scheduler planned this row before it learned of the stop string.
                 rows.drop(row)
             else:
-                rows.add(row, token, request)
+                rows.add(row, token, finish, request)
         for failed in batch.failed:
             self._requests.pop(failed.uid, None)
         logprobs = (
@@ -102,15 +103,14 @@ class _TextRows:
         self._texts: list[str] = []
         self._usages: list[Usage] = []
 
-    def add(self, row: int, token: int, request: IncrementalDetokenizer) -> None:
+    def add(self, row: int, token: int, finish: int, request: IncrementalDetokenizer) -> None:
         """Detokenize one row. A stop string turns its finish reason into ``STOP``."""
-        finish = self.finishes[row]
         self._texts.append(request.finish(token, FinishReason(finish)) if finish else request.push(token))
         if request.stopped:
             self.finishes[row] = FinishReason.STOP
             if not finish:
                 self.stopped_uids.append(int(self.uids[row]))
-        if self.finishes[row]:
+        if finish or request.stopped:
             self._usages.append(request.usage())
 
     def add_unopened(self, row: int) -> None:
