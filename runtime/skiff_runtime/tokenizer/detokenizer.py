@@ -183,7 +183,7 @@ def run(child: Child) -> None:
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)
     scheduler, api = Sender(endpoints.rank(0)), Sender(endpoints.api)
     worker = DetokenizerWorker(Detokenizer(load_decoder(child.launch)), scheduler=scheduler, api=api)
-    if child.launch.config.tokenizers:
+    if child.launch.config.tokenizer_worker_num:
         _run_alone(child, batches, worker)
         return
     _run_with_tokenizer(child, batches, worker, scheduler=scheduler, api=api)
