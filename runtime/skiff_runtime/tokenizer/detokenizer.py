@@ -177,7 +177,7 @@ def load_decoder(launch: Launch) -> TokenDecoder:
 
 
 def run(child: Child) -> None:
-    """Run the detokenizer process."""
+    """Main function of the detokenizer process."""
     child.phase("config")
     endpoints = child.endpoints
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)
