@@ -27,7 +27,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
 
 if TYPE_CHECKING:
-    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher, LoadedGrammarCache
+    from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
+    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher
 
 MAX_FILLING_THREADS: Final = 8
 Rows = NDArray[np.int64]
@@ -92,18 +93,18 @@ class GrammarMaskManager:
         if len(guided) == 0:
             return guided
         followers = [self._follower(int(slot)) for slot in rows.host_slots[guided]]
-        bound = guided[[each is not None and each.bound for each in followers]]
+        bound = guided[[each is not None and each.is_active for each in followers]]
         if len(bound):
             masks = upload(self._masks[rows.host_slots[bound]], logits.device)
             apply_token_bitmask(logits, upload(bound, logits.device), masks)
-        return guided[[each is None or each.stuck for each in followers]]
+        return guided[[each is None or each.is_stuck for each in followers]]
 
     def follow(self, rows: SampledRows, arrival: Arrival) -> None:
         """Make the next masks as soon as this step's tokens have arrived."""
         followed = []
         for row in np.flatnonzero(self._guided[rows.host_slots]).tolist():
             follower = self._followers[rows.host_slots[row]]
-            if follower is not None and follower.bound:
+            if follower is not None and follower.is_active:
                 followed.append((row, follower))
         if followed:
             future = self._filler.submit(self._follow, rows.host_slots, followed, arrival)
@@ -141,7 +142,7 @@ class GrammarMaskManager:
             log.error("grammar_load_failed", error=str(error))
             return
         follower = GrammarMatcher(grammar, self._masks[opened.slot])
-        follower.follow(opened.tokens[opened.prompt_tokens :].tolist())
+        follower.accept(opened.tokens[opened.prompt_tokens :].tolist())
         self._followers[opened.slot] = follower
 
     def _follow(
@@ -156,14 +157,14 @@ class GrammarMaskManager:
         going = [
             (row, follower) for row, follower in followed if tokens[row] >= 0
         ]  # the others' requests end
-        self._batch.follow(
+        self._batch.accept(
             [follower for _, follower in going],
             [int(host_slots[row]) for row, _ in going],
             [int(tokens[row]) for row, _ in going],
         )
 
     def _open_shelf(self) -> "LoadedGrammarCache":
-        from skiff_runtime.grammar.matcher import LoadedGrammarCache
+        from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
         from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 
         with self._opening:
