@@ -15,7 +15,14 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime.messages import NO_TOKEN
-from skiff_runtime.step import NAN_LOGITS, Logprobs, PromptLogprobsOutput, SlotOpened, StepPlan, StepResult
+from skiff_runtime.step import (
+    NAN_LOGITS,
+    LogprobsOutput,
+    PromptLogprobsOutput,
+    SlotOpened,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB: Final = 40
 NAN: Final = -7
@@ -157,11 +164,11 @@ class SimulatedEngine:
             slot, start + 1, self._logprobs([(slot, place) for place in range(start + 1, end)], top)
         )
 
-    def _logprobs(self, places: list[tuple[int, int]], top: int) -> Logprobs:
+    def _logprobs(self, places: list[tuple[int, int]], top: int) -> LogprobsOutput:
         thoughts = [
             _thought(self._read(slot, place), self._tokens[slot][place], top) for slot, place in places
         ]
-        return Logprobs(
+        return LogprobsOutput(
             np.array([chosen for chosen, _, _ in thoughts], np.float32),
             np.array([ids for _, ids, _ in thoughts], np.int32).reshape(len(thoughts), top),
             np.array([values for _, _, values in thoughts], np.float32).reshape(len(thoughts), top),

@@ -8,11 +8,11 @@ from skiff_runtime.info.gpus import Gpu
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
-    Parameters,
+    ParameterCounts,
     count_parameters,
+    estimate_weight_bytes,
     estimate_working_bytes,
     kv_bytes_per_token,
-    weight_bytes,
 )
 
 LIBRARY_BYTES: Final = 1 << 30
@@ -23,7 +23,7 @@ LIBRARY_BYTES: Final = 1 << 30
 class Need:
     """Bytes that one rank needs, by part. ``context`` is the longest sequence in tokens."""
 
-    parameters: Parameters
+    parameters: ParameterCounts
     quantization: Quantization
     weights: int
     kv_per_token: int
@@ -63,10 +63,12 @@ def need(config: Config, model: ModelConfig, dtype: str) -> Need:
     return Need(
         parameters=count_parameters(model),
         quantization=quantization,
-        weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
+        weights=estimate_weight_bytes(
+            model, config.tp, element_bytes=element_bytes, quantization=quantization
+        ),
         kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
         working=estimate_working_bytes(
-            replace(config, quantization=quantization), model, ranks=config.tp, element_bytes=element_bytes
+            replace(config, quantization=quantization), model, tp_size=config.tp, element_bytes=element_bytes
         ),
         context=config.max_model_len or model.max_position_embeddings,
     )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from skiff_runtime.messages import NO_TOKEN, PromptLogprobs, TokenLogprobs, Wire
 from skiff_runtime.scheduler.request import Request
 from skiff_runtime.scheduler.slots import Rows, Slots
-from skiff_runtime.step import Logprobs, PromptLogprobsOutput, StepResult
+from skiff_runtime.step import LogprobsOutput, PromptLogprobsOutput, StepResult
 
 _FIRST: Final = 1
 """Tokens of a prompt that nothing predicts."""
@@ -30,12 +30,12 @@ def build_token_logprobs(
     return told
 
 
-def _of_row(row: int, logprobs: Logprobs, index: int, count: int) -> TokenLogprobs:
+def _of_row(row: int, logprobs: LogprobsOutput, index: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(
         row=row,
-        logprob=float(logprobs.chosen[index]),
+        logprob=float(logprobs.token_logprobs[index]),
         top_ids=logprobs.top_ids[index, :count].astype(Wire.TOKEN).tobytes(),
-        top_logprobs=logprobs.top[index, :count].astype(Wire.LOGPROB).tobytes(),
+        top_logprobs=logprobs.top_logprobs[index, :count].astype(Wire.LOGPROB).tobytes(),
     )
 
 
@@ -59,7 +59,7 @@ def build_first_prompt_logprobs(request: Request) -> PromptLogprobs | None:
 def of_prompt(request: Request, chunk: PromptLogprobsOutput) -> PromptLogprobs | None:
     """What a chunk adds to what was told of a prompt; a preempted request computes some of it once more."""
     count = request.sampling.prompt_logprobs
-    told, end = request.num_prompt_logprobs_sent, chunk.start + len(chunk.logprobs.chosen)
+    told, end = request.num_prompt_logprobs_sent, chunk.start + len(chunk.logprobs.token_logprobs)
     if count is None or end <= told:
         return None
     assert chunk.start <= told, "tokens of a prompt were passed over"
@@ -70,7 +70,7 @@ def of_prompt(request: Request, chunk: PromptLogprobsOutput) -> PromptLogprobs |
         start=told,
         top=count,
         token_ids=request.tokens[told:end].astype(Wire.TOKEN).tobytes(),
-        logprobs=chunk.logprobs.chosen[fresh].astype(Wire.LOGPROB).tobytes(),
+        logprobs=chunk.logprobs.token_logprobs[fresh].astype(Wire.LOGPROB).tobytes(),
         top_ids=chunk.logprobs.top_ids[fresh, :count].astype(Wire.TOKEN).tobytes(),
-        top_logprobs=chunk.logprobs.top[fresh, :count].astype(Wire.LOGPROB).tobytes(),
+        top_logprobs=chunk.logprobs.top_logprobs[fresh, :count].astype(Wire.LOGPROB).tobytes(),
     )

@@ -43,7 +43,7 @@ class ResultProcessor:
         """
         slots, tokens = self._slots, result.tokens
         alive = slots.alive[rows]
-        self._tell_prompts(result.prompts)
+        self._tell_prompts(result.prompt_logprobs)
         told = logprobs.build_token_logprobs(result, slots, rows, alive)
         if not alive.all():
             rows, tokens = rows[alive], tokens[alive]

@@ -84,7 +84,7 @@ class StepPlanner:
         self._rewrite(draft, due)
         self._number += 1
         step = draft.build(self._number)
-        self._order.planned(step.tokens)
+        self._order.planned(step.num_tokens)
         self._slots.num_in_flight_steps[step.slots] += 1
         duplicates, self._rewrites.duplicates = self._rewrites.duplicates, []
         return Planned(step, self._opened, duplicates, preempted)

@@ -39,7 +39,7 @@ class Gauges:
             **self._levels(),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
-            prefill_tokens=step.tokens - step.decode_rows,
+            prefill_tokens=step.num_tokens - step.decode_rows,
             decode_tokens=step.decode_rows,
             preempted=planned.preempted,
             lookup_tokens=sum(each.prompt_tokens for each in opened if each.sampling.prompt_logprobs is None),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checkpoints import PROMPTS, own_tokens, round_linear_layers
+from fp8_checkpoints import PROMPTS, generate_greedy, quantize_linear_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import load_reference, make_model, oracle_choices
@@ -72,9 +72,9 @@ def test_cache_takes_keys_and_values_in_eight_bits() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokens_are_those_of_transformers_with_rounded_numbers(tmp_path: Path, family: str) -> None:
     path = make_model(tmp_path, family)
-    outputs = own_tokens(path, quantization="fp8")
+    outputs = generate_greedy(path, quantization="fp8")
     oracle = load_reference(path)
-    round_linear_layers(oracle)
+    quantize_linear_layers(oracle)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
 
 
@@ -95,7 +95,7 @@ def test_tokens_with_an_eight_bit_cache_are_those_of_transformers_with_one(
     tmp_path: Path, family: str
 ) -> None:
     path = make_model(tmp_path, family)
-    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3")
+    outputs = generate_greedy(path, kv_cache_dtype="fp8_e4m3")
     oracle = load_reference(path)
     assert oracle_choices(with_rounded_cache(oracle), PROMPTS, outputs) == outputs
     assert oracle_choices(oracle, PROMPTS, outputs) != outputs, "the rounding changes no token of these"
@@ -109,15 +109,15 @@ def test_eight_bit_cache_gives_the_same_tokens_for_any_page_size_and_chunk(
     found = []
     for page_size, budget in ((1, 64), (16, 64), (16, 13)):
         eight: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "quantization": quantization}
-        found.append(own_tokens(path, page_size=page_size, budget=budget, **eight))
+        found.append(generate_greedy(path, page_size=page_size, budget=budget, **eight))
     assert found[0] == found[1] == found[2]
 
 
 def test_eight_bit_weights_and_cache_together_stay_close_to_transformers_with_both(tmp_path: Path) -> None:
     """Not token by token: where sums differ in a last bit, activations round otherwise, and then keys do."""
     path = make_model(tmp_path, "qwen3")
-    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
+    outputs = generate_greedy(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
     oracle = load_reference(path)
-    round_linear_layers(oracle)
+    quantize_linear_layers(oracle)
     chosen = torch.tensor(oracle_choices(with_rounded_cache(oracle), PROMPTS, outputs))
     assert (chosen == torch.tensor(outputs)).float().mean() > 0.85
