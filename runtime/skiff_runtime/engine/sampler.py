@@ -67,15 +67,11 @@ class Sampler:
         return choose(logits, rows.slots, rows.positions, *self.parameters)
 
 
-def _filters_of(sampling: SamplingSpec) -> tuple[float, int, float, float]:
-    """Return (temperature, top_k, top_p, min_p); a temperature of 0 stands for greedy."""
+def _filters_of(sampling: SamplingSpec) -> list[float]:
+    """Return temperature, top_k, top_p and min_p, in the order of the device table; a temperature of 0 means greedy."""
     is_greedy = sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
-    return (
-        0.0 if is_greedy else sampling.temperature,
-        min(sampling.top_k, MAX_TOP_K),
-        sampling.top_p,
-        sampling.min_p,
-    )
+    temperature = 0.0 if is_greedy else sampling.temperature
+    return [temperature, min(sampling.top_k, MAX_TOP_K), sampling.top_p, sampling.min_p]
 
 
 def _to_signed(seed: int) -> int:

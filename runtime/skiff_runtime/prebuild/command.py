@@ -20,7 +20,7 @@ from skiff_runtime.config import AUTO, Config, Dtype
 from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     assert resolved.kernel_cache_dir is not None
     directory = Path(resolved.kernel_cache_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    cache.activate(directory, directory)
+    kernel_cache.activate(directory, directory)
     started = time.monotonic()
     _compile_triton(resolved, model, arguments.arch)
     if _needs_flashinfer(resolved):
