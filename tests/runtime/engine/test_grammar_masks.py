@@ -11,7 +11,7 @@ import pytest
 import xgrammar
 from engine_driver import GREEDY, Driver, Row, make_engine
 from grammar_factory import GrammarFactory
-from thloading import Event
+from threading import Event
 from tiny_models import edit_json, make_model
 from tiny_tokenizer import EOS_ID
 

@@ -8,7 +8,7 @@ import torch
 from kernel_device import DEVICE, TOLERANCE, error, poison
 from paged_contexts import causal_attention
 
-from skiff_runtime.engine.shared_prefix import cut
+from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.e4m3 import E4M3
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack
 from skiff_runtime.kernels.triton.attention.decode_launch import Decode, find_row_counts_by_variant
@@ -118,7 +118,7 @@ def test_decode_with_common_prefixes(
     made = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=cached, seed=dim)
     made.share(groups, tokens)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = cut(groups, tokens, members=2, rows=len(lengths))
+    packed = pack_work_items(groups, tokens, max_rows=2, rows=len(lengths))
     answer = decode(
         q.to(DEVICE),
         made.pool,
