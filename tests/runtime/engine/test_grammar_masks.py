@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,6 @@ import pytest
 import xgrammar
 from engine_driver import GREEDY, Driver, Row, make_engine
 from grammar_factory import GrammarFactory
-from threading import Event
 from tiny_models import edit_json, make_model
 from tiny_tokenizer import EOS_ID
 
