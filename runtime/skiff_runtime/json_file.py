@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
     return value
 
 

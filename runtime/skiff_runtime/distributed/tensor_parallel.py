@@ -130,4 +130,4 @@ def _join(tp_rank: int, tp_size: int, device: torch.device, store: Path, timeout
             timeout=timeout,
         )
     except RuntimeError as error:
-        raise StartupError(f"rank {tp_rank} of {tp_size} could not meet the others: {error}") from error
+        raise StartupError(f"rank {tp_rank} of {tp_size} could not join the other ranks: {error}") from error

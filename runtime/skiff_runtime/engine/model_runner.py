@@ -109,7 +109,7 @@ class ModelRunner(ForwardPass):
         if needed > free:
             raise ConfigError(
                 f"the weights take {needed / MIB:.4g} MiB on each rank in {self._config.dtype}, but {free / MIB:.4g} MiB "
-                "are free; use a smaller model, a shorter --dtype, more memory, or a larger --tp"
+                "are free; use a smaller model, a smaller --dtype, more memory, or a larger --tp"
             )
         layout = make_kv_layout(self._config, meta_model, context.dtype, tp_size=self._group.tp_size)
         self._plan_pages(layout, free - needed)

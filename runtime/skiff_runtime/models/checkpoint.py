@@ -77,11 +77,11 @@ class Checkpoint:
         file = self._file_of(name)
         tensor = file.tensors.get(name)
         if tensor is None:
-            raise ModelError(f"weights file {file.path} lacks the tensor {name!r} that the index promises")
+            raise ModelError(f"weights file {file.path} lacks the tensor {name!r} that the index lists")
         if tensor.shape not in shapes:
             raise ModelError(
                 f"weights file {file.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
-                f"makes it {list(shapes[0])}"
+                f"implies {list(shapes[0])}"
             )
         return file, tensor
 
@@ -98,15 +98,15 @@ class Checkpoint:
         if (self._path / SINGLE_FILE).exists():
             return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise ModelError(
-            f"{self._path} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there "
-            "(other formats are not read); --load-format dummy runs without weights"
+            f"{self._path} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE} exists "
+            "(other formats are not supported); --load-format dummy runs without weights"
         )
 
     def _file_of(self, name: str) -> TensorFile:
         file = self._files.get(name)
         if file is None:
             raise ModelError(
-                f"{self._path}: no weights file holds the tensor {name!r}, which the model needs"
+                f"{self._path}: no weights file contains the tensor {name!r}, which the model needs"
             )
         return self._open_files.get(file) or self._open(file)
 

@@ -131,7 +131,7 @@ def _compile(source: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(expression if name != expression else rf"(?:{expression})(?:(?<=\.)|(?=\.|$))")
     except re.error as error:
-        raise ModelError(f"{source}: {expression!r} is no regular expression: {error}") from None
+        raise ModelError(f"{source}: {expression!r} is not a valid regular expression: {error}") from None
 
 
 def _check_groups(settings: JsonObject) -> None:

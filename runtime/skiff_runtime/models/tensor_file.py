@@ -87,7 +87,7 @@ class TensorFile:
             except OSError as error:
                 raise ModelError(f"cannot read weights file {self.path}: {error.strerror}") from None
             if count == 0:
-                raise self._corrupt("it ends too early")
+                raise self._corrupt("it ends early")
             done += count
 
     def _read_header(self) -> dict[str, StoredTensor]:

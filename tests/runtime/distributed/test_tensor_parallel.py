@@ -61,7 +61,7 @@ def test_logits_are_written_to_a_given_buffer(tp_size: int) -> None:
 
 
 def test_rank_without_peers_raises_after_timeout(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="rank 0 of 2 could not meet the others"):
+    with pytest.raises(StartupError, match="rank 0 of 2 could not join the other ranks"):
         TensorParallelGroup.start(tp_rank=0, tp_size=2, device="cpu", run_dir=tmp_path, timeout_seconds=1)
 
 

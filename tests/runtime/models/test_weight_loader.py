@@ -137,7 +137,7 @@ def test_tensor_missing_from_the_index_is_refused(sharded: Path) -> None:
     files = json.loads((sharded / INDEX_FILE).read_text())["weight_map"]
     del files[DOWN]
     edit_json(sharded / INDEX_FILE, weight_map=files)
-    with pytest.raises(ModelError, match=f"no weights file holds the tensor '{DOWN}'"):
+    with pytest.raises(ModelError, match=f"no weights file contains the tensor '{DOWN}'"):
         load(sharded)
 
 
@@ -151,7 +151,7 @@ def test_malformed_index_is_refused(sharded: Path, weights: Any) -> None:
 def test_wrong_shape_is_refused(sharded: Path) -> None:
     rewrite(file_of(sharded, DOWN), **{DOWN.replace(".", "__"): torch.zeros(64, 95)})
     with pytest.raises(
-        ModelError, match=rf"'{DOWN}' has shape \[64, 95\], but config.json makes it \[64, 96\]"
+        ModelError, match=rf"'{DOWN}' has shape \[64, 95\], but config.json implies \[64, 96\]"
     ):
         load(sharded)
 
@@ -165,7 +165,7 @@ def test_wrong_dtype_is_refused(sharded: Path) -> None:
 
 def test_directory_without_weights_is_refused(single: Path) -> None:
     (single / SINGLE_FILE).unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="contains no weights"):
         load(single)
 
 
