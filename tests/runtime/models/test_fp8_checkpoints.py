@@ -115,7 +115,10 @@ def test_missing_scales_and_undeclared_fp8_are_refused(tmp_path: Path) -> None:
         ),
         ({**COMPRESSED, "ignore": "lm_head"}, "'ignore' must be a list of modules, not 'lm_head'"),
         ({**COMPRESSED, "ignore": [["lm_head"]]}, "'ignore' must be a list of modules"),
-        ({**COMPRESSED, "ignore": ["re:(lm_head"]}, r"'\(lm_head' is not a valid regular expression: missing \)"),
+        (
+            {**COMPRESSED, "ignore": ["re:(lm_head"]},
+            r"'\(lm_head' is not a valid regular expression: missing \)",
+        ),
         ({**COMPRESSED, "ignore": [f"re:{n}+" for n in range(65)]}, "65 regular expressions; at most 64"),
         ({**COMPRESSED, "kv_cache_scheme": SCHEME}, "kv_cache_scheme"),
         ({**COMPRESSED, "config_groups": {}}, "has not exactly one of 'config_groups'"),

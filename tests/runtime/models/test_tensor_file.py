@@ -73,6 +73,16 @@ def test_oversized_header_is_refused_even_if_the_file_contains_it(tmp_path: Path
         TensorFile(file)
 
 
+@pytest.mark.parametrize("keep", [0, 4, 20, 0.5, 0.99])
+def test_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": np.ones(200, np.float32), "b": np.ones(100, np.float32)}, file)
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(ModelError, match=r"weights\.safetensors is truncated or corrupt"):
+        TensorFile(file)
+
+
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"weights file .* is missing"):
         TensorFile(tmp_path / "absent.safetensors")
