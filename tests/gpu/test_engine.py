@@ -105,14 +105,14 @@ def test_identical_steps_give_identical_greedy_tokens(model: Path, attention: st
     a slot, and the length of an answer does not depend on its tokens.
     """
     sampling = SamplingSpec(max_tokens=COUNT, seed=0, temperature=0.0, ignore_eos=True)
-    asked = [request(uid, [uid + 2, *prompt], sampling) for uid, prompt in enumerate(prompts(8))]
+    requests = [request(uid, [uid + 2, *prompt], sampling) for uid, prompt in enumerate(prompts(8))]
     kinds: list[dict[str, Any]] = [{}, {"disable_overlap_schedule": True}, {"disable_cuda_graph": True}]
     kinds += [{"page_size": 1}, {"page_size": 64, "disable_overlap_schedule": True}]
     first, *others = (
-        serve(model, asked, attention=attention, max_num_batched_tokens=BUDGET, **changes)
+        serve(model, requests, attention=attention, max_num_batched_tokens=BUDGET, **changes)
         for changes in kinds
     )
-    assert all(len(first.replies[each.uid].tokens) == COUNT for each in asked)
+    assert all(len(first.replies[each.uid].tokens) == COUNT for each in requests)
     for changes, other in zip(kinds[1:], others, strict=True):
         assert other.steps == first.steps, changes
         assert other.replies == first.replies, changes

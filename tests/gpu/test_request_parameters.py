@@ -24,7 +24,7 @@ from skiff_runtime.scheduler import admission
 pytestmark = pytest.mark.gpu
 
 COUNT: Final = 40
-ASKED: Final[list[dict[str, Any]]] = [
+PARAMETERS: Final[list[dict[str, Any]]] = [
     {"temperature": 0.0},
     {},
     {"seed": 1 << 63, "temperature": 0.6, "logprobs": 0},
@@ -59,7 +59,10 @@ def test_answers_respect_all_sampling_parameters(
     )  # admits too many requests, so that some are preempted
     path = make_wide_model(tmp_path, "llama", seed=37)
     maker, rng = GrammarFactory(path), np.random.default_rng(9)
-    samplings = [SamplingSpec(**{"max_tokens": COUNT, "seed": at, **asked}) for at, asked in enumerate(ASKED)]
+    samplings = [
+        SamplingSpec(**{"max_tokens": COUNT, "seed": at, **requests})
+        for at, requests in enumerate(PARAMETERS)
+    ]
     free = len(samplings)
     samplings += [
         SamplingSpec(max_tokens=60, seed=at, temperature=at * 0.8, top_p=0.9, logprobs=at)
@@ -67,11 +70,15 @@ def test_answers_respect_all_sampling_parameters(
     ]
     prompts = [rng.integers(5, VOCAB_SIZE, int(rng.integers(1, 70))).tolist() for _ in samplings]
     grammars = [*[None] * free, *map(maker.regex, PATTERNS)]
-    asked = [request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))]
+    requests = [
+        request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))
+    ]
     few: dict[str, Any] = {"max_total_tokens": 192, "max_num_batched_tokens": 48, "aborted": ABORTED}
-    served = serve(path, asked, attention=attention, **(few if crowded else {"max_num_batched_tokens": 256}))
+    served = serve(
+        path, requests, attention=attention, **(few if crowded else {"max_num_batched_tokens": 256})
+    )
     assert served.lost_pages == 0 and (served.preempted > 0) is crowded
-    replies = [served.replies[uid] for uid in range(len(asked))]
+    replies = [served.replies[uid] for uid in range(len(requests))]
     for uid in ABORTED if crowded else ():
         assert replies[uid].finish == FinishReason.ABORT and 0 < len(replies[uid].tokens) < COUNT
     for reply, pattern in zip(replies[free:], PATTERNS, strict=True):

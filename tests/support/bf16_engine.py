@@ -92,7 +92,7 @@ class _RecordingEngine:
 
 
 def serve(
-    path: Path, asked: Sequence[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+    path: Path, requests: Sequence[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
 ) -> Served:
     """Serve requests that arrive at once; abort the ``aborted`` in the turn after their first token; flush the cache."""
     settings = {**SETTINGS, "log_level": "debug", **changes}
@@ -106,7 +106,7 @@ def serve(
         engine=_RecordingEngine(engine, served),
         channel=channel,
     )
-    channel.arriving.extend(asked)
+    channel.arriving.extend(requests)
     while channel.arriving or not scheduler.idle:
         scheduler.turn()
         while channel.sent:

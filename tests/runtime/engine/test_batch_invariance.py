@@ -43,15 +43,17 @@ def maker(model: Path) -> GrammarFactory:
 @pytest.fixture(scope="module")
 def alone(model: Path, maker: GrammarFactory) -> "Outcome":
     """The outcome of each request alone."""
-    return serve(model, requests(maker), max_running_requests=1, cache="naive", disable_overlap_schedule=True)
+    return serve(
+        model, make_requests(maker), max_running_requests=1, cache="naive", disable_overlap_schedule=True
+    )
 
 
-def requests(maker: GrammarFactory) -> list[GenerateRequest]:
+def make_requests(maker: GrammarFactory) -> list[GenerateRequest]:
     """Return random requests with all sampling parameters; some share the beginning of their prompts."""
     rng = np.random.default_rng(3)
     shared = rng.integers(5, VOCAB_SIZE, 40)
     grammars: list[CompiledGrammar | None] = [None, None, *map(maker.regex, PATTERNS)]
-    made = []
+    requests = []
     for uid in range(REQUESTS):
         prompt = np.concatenate(
             [shared[: rng.integers(0, 40)], rng.integers(5, VOCAB_SIZE, rng.integers(1, 30))]
@@ -72,8 +74,8 @@ def requests(maker: GrammarFactory) -> list[GenerateRequest]:
         )
         grammar = grammars[rng.integers(len(grammars))]
         tokens = prompt.astype(Wire.TOKEN).tobytes()
-        made.append(GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar))
-    return made
+        requests.append(GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar))
+    return requests
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Outcome:
 
 
 def serve(
-    path: Path, asked: list[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+    path: Path, requests: list[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
 ) -> Outcome:
     """Send three requests per turn, until all have ended; abort the ``aborted`` in the turn after their first token."""
     config = make_config(path, page_size=4, log_level="debug", **changes)
@@ -94,7 +96,7 @@ def serve(
     scheduler = Scheduler(
         config, eos_token_ids=(EOS_ID,), num_pages=engine.num_pages, engine=engine, channel=channel
     )
-    waiting, left = list(asked), list(aborted)
+    waiting, left = list(requests), list(aborted)
     while waiting or not scheduler.idle or channel.arriving:
         channel.arriving.extend(waiting[:3])
         del waiting[:3]
@@ -115,17 +117,17 @@ def test_result_is_the_same_alone_and_in_a_crowd(
     model: Path, maker: GrammarFactory, alone: "Outcome", overlap: bool
 ) -> None:
     """The crowd has few pages, so that requests are preempted, chunked prompts, and mixed batches of all kinds."""
-    asked = requests(maker)
+    requests = make_requests(maker)
     crowded = serve(
         model,
-        asked,
+        requests,
         aborted=ABORTED,
         max_total_tokens=136,
         max_num_batched_tokens=24,
         disable_overlap_schedule=not overlap,
     )
     assert alone.preempted == 0 and crowded.preempted > 0
-    for request in asked:
+    for request in requests:
         single, beside = alone.replies[request.uid], crowded.replies[request.uid]
         if request.uid in ABORTED:
             assert beside.ended and beside.tokens == single.tokens[: len(beside.tokens)]

@@ -127,12 +127,12 @@ def test_prompt_logprobs_do_not_depend_on_other_prompts(engine: Engine, rows: li
     driver = Driver(engine, 16)
     alone = driver.step([(driver.open(0, PROMPTS[0], REQUESTING), 30)]).prompt_logprobs[0].logprobs
     others = [driver.open(slot, PROMPTS[slot]) for slot in (1, 2, 3)]
-    asking = driver.open(4, PROMPTS[0], REQUESTING)
+    requesting = driver.open(4, PROMPTS[0], REQUESTING)
     rows.clear()
-    chunks = driver.step([(others[0], 17), (others[1], 1), (asking, 30), (others[2], 80)]).prompt_logprobs
+    chunks = driver.step([(others[0], 17), (others[1], 1), (requesting, 30), (others[2], 80)]).prompt_logprobs
     assert [(chunk.slot, chunk.start) for chunk in chunks] == [(4, 1)]
     assert_same(chunks[0].logprobs, alone)
-    assert driver.step([(asking, 1), (others[2], 10)], decode_rows=1).prompt_logprobs == ()
+    assert driver.step([(requesting, 1), (others[2], 10)], decode_rows=1).prompt_logprobs == ()
     assert rows == [128, 128, 128, 11, 11, 2]
 
 
