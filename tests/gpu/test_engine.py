@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_transformers_but_for_near_ties(model: Path, attenti
     bfloat16 and in float32 do.
     """
     crowd = prompts(12)
-    outputs = generate_warm(model, [GREEDY] * 12, attention=attention)
+    outputs = generate_warm(model, [GREEDY] * 12, attention_backend=attention)
     rounded, exact = (
         torch.cat(known_logits(model, dtype, crowd, outputs)) for dtype in (torch.bfloat16, torch.float32)
     )
@@ -85,15 +85,17 @@ def test_greedy_tokens_equal_transformers_but_for_near_ties(model: Path, attenti
 
 @ATTENTION
 def test_tokens_do_not_depend_on_graphs(model: Path, attention: str) -> None:
-    plain = generate_warm(model, SAMPLINGS, attention=attention)
+    plain = generate_warm(model, SAMPLINGS, attention_backend=attention)
     for changes in ({"disable_cuda_graph": True}, {"max_running_requests": 64}):
-        assert generate_warm(model, SAMPLINGS, attention=attention, **changes) == plain, changes
+        assert generate_warm(model, SAMPLINGS, attention_backend=attention, **changes) == plain, changes
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
 def test_tokens_do_not_depend_on_the_page_size(model: Path, attention: str) -> None:
     """FlashInfer's plan depends on tokens alone on Hopper; elsewhere it splits no context of up to 128 tokens."""
-    outputs = [generate_warm(model, SAMPLINGS, page_size=size, attention=attention) for size in (1, 16, 64)]
+    outputs = [
+        generate_warm(model, SAMPLINGS, page_size=size, attention_backend=attention) for size in (1, 16, 64)
+    ]
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -109,7 +111,7 @@ def test_identical_steps_give_identical_greedy_tokens(model: Path, attention: st
     kinds: list[dict[str, Any]] = [{}, {"disable_overlap_schedule": True}, {"disable_cuda_graph": True}]
     kinds += [{"page_size": 1}, {"page_size": 64, "disable_overlap_schedule": True}]
     first, *others = (
-        serve(model, requests, attention=attention, max_num_batched_tokens=BUDGET, **changes)
+        serve(model, requests, attention_backend=attention, max_num_batched_tokens=BUDGET, **changes)
         for changes in kinds
     )
     assert all(len(first.replies[each.uid].tokens) == COUNT for each in requests)
@@ -128,7 +130,7 @@ def test_identical_steps_give_identical_greedy_tokens(model: Path, attention: st
     ],
 )
 def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str, attention: str) -> None:
-    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention=attention)
+    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention_backend=attention)
     engine.warmup()
     outputs = [run(engine, ahead) for ahead in (0, 1, 3)]
     engine.close()

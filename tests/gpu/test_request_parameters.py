@@ -75,7 +75,7 @@ def test_answers_respect_all_sampling_parameters(
     ]
     few: dict[str, Any] = {"max_total_tokens": 192, "max_num_batched_tokens": 48, "aborted": ABORTED}
     served = serve(
-        path, requests, attention=attention, **(few if crowded else {"max_num_batched_tokens": 256})
+        path, requests, attention_backend=attention, **(few if crowded else {"max_num_batched_tokens": 256})
     )
     assert served.lost_pages == 0 and (served.preempted > 0) is crowded
     replies = [served.replies[uid] for uid in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Choice of the attention backend by the value of ``--attention``: one name for all rows, or PREFILL,DECODE."""
+"""Choice of the attention backend by the value of ``--attention-backend``: one name for all rows, or PREFILL,DECODE."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,11 +28,11 @@ def make_backend(
     for phase in (prefill, decode):
         if phase not in _PHASES:
             raise ConfigError(
-                f"--attention {name} is unknown; known are auto, {', '.join((*_BACKENDS, *_PHASES))}, and "
+                f"--attention-backend {name} is unknown; known are auto, {', '.join((*_BACKENDS, *_PHASES))}, and "
                 f"{' and '.join(_PHASES)} as PREFILL,DECODE"
             )
     if pool.device.type != "cuda":
-        raise ConfigError(f"--attention {name} needs a GPU; on {pool.device.type} use torch or auto")
+        raise ConfigError(f"--attention-backend {name} needs a GPU; on {pool.device.type} use torch or auto")
     from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 
     if _FLASHINFER in (prefill, decode):
@@ -47,7 +47,7 @@ def _make_with_flashinfer(
 ) -> AttentionBackend:
     if find_spec(_FLASHINFER) is None:
         raise ConfigError(
-            "--attention flashinfer needs the package flashinfer-python: in Skiff's sources, pip install '.[gpu]'"
+            "--attention-backend flashinfer needs the package flashinfer-python: in Skiff's sources, pip install '.[gpu]'"
         )
     from skiff_runtime.attention.flashinfer import FlashInferDecode, FlashInferPrefill, unsupported_reason
     from skiff_runtime.attention.hybrid import (
@@ -60,7 +60,7 @@ def _make_with_flashinfer(
 
     for phase, is_decode in ((prefill, False), (decode, True)):
         if phase == _FLASHINFER and (reason := unsupported_reason(pool, query_heads, decode=is_decode)):
-            raise ConfigError(f"--attention {prefill},{decode}: {reason}; use triton there, or auto")
+            raise ConfigError(f"--attention-backend {prefill},{decode}: {reason}; use triton there, or auto")
     prefill_attention: PhaseAttention = TritonPrefill(pool)
     if prefill == _FLASHINFER:
         planned = FlashInferPrefill(pool, query_heads)

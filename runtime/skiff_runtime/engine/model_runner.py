@@ -87,7 +87,7 @@ class ModelRunner(ForwardPass):
         element_bytes = 1 if self._config.quantization == "fp8" else DTYPE_BYTES[self._config.dtype]
         launch_bound = launch_bound_tokens(self._model_config, self._group.tp_size, element_bytes)
         return make_backend(
-            self._config.attention,
+            self._config.attention_backend,
             pool,
             query_heads=self.query_shape[0],
             max_model_len=effective_max_model_len(self._config, self._model_config),

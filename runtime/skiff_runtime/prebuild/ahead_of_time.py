@@ -64,7 +64,7 @@ class _FakeRank:
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
-        max_model_len, tp_size = effective_max_model_len(config, model), config.tp
+        max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
         context = make_layer_context(config, model, DetachedRank(0, tp_size, self._device))
         built = make_model(model, context, max_positions=max_model_len)
         layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)

@@ -1,7 +1,7 @@
 """``skiff prebuild``: compiles the GPU kernels of a model where an image is built, without a GPU.
 
 Triton's kernels are those that the engine launches when it runs its steps on fake tensors. FlashInfer's prefill is
-compiled if ``--attention`` names it, or if the choice is automatic and nvcc is there; that takes a minute.
+compiled if ``--attention-backend`` names it, or if the choice is automatic and nvcc is there; that takes a minute.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
 _USED_FIELDS: Final = (
-    "cache_dir",
+    "download_dir",
     "revision",
     "dtype",
     "quantization",
     "max_model_len",
-    "tp",
-    "attention",
+    "tp_size",
+    "attention_backend",
     "kernel_cache_dir",
     "max_running_requests",
     "max_num_batched_tokens",
@@ -91,8 +91,8 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
 
 
 def _needs_flashinfer(config: Config) -> bool:
-    if config.attention != AUTO:
-        return _FLASHINFER in config.attention
+    if config.attention_backend != AUTO:
+        return _FLASHINFER in config.attention_backend
     is_16_bit = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
     return is_16_bit and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
 

@@ -206,5 +206,5 @@ def test_prefill_by_size_chooses_by_tokens_and_context(
 
 def test_unknown_backend_is_refused_by_name() -> None:
     pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
-    with pytest.raises(ConfigError, match="--attention nonsense is unknown"):
+    with pytest.raises(ConfigError, match="--attention-backend nonsense is unknown"):
         make_backend("nonsense", pool, query_heads=1, max_model_len=8)

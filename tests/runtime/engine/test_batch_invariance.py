@@ -44,7 +44,11 @@ def maker(model: Path) -> GrammarFactory:
 def alone(model: Path, maker: GrammarFactory) -> "Outcome":
     """The outcome of each request alone."""
     return serve(
-        model, make_requests(maker), max_running_requests=1, cache="naive", disable_overlap_schedule=True
+        model,
+        make_requests(maker),
+        max_running_requests=1,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
     )
 
 

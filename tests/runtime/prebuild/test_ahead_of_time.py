@@ -30,7 +30,7 @@ group = ahead_of_time.DetachedRank
 ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
 sizes = {"max_running_requests": 17, "max_model_len": 512}
 config, model = resolve(
-    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp=tp, **sizes)
+    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
 )
 ahead_of_time.compile_ahead_of_time(config, model, 90)
 print(json.dumps(sorted(seen)))
