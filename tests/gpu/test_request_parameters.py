@@ -14,7 +14,7 @@ import torch
 from bf16_engine import error_of, known_logits, make_wide_model, serve, tie_of
 from grammar_factory import GrammarFactory
 from reference_logits_processors import process_row
-from scheduler_bench import UNKNOWN, Thought, request
+from scheduler_bench import UNPREDICTED, ReceivedLogprobs, request
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.kernels.gumbel import add_gumbel
@@ -98,11 +98,11 @@ def test_answers_respect_all_sampling_parameters(
             different += sum(assert_chosen(rows, prompt, reply.tokens, sampling, tie_of(error)))
         has_logprobs = sampling.logprobs is not None
         assert_logprobs(
-            reply.thoughts, reply.tokens if has_logprobs else [], rows, sampling.logprobs or 0, error
+            reply.logprobs, reply.tokens if has_logprobs else [], rows, sampling.logprobs or 0, error
         )
         if sampling.prompt_logprobs is not None:
-            assert reply.prompt[0] == (prompt[0], *UNKNOWN)
-            assert_logprobs(reply.prompt[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
+            assert reply.prompt_logprobs[0] == (prompt[0], *UNPREDICTED)
+            assert_logprobs(reply.prompt_logprobs[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
     assert different <= free * COUNT // 10
 
 
@@ -143,16 +143,16 @@ def signed(seed: int) -> int:
 
 
 def assert_logprobs(
-    thoughts: list[Thought], tokens: list[int], rows: torch.Tensor, top: int, error: float
+    found: list[ReceivedLogprobs], tokens: list[int], rows: torch.Tensor, top: int, error: float
 ) -> None:
     """Compare the log-probabilities of tokens and of the most likely ones with transformers'.
 
     Both engines have the ``error`` of a logit, so the root mean square of the difference is about 1.4 times that, and
     2 times is the bound. A single one of these many may be off by half more than a tie.
     """
-    assert [token for token, *_ in thoughts] == tokens
+    assert [token for token, *_ in found] == tokens
     off = [np.zeros(1)]
-    for row, (token, value, ids, values) in zip(rows, thoughts, strict=False):
+    for row, (token, value, ids, values) in zip(rows, found, strict=False):
         assert len(ids) == len(set(ids)) == top and values == sorted(values, reverse=True)
         known = row.log_softmax(-1)
         expected = torch.cat((known[[token, *ids]], known.topk(top).values))

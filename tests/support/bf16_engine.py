@@ -107,7 +107,7 @@ def serve(
         channel=channel,
     )
     channel.arriving.extend(requests)
-    while channel.arriving or not scheduler.idle:
+    while channel.arriving or not scheduler.is_idle:
         scheduler.turn()
         while channel.sent:
             served.take(channel.sent.popleft())

@@ -23,7 +23,7 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
 MIB: Final = 1 << 20
@@ -116,10 +116,10 @@ class Crowd(Channel):
         self.flush = False
         self.ledger = Ledger()
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         due = [uid for uid, after in self._leaving if after <= self.num_sent]
         self._leaving = [each for each in self._leaving if each[1] > self.num_sent]
-        items: list[Item] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
+        items: list[SchedulerInput] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
         while self.num_sent < self.num_requests and len(self.ledger.running) < AHEAD:
             items.append(self._request(self.num_sent))
             self.num_sent += 1
@@ -174,7 +174,7 @@ def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **cha
 def _serve(scheduler: Scheduler, crowd: Crowd, num_requests: int) -> Memory:
     """Serve until ``num_requests`` requests have ended, flush the cache, and return the memory in use."""
     crowd.num_requests = num_requests
-    while crowd.num_sent < num_requests or not scheduler.idle:
+    while crowd.num_sent < num_requests or not scheduler.is_idle:
         scheduler.turn()
     crowd.flush, crowd.ledger.flushed = True, None
     while crowd.ledger.flushed is None:

@@ -21,12 +21,12 @@ class PagedContexts:
             (len(contexts), max(counts) + 3), self.pool.num_pages, dtype=torch.int32, device=device
         )
         within = torch.arange(page_size, device=device)
-        for side in self.pool.tokens(0):
+        for side in self.pool.layer_kv(0):
             side.normal_()
         for line, pages, context in zip(self.table, torch.split(order, counts), contexts, strict=True):
             line[: len(pages)] = pages
             slot_mapping = (pages.long()[:, None] * page_size + within).flatten()[: context.shape[1]]
-            for side, tokens in zip(self.pool.tokens(0), context, strict=True):
+            for side, tokens in zip(self.pool.layer_kv(0), context, strict=True):
                 side[slot_mapping] = tokens
 
     def batch(self, starts: Sequence[int], lengths: Sequence[int], *, decode_rows: int = 0) -> AttentionBatch:

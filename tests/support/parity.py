@@ -126,7 +126,11 @@ class Frontend(LeaderChannel):
         self.counters["evicted_pages"] += batch.stats.evicted_pages
         self.counters["cached_tokens"] += sum(opened.cached_tokens for opened in batch.opened)
         self._send_next(1)
-        if not self._done and len(self.replies) == PROMPTS and all(r.ended for r in self.replies.values()):
+        if (
+            not self._done
+            and len(self.replies) == PROMPTS
+            and all(r.has_ended for r in self.replies.values())
+        ):
             self._done = True
             self._requests.send(AbortRequest(uid=-1))  # wakes the loop, which is idle now
 

@@ -178,7 +178,7 @@ def _paged_views(pool: KVPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """View K and V of each layer as [pages, page_size, kv_heads, d]."""
     layout = pool.layout
     shape = (-1, layout.page_size, layout.kv_heads, layout.head_dim)
-    sides = (pool.tokens(layer) for layer in range(layout.layers))
+    sides = (pool.layer_kv(layer) for layer in range(layout.layers))
     return [(k.view(shape), v.view(shape)) for k, v in sides]
 
 

@@ -74,7 +74,7 @@ class _TritonAttention(PhaseAttention):
         self._batch, self._launch = batch, None
 
     def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        kv = self._pool.tokens(layer)
+        kv = self._pool.layer_kv(layer)
         if self._launch is None:
             assert self._batch is not None
             self._launch = self._make_launch(self._batch, q, kv)

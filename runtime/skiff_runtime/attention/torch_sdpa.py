@@ -78,7 +78,7 @@ class TorchSDPABackend(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Attend group by group and chunk by chunk."""
-        kv = self.pool.tokens(layer)
+        kv = self.pool.layer_kv(layer)
         out = torch.empty_like(q) if out is None else out
         for group in self._groups:
             out.index_copy_(0, group.queries, _attend_group(group, q, kv))

@@ -88,7 +88,7 @@ class Attention:
             rope.positions,
             None if norm is None else norm.weights,
             0.0 if norm is None else norm.eps,
-            backend.pool.tokens(self._layer),
+            backend.pool.layer_kv(self._layer),
             rope.slot_mapping,
         )
         if logits_indices is None:

@@ -160,7 +160,7 @@ def load_decoder(launch: Launch) -> Decoder:
 
 def run(child: Child) -> None:
     """Main function of the detokenizer process."""
-    child.phase("config")
+    child.report_phase("config")
     endpoints = child.endpoints
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)
     scheduler, api = Sender(endpoints.rank(0)), Sender(endpoints.api)
@@ -172,9 +172,9 @@ def run(child: Child) -> None:
 
 
 def _run_alone(child: Child, batches: Receiver[TokenBatch], worker: DetokenizerWorker) -> None:
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         batch = batches.receive(WAIT_SECONDS)
         if batch is not None:
             worker.serve(batch)
@@ -190,9 +190,9 @@ def _run_both(
     poller.register(prompts.socket, zmq.POLLIN)
     grammars = Grammars(GrammarCompileQueue(child.launch, poller))
     tokenizer = TokenizerWorker(load_prompt_builder(child.launch), grammars, scheduler=scheduler, api=api)
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for batch in batches.drain(MAX_BATCHES_PER_TURN):
             worker.serve(batch)

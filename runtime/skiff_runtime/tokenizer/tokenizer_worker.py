@@ -119,7 +119,7 @@ def load_prompt_builder(launch: Launch) -> PromptBuilder:
 def run(child: Child) -> None:
     """Main function of a tokenizer process."""
     os.nice(NICENESS)
-    child.phase("config")
+    child.report_phase("config")
     inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
     poller = zmq.Poller()
     poller.register(inbox.socket, zmq.POLLIN)
@@ -130,9 +130,9 @@ def run(child: Child) -> None:
         scheduler=Sender(child.endpoints.rank(0)),
         api=Sender(child.endpoints.api),
     )
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for message in inbox.drain(1):
             worker.serve(message)

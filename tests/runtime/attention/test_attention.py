@@ -63,10 +63,10 @@ class Case:
         self, layer: int, backend: AttentionBackend | None = None, decode_rows: int = 0
     ) -> torch.Tensor:
         """Compute attention by the backend, with the cached part of every context written to the pool first."""
-        for side in self.pool.tokens(layer):
+        for side in self.pool.layer_kv(layer):
             side[: self.pool.padding_slot_mapping] = torch.nan
         for number, (cached, _) in enumerate(self.rows):
-            for side, values in zip(self.pool.tokens(layer), self.contexts[number], strict=True):
+            for side, values in zip(self.pool.layer_kv(layer), self.contexts[number], strict=True):
                 side[self.slot_mapping(number)[:cached]] = values[:cached]
         backend = backend or make_backend("torch", self.pool, query_heads=self.q.shape[1], max_model_len=64)
         backend.prepare(self.batch(decode_rows))
@@ -80,7 +80,7 @@ class Case:
             for side in (0, 1)
         )
         slot_mapping = torch.cat([self.slot_mapping(i)[cached:] for i, (cached, _) in enumerate(self.rows)])
-        store_kv(k, v, self.pool.tokens(layer), slot_mapping)
+        store_kv(k, v, self.pool.layer_kv(layer), slot_mapping)
         out = torch.full_like(self.q, torch.nan)
         assert backend.forward(layer, self.q, out) is out
         assert torch.equal(backend.forward(layer, self.q), out)

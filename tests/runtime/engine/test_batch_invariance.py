@@ -101,7 +101,7 @@ def serve(
         config, eos_token_ids=(EOS_ID,), num_pages=engine.num_pages, engine=engine, channel=channel
     )
     waiting, left = list(requests), list(aborted)
-    while waiting or not scheduler.idle or channel.arriving:
+    while waiting or not scheduler.is_idle or channel.arriving:
         channel.arriving.extend(waiting[:3])
         del waiting[:3]
         scheduler.turn()
@@ -134,12 +134,12 @@ def test_result_is_the_same_alone_and_in_a_crowd(
     for request in requests:
         single, beside = alone.replies[request.uid], crowded.replies[request.uid]
         if request.uid in ABORTED:
-            assert beside.ended and beside.tokens == single.tokens[: len(beside.tokens)]
+            assert beside.has_ended and beside.tokens == single.tokens[: len(beside.tokens)]
             continue
         assert (beside.tokens, beside.finish) == (single.tokens, single.finish), request
-        assert_close(beside.thoughts, single.thoughts)
-        assert_close(beside.prompt, single.prompt)
-        assert len(single.prompt) == (
+        assert_close(beside.logprobs, single.logprobs)
+        assert_close(beside.prompt_logprobs, single.prompt_logprobs)
+        assert len(single.prompt_logprobs) == (
             0 if request.sampling.prompt_logprobs is None else len(request.token_ids) // 4
         )
         if request.grammar is not None and single.finish == FinishReason.STOP:

@@ -83,7 +83,7 @@ class Compared:
 
     def _cached(self, inputs: StepInputs, *, forget: bool = False) -> torch.Tensor:
         """Return K and V of the step's tokens in the last layer; ``forget`` overwrites them with NaN."""
-        sides = self._runner.pool.tokens(LAYERS - 1)
+        sides = self._runner.pool.layer_kv(LAYERS - 1)
         cached = torch.stack([side[inputs.slot_mapping] for side in sides])
         for side in sides:
             if forget:

@@ -29,7 +29,7 @@ from skiff_runtime.grammar.spec import json_schema_grammar
 from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.kernels.token_bitmask import bitmask_words
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 from skiff_runtime.step import Int32
 
 EPILOG: Final = """\
@@ -143,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     ways = (0, *(arguments.threads or [each for each in (1, 2, 4, 8) if each <= cores]))
     closing = _closing(vocabulary)
     results: list[Result] = []
-    with Counter("structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps) as counter:
+    with ProgressBar(
+        "structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps
+    ) as counter:
         for name in SCHEMAS:
             grammar = _compiled(vocabulary, name)
             for rows in arguments.rows:
