@@ -28,7 +28,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.step import Int32, SlotOpened
 
 if TYPE_CHECKING:
-    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher, LoadedGrammarCache
+    from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
+    from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher
 
 MAX_FILL_THREADS: Final = 8
 RowIndices = NDArray[np.int64]
@@ -94,18 +95,18 @@ class GrammarMaskManager:
         if len(guided) == 0:
             return guided
         matchers = [self._wait_for_matcher(int(slot)) for slot in rows.host_slots[guided]]
-        masked = guided[[each is not None and each.bound for each in matchers]]
+        masked = guided[[each is not None and each.is_active for each in matchers]]
         if len(masked):
             masks = upload(self._masks[rows.host_slots[masked]], logits.device)
             apply_token_bitmask(logits, upload(masked, logits.device), masks)
-        return guided[[each is None or each.stuck for each in matchers]]
+        return guided[[each is None or each.is_stuck for each in matchers]]
 
     def accept_tokens(self, rows: SampledRows, output: StepOutput) -> None:
         """Have the matchers accept this step's tokens and fill the next masks, as soon as the tokens have arrived."""
         active = []
         for row in np.flatnonzero(self._has_grammar[rows.host_slots]).tolist():
             matcher = self._matchers[rows.host_slots[row]]
-            if matcher is not None and matcher.bound:
+            if matcher is not None and matcher.is_active:
                 active.append((row, matcher))
         if active:
             future = self._filler.submit(self._accept_and_fill, rows.host_slots, active, output)
@@ -143,7 +144,7 @@ class GrammarMaskManager:
             log.error("grammar_load_failed", error=str(error))
             return
         matcher = GrammarMatcher(grammar, self._masks[opened.slot])
-        matcher.follow(opened.tokens[opened.prompt_tokens :].tolist())
+        matcher.accept(opened.tokens[opened.prompt_tokens :].tolist())
         self._matchers[opened.slot] = matcher
 
     def _accept_and_fill(
@@ -157,14 +158,14 @@ class GrammarMaskManager:
         tokens = output.tokens()
         # A row without a token (NaN, or a stuck grammar) has a negative one; its request ends.
         going = [(row, matcher) for row, matcher in active if tokens[row] >= 0]
-        self._batch.follow(
+        self._batch.accept(
             [matcher for _, matcher in going],
             [int(host_slots[row]) for row, _ in going],
             [int(tokens[row]) for row, _ in going],
         )
 
     def _open_cache(self) -> "LoadedGrammarCache":
-        from skiff_runtime.grammar.matcher import LoadedGrammarCache
+        from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
         from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 
         with self._cache_lock:  # both the reader and the loader thread open it

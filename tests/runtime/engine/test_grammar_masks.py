@@ -16,7 +16,7 @@ from tiny_models import edit_json, make_model
 from tiny_tokenizer import EOS_ID
 
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.grammar.matcher import LoadedGrammarCache
+from skiff_runtime.grammar.loaded_cache import LoadedGrammarCache
 from skiff_runtime.messages import NO_TOKEN, CompiledGrammar, SamplingSpec
 from skiff_runtime.step import StepHandle
 
