@@ -1,4 +1,4 @@
-"""Contexts in shuffled pages of a cache, and attention over them in float64: for backends that are given whole batches."""
+"""Contexts in shuffled pages of a KV pool, and their attention in float64, for tests of attention backends."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 
 class PagedContexts:
-    """K and V [2, tokens, kv_heads, d] of each row, in a pool of one layer whose other places are random numbers."""
+    """The K and V [2, tokens, kv_heads, d] of each row in a pool of one layer, whose other places hold random numbers."""
 
     def __init__(self, contexts: Sequence[torch.Tensor], page_size: int) -> None:
         (_, _, kv_heads, dim), dtype, device = contexts[0].shape, contexts[0].dtype, contexts[0].device
@@ -30,7 +30,7 @@ class PagedContexts:
                 side[places] = tokens
 
     def batch(self, starts: Sequence[int], lengths: Sequence[int], *, decode_rows: int = 0) -> AttentionBatch:
-        """A step in which each row computes so many tokens after so many that are there."""
+        """Return a step in which row i computes ``lengths[i]`` tokens after ``starts[i]`` cached ones."""
         host = [np.array(each, np.int32) for each in (range(len(starts)), starts, lengths)]
         firsts = np.cumsum(host[2], dtype=np.int32) - host[2]
         rows = torch.from_numpy(np.stack((*host, firsts))).to(self.table.device)
@@ -39,7 +39,7 @@ class PagedContexts:
 
 
 def causal_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """In float64: the last N of L tokens ask; q [N, heads, d], keys and values [L, kv_heads, d]."""
+    """Attend with the last N of L tokens, in float64; q is [N, heads, d], keys and values are [L, kv_heads, d]."""
     ranks = q.shape[1] // keys.shape[1]
     wide_keys, wide_values = (each.double().repeat_interleave(ranks, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), wide_keys) * q.shape[2] ** -0.5

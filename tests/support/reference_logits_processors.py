@@ -1,4 +1,4 @@
-"""What bias, penalties and a least length make of logits: the definition, one token after another."""
+"""Bias, penalties and ``min_tokens`` by their definitions, one token after another."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def edited_row(
     ends: Iterable[int],
     banned: float,
 ) -> torch.Tensor:
-    """One row [vocab], in float64; what would end an answer that is too short is ``banned``."""
+    """Return one row of logits [vocab] in float64; tokens that would end a too short answer get the logit ``banned``."""
     row = logits.double().tolist()
     for token, bias in sampling.logit_bias:
         row[token] += bias

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.triton.attention.decode_launch import Decode, max_group_rows
-from skiff_runtime.kernels.triton.attention.prefill_attention import Prefill
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 from skiff_runtime.kvcache.kv_pool import KVPool
 
@@ -66,7 +66,7 @@ class _TritonPart(Part):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._launch: Decode | Prefill | None = None
+        self._launch: DecodeAttention | PrefillAttention | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch, self._launch = batch, None
@@ -79,7 +79,9 @@ class _TritonPart(Part):
         self._launch(q, pool, into)
 
     @abstractmethod
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode | Prefill:
+    def _launch_for(
+        self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV
+    ) -> DecodeAttention | PrefillAttention:
         """What the layers of a step launch, by the queries and the cache of one of them."""
 
 
@@ -89,12 +91,12 @@ class TritonDecode(_TritonPart):
     def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
         super().__init__(pool)
         self._longest = longest
-        self.shared_prefix_rows = max_group_rows(query_heads, pool.layout.kv_heads)
+        self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode:
-        return Decode(
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> DecodeAttention:
+        return DecodeAttention(
             *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
-            longest=self._longest,
+            max_seq_len=self._longest,
             shared=batch.shared,
         )
 
@@ -102,11 +104,11 @@ class TritonDecode(_TritonPart):
 class TritonPrefill(_TritonPart):
     """Chunks of prompts."""
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Prefill:
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> PrefillAttention:
         first = batch.decode_rows
-        return Prefill(
+        return PrefillAttention(
             *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
-            longest=int(batch.lengths[first:].max()),
+            max_chunk_len=int(batch.lengths[first:].max()),
             skipped=first,
         )
 

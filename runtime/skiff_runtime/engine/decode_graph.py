@@ -18,10 +18,9 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import prepare_decode_inputs
-from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.shared_prefixes import packed_size, unpack
-from skiff_runtime.kernels.step_inputs import empty_step_inputs
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
 from skiff_runtime.step import Int32, StepPlan
 
 MAX_ROWS: Final = 512
@@ -93,7 +92,7 @@ class DecodeGraphRunner:
             logits, tokens = self._results[kind]
         rows = SampledRows(
             slots=self._columns[:count],
-            positions=self._inputs.contexts[:count],
+            positions=self._inputs.seq_lens[:count],
             host_slots=plan.slots,
             host_positions=plan.starts + 1,
         )
@@ -133,7 +132,7 @@ class DecodeGraphRunner:
     def _compute(self, size: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and tokens of the rows that were sent."""
         tables = self._tables
-        rows, made = self._columns[: 2 * size].view(2, size), self._inputs.first(size)
+        rows, made = self._columns[: 2 * size].view(2, size), self._inputs.first_rows(size)
         block_table = None if tables.block_table is None else tables.block_table[:size]
         prepare_decode_inputs(rows, tables.tokens, tables.pages, tables.page_size, made, block_table)
         ones = np.ones(size, np.int32)
@@ -142,14 +141,18 @@ class DecodeGraphRunner:
             lengths=ones,
             decode_rows=size,
             rows=rows,
-            contexts=made.contexts,
+            contexts=made.seq_lens,
             page_table=tables.pages,
             block_table=block_table,
-            shared=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
+            shared=unpack_shared_prefixes(self._columns[2 * size :][: packed_size(size)], size)
+            if shared
+            else None,
         )
         hidden = self._pass.forward(made, attention)
         logits = self._pass.logits(hidden.at(slice(None)), self._logits[:size])
-        tokens = choose(logits, rows[0], made.contexts, *self._sampler.parameters, history=tables.tokens)
+        tokens = sample_tokens(
+            logits, rows[0], made.seq_lens, *self._sampler.parameters, token_table=tables.tokens
+        )
         return logits, tokens
 
 

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
-from skiff_runtime.kernels.inputs import step_inputs, write_cells
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack
-from skiff_runtime.kernels.step_inputs import StepInputs
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
 from skiff_runtime.step import Int32, StepPlan
 
 
@@ -99,13 +98,13 @@ class SlotTables:
         host_slots, host_positions = plan.slots[sampled], (plan.starts + plan.lengths)[sampled]
         last, slots, positions = self.staging.send(np.stack((ends[sampled] - 1, host_slots, host_positions)))
         block_table = None if self.block_table is None else self.block_table[: len(plan.slots)]
-        made = step_inputs(
+        made = prepare_inputs(
             rows,
             self.tokens,
             self.pages,
             self.page_size,
             total=plan.tokens,
-            longest=int(plan.lengths.max()),
+            max_len=int(plan.lengths.max()),
             block_table=block_table,
         )
         attention = AttentionBatch(
@@ -113,7 +112,7 @@ class SlotTables:
             lengths=plan.lengths,
             decode_rows=plan.decode_rows,
             rows=rows,
-            contexts=made.contexts,
+            contexts=made.seq_lens,
             page_table=self.pages,
             block_table=block_table,
             shared=self._shared(plan.slots[: plan.decode_rows], plan.starts[: plan.decode_rows]),
@@ -124,7 +123,7 @@ class SlotTables:
     def _shared(self, slots: Int32, starts: Int32) -> SharedPrefixes | None:
         """What decode rows have in common, if that is worth the while."""
         packed = None if self.prefixes is None else self.prefixes.find(slots, starts, len(slots))
-        return None if packed is None else unpack(self.staging.send(packed), len(slots))
+        return None if packed is None else unpack_shared_prefixes(self.staging.send(packed), len(slots))
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
         """Write sampled tokens [S] where the next step reads them; token 0 in the place of ``NAN_LOGITS``."""

@@ -113,7 +113,7 @@ class LogitsProcessors:
         apply_penalties(
             *(logits, where, rows.slots[where], rows.positions[where]),
             *(self._tokens, self._prompts, self._penalties),
-            longest=int(rows.host_positions[penalized].max()),
+            max_len=int(rows.host_positions[penalized].max()),
         )
 
     def _bias(self, sampling: SamplingSpec) -> _Bias:

@@ -90,7 +90,7 @@ class PrefillGraphRunner:
         self._graphs[size] = pieces.graphs
 
     def _compute(self, size: int, backend: AttentionBackend) -> None:
-        made = self._runner.compute(self._inputs.first(size), backend)
+        made = self._runner.compute(self._inputs.first_rows(size), backend)
         self._hidden.output[:size].copy_(made.output)
         self._hidden.residual[:size].copy_(made.residual)
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from skiff_runtime import log
-from skiff_runtime.kernels.e4m3 import quantize_rows
+from skiff_runtime.kernels.fp8 import quantize_rows
 from skiff_runtime.layers.sharding import Piece
 from skiff_runtime.models.checkpoint import Checkpoint
 from skiff_runtime.models.decoder import DecoderModel

@@ -18,13 +18,13 @@ from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
 from skiff_runtime.engine.model_runner import kv_layout, longest, make_layer_context
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import apply_penalties
-from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import prepare_inputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
-from skiff_runtime.kernels.triton.attention.decode_launch import find_row_counts_by_variant
+from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 from skiff_runtime.kernels.triton.step_inputs import gather_pages, write_cells
@@ -72,6 +72,7 @@ class _Stage:
         backend = HybridAttention(pool, TritonPrefill(pool), decode)
         self._pass = ForwardPass(built, backend, self._device)
         self._shape = (
+            self._device,
             config.running_limit,
             layout.kv_heads,
             context,
@@ -95,15 +96,15 @@ class _Stage:
         lengths = np.array([1] * decode_rows + [chunk], dtype=np.int32)
         tables, count = self._tables, decode_rows + 1
         rows = torch.empty((4, count), dtype=torch.int32, device=self._device)
-        made = step_inputs(
-            rows, tables.tokens, tables.pages, tables.page_size, total=int(lengths.sum()), longest=chunk
+        made = prepare_inputs(
+            rows, tables.tokens, tables.pages, tables.page_size, total=int(lengths.sum()), max_len=chunk
         )
         attention = AttentionBatch(
             starts=lengths,
             lengths=lengths,
             decode_rows=decode_rows,
             rows=rows,
-            contexts=made.contexts,
+            contexts=made.seq_lens,
             page_table=tables.pages,
             block_table=None,
             shared=self._prefixes(decode_rows) if shared else None,
@@ -115,17 +116,19 @@ class _Stage:
 
     def _prefixes(self, rows: int) -> SharedPrefixes:
         """What so many rows might share."""
-        return unpack(torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows)
+        return unpack_shared_prefixes(
+            torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows
+        )
 
     def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Tokens of rows int32[3, R], from logits as they are, and as edits, grammars and log-probabilities want them."""
         _, slots, positions = sampled
         own = logits.float()
         for wide in (logits, own):
-            choose(wide, slots, positions, *self._sampler.parameters)
+            sample_tokens(wide, slots, positions, *self._sampler.parameters)
         where = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)
-        apply_penalties(own, where, slots, positions, self._tables.tokens, where, penalties, longest=1)
+        apply_penalties(own, where, slots, positions, self._tables.tokens, where, penalties, max_len=1)
         masks = torch.empty((len(slots), bitmask_words(own.shape[1])), dtype=torch.int32, device=self._device)
         apply_token_bitmask(own, where, masks)
         for table in (self._tables.tokens, self._tables.pages):
