@@ -11,12 +11,16 @@ from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
-    Strict,
+    StrictModel,
 )
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
-ENDPOINTS: dict[str, type[Strict]] = {"C": ChatCompletionRequest, "T": CompletionRequest, "N": GenerateBody}
+ENDPOINTS: dict[str, type[StrictModel]] = {
+    "C": ChatCompletionRequest,
+    "T": CompletionRequest,
+    "N": GenerateBody,
+}
 
 
 def rows() -> Iterator[list[str]]:
