@@ -4,8 +4,14 @@ import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.e4m3 import E4M3, Matrix, QuantizedActivations, quantize_rows
-from skiff_runtime.kernels.fp8 import fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8 import (
+    E4M3,
+    FP8Weight,
+    QuantizedActivations,
+    fp8_linear,
+    quantize_activations,
+    quantize_rows,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +35,8 @@ def test_fp8_linear_equals_reference(
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
     expected = dequantize(x) @ (weight.double() * scales.double()).T
     expected = expected if added is None else expected + added.double()
-    arrivals = torch.zeros(outputs, dtype=torch.int32, device="cuda")
-    product = fp8_linear(x, Matrix(weight, scales, arrivals), added)
+    tile_counters = torch.zeros(outputs, dtype=torch.int32, device="cuda")
+    product = fp8_linear(x, FP8Weight(weight, scales, tile_counters), added)
     assert product.dtype == dtype and product.shape == (tokens, outputs)
     assert error(product, expected) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
 

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.triton.attention.decode_launch import Decode, max_group_rows
-from skiff_runtime.kernels.triton.attention.prefill_attention import Prefill
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 from skiff_runtime.kvcache.kv_pool import KVPool
 
@@ -68,7 +68,7 @@ class _TritonAttention(PhaseAttention):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._launch: Decode | Prefill | None = None
+        self._launch: DecodeAttention | PrefillAttention | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch, self._launch = batch, None
@@ -81,7 +81,9 @@ class _TritonAttention(PhaseAttention):
         self._launch(q, kv, out)
 
     @abstractmethod
-    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> Decode | Prefill:
+    def _make_launch(
+        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV
+    ) -> DecodeAttention | PrefillAttention:
         """Prepare the launch that all layers of a step share, from the queries and the KV cache of one layer."""
 
 
@@ -91,12 +93,12 @@ class TritonDecode(_TritonAttention):
     def __init__(self, pool: KVPool, query_heads: int, max_model_len: int) -> None:
         super().__init__(pool)
         self._max_model_len = max_model_len
-        self.shared_prefix_rows = max_group_rows(query_heads, pool.layout.kv_heads)
+        self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
 
-    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> Decode:
-        return Decode(
+    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> DecodeAttention:
+        return DecodeAttention(
             *(q, kv, batch.rows[0], batch.page_table, batch.seq_lens, self._pool.layout.page_size),
-            longest=self._max_model_len,
+            max_seq_len=self._max_model_len,
             shared=batch.shared_prefixes,
         )
 
@@ -104,11 +106,11 @@ class TritonDecode(_TritonAttention):
 class TritonPrefill(_TritonAttention):
     """Prefill rows: chunks of prompts."""
 
-    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> Prefill:
+    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> PrefillAttention:
         first = batch.decode_rows
-        return Prefill(
+        return PrefillAttention(
             *(q, kv, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
-            longest=int(batch.lengths[first:].max()),
+            max_chunk_len=int(batch.lengths[first:].max()),
             skipped=first,
         )
 

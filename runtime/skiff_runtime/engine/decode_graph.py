@@ -18,10 +18,9 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import prepare_decode_inputs
-from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.shared_prefixes import packed_size, unpack
-from skiff_runtime.kernels.step_inputs import empty_step_inputs
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
 from skiff_runtime.step import Int32, StepPlan
 
 MAX_GRAPH_ROWS: Final = 512
@@ -93,7 +92,7 @@ class DecodeGraphRunner:
             logits, tokens = self._results[key]
         rows = SampledRows(
             slots=self._columns[:count],
-            positions=self._inputs.contexts[:count],
+            positions=self._inputs.seq_lens[:count],
             host_slots=plan.slots,
             host_positions=plan.starts + 1,
         )
@@ -138,7 +137,7 @@ class DecodeGraphRunner:
     def _compute(self, size: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute logits and tokens of the rows that were sent; this is the work that a graph captures."""
         tables = self._tables
-        rows, inputs = self._columns[: 2 * size].view(2, size), self._inputs.first(size)
+        rows, inputs = self._columns[: 2 * size].view(2, size), self._inputs.first_rows(size)
         block_table = None if tables.block_table is None else tables.block_table[:size]
         prepare_decode_inputs(rows, tables.tokens, tables.page_table, tables.page_size, inputs, block_table)
         ones = np.ones(size, np.int32)
@@ -147,14 +146,18 @@ class DecodeGraphRunner:
             lengths=ones,
             decode_rows=size,
             rows=rows,
-            seq_lens=inputs.contexts,
+            seq_lens=inputs.seq_lens,
             page_table=tables.page_table,
             block_table=block_table,
-            shared_prefixes=unpack(self._columns[2 * size :][: packed_size(size)], size) if shared else None,
+            shared_prefixes=unpack_shared_prefixes(self._columns[2 * size :][: packed_size(size)], size)
+            if shared
+            else None,
         )
         hidden = self._pass.forward(inputs, attention)
         logits = self._pass.logits(hidden, self._logits[:size])
-        tokens = choose(logits, rows[0], inputs.contexts, *self._sampler.parameters, history=tables.tokens)
+        tokens = sample_tokens(
+            logits, rows[0], inputs.seq_lens, *self._sampler.parameters, token_table=tables.tokens
+        )
         return logits, tokens
 
 

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
-from skiff_runtime.kernels.inputs import step_inputs, write_cells
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack
-from skiff_runtime.kernels.step_inputs import StepInputs
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
 from skiff_runtime.step import Int32, StepPlan
 
 
@@ -109,13 +108,13 @@ class SlotTables:
             np.stack((ends[sampled] - 1, host_slots, host_positions))
         )
         block_table = None if self.block_table is None else self.block_table[: len(plan.slots)]
-        inputs = step_inputs(
+        inputs = prepare_inputs(
             rows,
             self.tokens,
             self.page_table,
             self.page_size,
             total=plan.num_tokens,
-            longest=int(plan.lengths.max()),
+            max_len=int(plan.lengths.max()),
             block_table=block_table,
         )
         attention = AttentionBatch(
@@ -123,7 +122,7 @@ class SlotTables:
             lengths=plan.lengths,
             decode_rows=plan.decode_rows,
             rows=rows,
-            seq_lens=inputs.contexts,
+            seq_lens=inputs.seq_lens,
             page_table=self.page_table,
             block_table=block_table,
             shared_prefixes=self._find_shared(
@@ -139,7 +138,7 @@ class SlotTables:
         if self.shared_prefix is None:
             return None
         packed = self.shared_prefix.find(slots, starts, len(slots))
-        return None if packed is None else unpack(self.staging.send(packed), len(slots))
+        return None if packed is None else unpack_shared_prefixes(self.staging.send(packed), len(slots))
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
         """Write sampled tokens [S] where the next step reads them; a ``NAN_LOGITS`` becomes token 0, a valid index."""

@@ -116,7 +116,7 @@ class LogitsProcessors:
         apply_penalties(
             *(logits, indices, rows.slots[indices], rows.positions[indices]),
             *(self._token_table, self._prompt_tokens, self._penalties),
-            longest=int(rows.host_positions[penalized].max()),
+            max_len=int(rows.host_positions[penalized].max()),
         )
 
     def _make_bias(self, sampling: SamplingSpec) -> _LogitBias:

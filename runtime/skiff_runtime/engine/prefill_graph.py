@@ -90,7 +90,7 @@ class PrefillGraphRunner:
         self._graphs[size] = pieces.graphs
 
     def _compute(self, size: int, backend: AttentionBackend) -> None:
-        hidden = self._runner.forward_prepared(self._inputs.first(size), backend)
+        hidden = self._runner.forward_prepared(self._inputs.first_rows(size), backend)
         self._hidden.output[:size].copy_(hidden.output)
         self._hidden.residual[:size].copy_(hidden.residual)
 

@@ -12,7 +12,7 @@ import torch
 
 from skiff_runtime.engine.input_batch import SampledRows
 from skiff_runtime.engine.staging_buffers import upload
-from skiff_runtime.kernels.sampling import choose
+from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import NAN_LOGITS, SlotOpened
 
@@ -64,7 +64,7 @@ class Sampler:
         return tokens
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
-        return choose(logits, rows.slots, rows.positions, *self.parameters)
+        return sample_tokens(logits, rows.slots, rows.positions, *self.parameters)
 
 
 def _filters_of(sampling: SamplingSpec) -> list[float]:

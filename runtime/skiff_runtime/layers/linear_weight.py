@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.e4m3 import empty_fp8_weight
-from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8 import (
+    ALIGNMENT,
+    Activations,
+    empty_fp8_weight,
+    fp8_linear,
+    quantize_activations,
+)
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.sharding import LayerContext
 

@@ -18,13 +18,13 @@ from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
 from skiff_runtime.engine.model_runner import effective_max_model_len, make_kv_layout, make_layer_context
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import apply_penalties
-from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import prepare_inputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
-from skiff_runtime.kernels.triton.attention.decode_launch import find_row_counts_by_variant
+from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 from skiff_runtime.kernels.triton.step_inputs import gather_pages, write_cells
@@ -73,6 +73,7 @@ class _FakeRank:
         backend = HybridAttention(pool, TritonPrefill(pool), decode)
         self._pass = ForwardPass(built, backend, self._device)
         self._attention_shape = (
+            self._device,
             config.running_limit,
             layout.kv_heads,
             max_model_len,
@@ -99,20 +100,20 @@ class _FakeRank:
         lengths = np.array([1] * decode_rows + [tokens], dtype=np.int32)
         tables, count = self._tables, decode_rows + 1
         rows = torch.empty((4, count), dtype=torch.int32, device=self._device)
-        inputs = step_inputs(
+        inputs = prepare_inputs(
             rows,
             tables.tokens,
             tables.page_table,
             tables.page_size,
             total=int(lengths.sum()),
-            longest=tokens,
+            max_len=tokens,
         )
         attention = AttentionBatch(
             starts=lengths,
             lengths=lengths,
             decode_rows=decode_rows,
             rows=rows,
-            seq_lens=inputs.contexts,
+            seq_lens=inputs.seq_lens,
             page_table=tables.page_table,
             block_table=None,
             shared_prefixes=self._shared_prefixes(decode_rows) if shared else None,
@@ -124,17 +125,19 @@ class _FakeRank:
 
     def _shared_prefixes(self, rows: int) -> SharedPrefixes:
         """Allocate shared prefixes of ``rows`` rows."""
-        return unpack(torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows)
+        return unpack_shared_prefixes(
+            torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows
+        )
 
     def sample(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Launch every kernel of the sampling pipeline for rows ``sampled`` int32[3, R] (index, slot, position)."""
         _, slots, positions = sampled
         own = logits.float()
         for each in (logits, own):  # plain rows are sampled from the model's dtype, special ones from float32
-            choose(each, slots, positions, *self._sampler.parameters)
+            sample_tokens(each, slots, positions, *self._sampler.parameters)
         indices = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)
-        apply_penalties(own, indices, slots, positions, self._tables.tokens, indices, penalties, longest=1)
+        apply_penalties(own, indices, slots, positions, self._tables.tokens, indices, penalties, max_len=1)
         masks = torch.empty((len(slots), bitmask_words(own.shape[1])), dtype=torch.int32, device=self._device)
         apply_token_bitmask(own, indices, masks)
         for table in (self._tables.tokens, self._tables.page_table):

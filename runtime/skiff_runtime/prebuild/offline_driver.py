@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from skiff_runtime.kernels.torch_internals import FakeTensor
-from skiff_runtime.kernels.triton.runtime.device_properties import H200_SHARED_BYTES
+from skiff_runtime.kernels.triton.runtime.device_properties import H200_SHARED_MEMORY_BYTES
 from skiff_runtime.kernels.triton_internals import DriverBase, GPUTarget, drivers
 
 LaunchSignature = tuple[Any, Any]
@@ -40,7 +40,7 @@ class OfflineDriver(DriverBase):  # type: ignore[misc]
     def __init__(self, architecture: int) -> None:
         self.launched: list[LaunchSignature] = []
         self._target = GPUTarget("cuda", architecture, WARP_SIZE)
-        self.utils = _DriverUtilities(SHARED_BYTES.get(architecture, H200_SHARED_BYTES))
+        self.utils = _DriverUtilities(SHARED_BYTES.get(architecture, H200_SHARED_MEMORY_BYTES))
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
 

@@ -55,11 +55,11 @@ def test_kernels_have_the_sizes_of_one_rank(tmp_path: Path, tp: int) -> None:
     """The model has four query heads and two KV heads, so each of four ranks holds a copy of one KV head."""
     found = launches(make_model(tmp_path, head_dim=16), tp)
     kv = max(1, 2 // tp)
-    for kernel in ("decode_rows", "shared_prefix_attention_kernel"):
+    for kernel in ("decode_attention_kernel", "shared_prefix_attention_kernel"):
         assert constants(found, kernel, "KV", "GROUP") == {(kv, 4 // tp // kv)}, kernel
-    assert constants(found, "_prefill", "KV", "HEADS") == {(kv, 4 // tp)}
+    assert constants(found, "prefill_attention_kernel", "KV", "HEADS") == {(kv, 4 // tp)}
     hidden, attended, inner = 64, 64 // tp, 96 // tp
-    assert constants(found, "_one_token", "INPUTS") == {(hidden,), (attended,), (inner,)}
+    assert constants(found, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
     assert constants(found, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
 
 

@@ -34,13 +34,13 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
     found = kernels(directory)
     assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", done.stderr)) == found
     for name in (
-        "decode_rows",
-        "_prefill",
-        "_place",
+        "decode_attention_kernel",
+        "prefill_attention_kernel",
+        "qk_norm_rope_store_kv_kernel",
         "prepare_inputs_kernel",
-        "sample_chunks_kernel",
-        "_one_token",
-        "_round",
+        "sample_blocks_kernel",
+        "gemv_kernel",
+        "quantize_kernel",
     ):
         assert name in found
     for name in (
@@ -55,10 +55,10 @@ def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
         "partial_sums_kernel",
         "gather_candidates_kernel",
         "find_thresholds_kernel",
-        "_choose",
+        "sample_tokens_kernel",
     ):
         assert name in found
-    for name in ("count_tokens_kernel", "_penalize", "apply_token_bitmask_kernel"):
+    for name in ("count_tokens_kernel", "apply_penalties_kernel", "apply_token_bitmask_kernel"):
         assert name in found
     assert_links(directory)
     written = times(directory)
@@ -94,7 +94,7 @@ def test_heads_of_dimension_sixteen_compile_over_an_fp8_kv_cache(tmp_path: Path)
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     done = prebuild(model, tmp_path / "kernels", "--kv-cache-dtype", "fp8_e4m3")
     assert done.returncode == 0, done.stderr
-    assert "decode_rows" in kernels(tmp_path / "kernels")
+    assert "decode_attention_kernel" in kernels(tmp_path / "kernels")
 
 
 def test_tp_ranks_have_kernels_of_their_own_where_sizes_differ(tmp_path: Path) -> None:
@@ -108,8 +108,14 @@ def test_tp_ranks_have_kernels_of_their_own_where_sizes_differ(tmp_path: Path) -
         compiled.append({(path.stem, path.parent.name) for path in folder.glob("*/*.cubin")})
     assert {name for name, _ in compiled[0]} == {name for name, _ in compiled[1]}
     own = {name for name, _ in compiled[1] - compiled[0]}
-    assert own >= {"decode_rows", "_prefill", "_place", "_one_token", "silu_and_mul_kernel"}
-    assert not own & {"rms_norm_kernel", "prepare_inputs_kernel", "_write_cells"}
+    assert own >= {
+        "decode_attention_kernel",
+        "prefill_attention_kernel",
+        "qk_norm_rope_store_kv_kernel",
+        "gemv_kernel",
+        "silu_and_mul_kernel",
+    }
+    assert not own & {"rms_norm_kernel", "prepare_inputs_kernel", "write_cells_kernel"}
 
 
 def test_unsupported_tp_size_is_refused(tmp_path: Path) -> None:
@@ -132,10 +138,10 @@ def test_fp8_is_refused_for_gpus_without_it(tmp_path: Path, flags: tuple[str, ..
 KEYS = """
 import sys
 from skiff_runtime.kernels.triton.runtime import cache_keys as keys
-from skiff_runtime.kernels.triton.attention.decode_attention import shared_prefix_attention_kernel, decode_rows
+from skiff_runtime.kernels.triton.attention.decode_attention import decode_attention_kernel, shared_prefix_attention_kernel
 
 settled = keys.compute_cache_keys()
-asked = (decode_rows, shared_prefix_attention_kernel) if sys.argv[1] == "rows" else (shared_prefix_attention_kernel, decode_rows)
+asked = (decode_attention_kernel, shared_prefix_attention_kernel) if sys.argv[1] == "rows" else (shared_prefix_attention_kernel, decode_attention_kernel)
 assert {each.cache_key for each in asked} < set(settled.values())
 print(*(f"{each.__name__} {each.cache_key}" for each in asked), *settled.items(), sep="\\n")
 """
