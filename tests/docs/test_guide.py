@@ -1,4 +1,4 @@
-"""The guides in docs/: the page of flags is that of the code, links lead somewhere, what is shown parses."""
+"""The guides in docs/: the page of flags matches the code, links lead to files, and shown commands parse."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def commands(page: Path) -> list[str]:
-    """The command lines of ``skiff`` that a page shows."""
+    """Return the ``skiff`` command lines that a page shows."""
     found = []
     for block in BLOCK.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
@@ -28,19 +28,19 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-def test_the_page_of_flags_is_made_from_the_code() -> None:
+def test_flag_page_matches_the_code() -> None:
     made = (ROOT / "docs/guide/flags.md").read_text()
     assert made == render(), "run `python tests/support/flag_page.py > docs/guide/flags.md`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
+def test_relative_links_lead_to_files(page: Path) -> None:
     dead = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert not dead, dead
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_that_are_shown_are_understood(page: Path) -> None:
+def test_shown_commands_parse(page: Path) -> None:
     shown = commands(page)
     for command in shown:
         words = shlex.split(command, comments=True)
@@ -48,6 +48,6 @@ def test_commands_that_are_shown_are_understood(page: Path) -> None:
             _parser(words).parse_args(words)
 
 
-def test_the_guides_show_every_command() -> None:
+def test_guides_show_every_command() -> None:
     shown = {command.split()[0] for page in GUIDES for command in commands(page)}
     assert shown >= {"serve", "chat", "info", "fetch", "bench"}
