@@ -32,7 +32,7 @@ from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
 SPARE_BYTES: Final = 64 << 20
 """Kept free on the volume beside the download, for its other users."""
 _STALE_SECONDS: Final = 60.0
-"""A partial file that was written to more recently may belong to a process that has not taken the lock yet."""
+"""Partial files that were written to more recently are kept, whatever the state of their lock."""
 _BLOCK_BYTES: Final = 512
 _DIGEST_LENGTHS: Final = (40, 64)
 
