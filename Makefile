@@ -15,11 +15,13 @@ TEST_MARKERS := not e2e and not gpu and not matrix and not soak
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-GPU_SUITES := tests/gpu $(wildcard tests/runtime/test_kernels_*.py) $(addprefix tests/runtime/test_,$(addsuffix .py,fp8 fp8_checkpoints weights \
-	sampler engine_edits engine_grammar engine_greedy engine_last_layer engine_logprobs engine_nan engine_scheduled engine_steps \
-	serve_parameters serve_structured serve_actions))
+GPU_SUITES := tests/gpu tests/runtime/kernels \
+	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py) \
+	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs \
+	nan_logits batch_invariance engine)) \
+	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
-GPU_BENCH := --load-format dummy --max-model-len 4096 --max-batch-tokens 16384 --max-running-requests 256
+GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
 .PHONY: help setup check format chart-readme test test-latest matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
@@ -75,7 +77,7 @@ gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models w
 	$(GPU_PIP) --editable '.[gpu]'
 	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
 	for cache in auto fp8_e4m3; do $(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 --kv-cache-dtype $$cache $(GPU_BENCH); done
-	for order in fcfs prefix; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix --queue-order $$order $(GPU_BENCH); done
+	for order in fcfs lpm; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix --schedule-policy $$order $(GPU_BENCH); done
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
@@ -101,7 +103,7 @@ demo-down: ## Take the demo and its cluster down; what was built for it stays in
 	@$(PYTHON) tests/cluster/demo.py down
 
 bench: setup ## Front-process overhead and radix tree, on CPU
-	$(BIN)/python -m skiff_runtime.bench.radix
+	$(BIN)/python -m skiff_runtime.bench.offline.radix_cache
 	$(BIN)/skiff bench overhead
 
 bench-operator: setup ## The operator at 1, 100 and 1,000 InferenceServices

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from skiff_operator import events, ownership, plan
-from skiff_operator.cache import Entry, Objects, Wanted
+from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.client import Client
 from skiff_operator.errors import (
     ApiAlreadyExists,
@@ -45,7 +45,7 @@ class Goal(NamedTuple):
     """The children that the InferenceService of this uid must have."""
 
     uid: str
-    wanted: Wanted
+    desired: DesiredState
     objects: Objects
 
 
@@ -66,7 +66,7 @@ class Applier:
         """
         failures = []
         for step in steps:
-            if plan.is_blocked(entry, goal.wanted, step):
+            if plan.is_blocked(entry, goal.desired, step):
                 continue  # the step that makes what it needs has failed
             try:
                 if step.action == "delete":
@@ -74,7 +74,7 @@ class Applier:
                 else:
                     obj = goal.objects[(step.kind, step.name)]
                     live = await self._write(key, goal.uid, step, obj)
-                    self._observer.applied(step.kind, key, live)
+                    self._observer.observe_applied(step.kind, key, live)
             except OperatorError as error:
                 if isinstance(error, ApiUnavailable) and not isinstance(error, ApiBusy):
                     raise
@@ -97,7 +97,7 @@ class Applier:
             live = await self._client.apply(INFERENCE_SERVICE, key[0], key[1], body, subresource="status")
         except (ApiNotFound, ApiConflict):
             return  # changed, deleted, or deleted and made again; its event is on the way
-        self._observer.reported(key, live, status)
+        self._observer.observe_status(key, live, status)
         for news in events.announcements(previous, status):
             await self._announce(key, uid, news)
 
@@ -112,7 +112,7 @@ class Applier:
         try:
             return await _on_current(lambda: self._change(key, uid, step.kind, obj))
         except ApiNotFound as error:
-            self._observer.deleted(step.kind, key, step.name, step.uid)
+            self._observer.observe_deleted(step.kind, key, step.name, step.uid)
             raise ApiConflict(f"{step.kind.name} {step.name} was deleted meanwhile") from error
 
     async def _change(self, key: Key, uid: str, kind: Kind, obj: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Applier:
         """Delete a child of the InferenceService `uid`; one that is gone, or is no longer ours, is left alone."""
         with contextlib.suppress(ApiNotFound):
             await _on_current(lambda: self._delete_once(key, uid, step))
-        self._observer.deleted(step.kind, key, step.name, step.uid)
+        self._observer.observe_deleted(step.kind, key, step.name, step.uid)
 
     async def _delete_once(self, key: Key, uid: str, step: plan.Step) -> None:
         live = await self._client.get(step.kind, key[0], step.name)

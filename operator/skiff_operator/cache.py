@@ -1,6 +1,6 @@
-"""What the operator remembers of the cluster: per InferenceService a few small records, never whole objects.
+"""The cache of the observed cluster state: a few small records for each InferenceService, never whole objects.
 
-Only `observe` fills it from what the API server said; planning and status read it.
+Only `observe` writes to it; planning and status read it.
 """
 
 from collections.abc import Iterator
@@ -22,21 +22,21 @@ Objects = dict[tuple[Kind, str], dict[str, Any]]
 class Child(msgspec.Struct, frozen=True, gc=False):
     """One object that an InferenceService owns.
 
-    `digest`: the desired-state hash it carries; `shape`: a hash of its labels and owners; `intact`: it held
-    all that was desired when last compared; `owner`: uid of its controller.
+    `digest`: the desired-state hash in its annotation; `metadata_digest`: a hash of its labels and owner references;
+    `in_sync`: it matched the desired state when last compared; `owner`: uid of its controller.
     """
 
     uid: str
     resource_version: str
     generation: int
     digest: str
-    shape: str
+    metadata_digest: str
     owner: str
-    intact: bool
+    in_sync: bool
 
 
 class Record(NamedTuple):
-    """One remembered object, whatever its kind; `version` is its resource version, and 0 for a pod."""
+    """One cached object of any kind; `version` is its resource version, and 0 for a pod."""
 
     key: Key
     name: str
@@ -44,8 +44,8 @@ class Record(NamedTuple):
     version: int = 0
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """The children that one generation of a spec needs: the hash of each child, the pods' revision and what they use."""
+class DesiredState(msgspec.Struct, frozen=True):
+    """The desired state of one generation: the hash of each child, the pods' revision, and the children that pods mount."""
 
     digests: dict[tuple[Kind, str], str]
     revision: str
@@ -53,11 +53,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct):
-    """All that is known of one InferenceService and of what carries its label.
+    """The observed state of one InferenceService and of the objects with its label.
 
-    `service` is None while the object is absent or its spec was never valid; then `invalid` may say why.
-    `wanted` is derived from `service` when first needed; `draft` holds the built objects for as long as some
-    are missing. `problem` is what the API server last refused.
+    `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
+    `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
+    `problem` is the last refusal of the API server.
     """
 
     service: InferenceService | None = None
@@ -67,8 +67,8 @@ class Entry(msgspec.Struct):
     deleting: bool = False
     invalid: InvalidSpec | None = None
     status: Status | None = None
-    wanted: Wanted | None = None
-    draft: Objects | None = None
+    desired: DesiredState | None = None
+    manifests: Objects | None = None
     problem: Problem | None = None
     children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
     rollout: Rollout | None = None
@@ -76,17 +76,17 @@ class Entry(msgspec.Struct):
 
     @property
     def present(self) -> bool:
-        """Whether the InferenceService itself exists."""
+        """True when the InferenceService itself exists."""
         return bool(self.uid)
 
-    def leave(self) -> None:
-        """Forget the InferenceService itself; its children may still be there."""
-        self.service = self.status = self.wanted = self.draft = self.problem = self.invalid = None
+    def clear(self) -> None:
+        """Forget the InferenceService itself; its children may still exist."""
+        self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
         self.uid, self.deleting = "", False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left to remember."""
+        """True when nothing is known."""
         return not (self.uid or self.children or self.pods or self.rollout)
 
 
@@ -94,53 +94,53 @@ class Cache:
     """Entries by namespace and name."""
 
     def __init__(self) -> None:
-        """Start with nothing known."""
+        """Create an empty cache."""
         self._entries: dict[Key, Entry] = {}
-        self._homes: dict[str, Key] = {}
+        self._keys_by_uid: dict[str, Key] = {}
 
     def __iter__(self) -> Iterator[Key]:
-        """Keys of all InferenceServices that exist."""
+        """Iterate over the keys of all InferenceServices that exist."""
         return iter([key for key, entry in self._entries.items() if entry.present])
 
     def entries(self) -> Iterator[Entry]:
-        """Entries of all InferenceServices that exist."""
+        """Iterate over the entries of all InferenceServices that exist."""
         return iter([entry for entry in self._entries.values() if entry.present])
 
     def get(self, key: Key) -> Entry | None:
-        """What is known of `key`."""
+        """Return the entry of `key`, if there is one."""
         return self._entries.get(key)
 
-    def touch(self, key: Key) -> Entry:
-        """The entry of `key`, made when there is none."""
+    def get_or_create(self, key: Key) -> Entry:
+        """Return the entry of `key`, created when there is none."""
         return self._entries.setdefault(key, Entry())
 
-    def home(self, uid: str) -> Key | None:
-        """The key under which a child or a pod is remembered."""
-        return self._homes.get(uid)
+    def key_of(self, uid: str) -> Key | None:
+        """Return the key of the InferenceService under which a child or a pod is cached."""
+        return self._keys_by_uid.get(uid)
 
     def put_child(self, key: Key, kind: Kind, name: str, child: Child) -> None:
-        """Remember a child in place of what had its name."""
-        children = self.touch(key).children
+        """Store a child, replacing one of the same name."""
+        children = self.get_or_create(key).children
         if (kind, name) in children:
-            self._homes.pop(children[(kind, name)].uid, None)
+            self._keys_by_uid.pop(children[(kind, name)].uid, None)
         children[(kind, name)] = child
-        self._homes[child.uid] = key
+        self._keys_by_uid[child.uid] = key
 
     def put_pod(self, key: Key, pod: PodState) -> None:
-        """Remember a pod in place of what had its name."""
-        pods = self.touch(key).pods
+        """Store a pod, replacing one of the same name."""
+        pods = self.get_or_create(key).pods
         if pod.name in pods:
-            self._homes.pop(pods[pod.name].uid, None)
+            self._keys_by_uid.pop(pods[pod.name].uid, None)
         pods[pod.name] = pod
-        self._homes[pod.uid] = key
+        self._keys_by_uid[pod.uid] = key
 
     def drop(self, kind: Kind, record: Record) -> None:
-        """Forget one object, unless another one has its name by now."""
+        """Remove one object, unless another one has its name by now."""
         key, name, uid, _ = record
-        entry = self.touch(key)
+        entry = self.get_or_create(key)
         if kind == INFERENCE_SERVICE:
             if entry.uid == uid:
-                entry.leave()
+                entry.clear()
         elif kind == POD:
             if name in entry.pods and entry.pods[name].uid == uid:
                 del entry.pods[name]
@@ -148,12 +148,12 @@ class Cache:
             del entry.children[(kind, name)]
             if kind == DEPLOYMENT and name == key[1]:
                 entry.rollout = None
-        if self._homes.get(uid) == key:
-            del self._homes[uid]
-        self.sweep(key)
+        if self._keys_by_uid.get(uid) == key:
+            del self._keys_by_uid[uid]
+        self.remove_if_empty(key)
 
     def records(self, kind: Kind) -> list[Record]:
-        """All remembered objects of one kind."""
+        """Return all cached objects of one kind."""
         entries = self._entries.items()
         if kind == INFERENCE_SERVICE:
             return [Record(key, key[1], e.uid, int(e.resource_version)) for key, e in entries if e.present]
@@ -166,8 +166,8 @@ class Cache:
             if of == kind
         ]
 
-    def sweep(self, key: Key) -> None:
-        """Forget `key` when nothing is left of it."""
+    def remove_if_empty(self, key: Key) -> None:
+        """Remove the entry of `key` when it is empty."""
         entry = self._entries.get(key)
         if entry is not None and entry.empty:
             del self._entries[key]

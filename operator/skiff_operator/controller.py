@@ -1,4 +1,4 @@
-"""The controller: watch events put keys into the queue, workers take them out, the resync puts keys back."""
+"""The controller: watch events add keys to the queue, workers reconcile them, the resync adds all of them again."""
 
 import asyncio
 import time
@@ -8,11 +8,11 @@ from skiff_operator import metrics
 from skiff_operator.errors import OperatorError, Retryable
 from skiff_operator.kinds import Kind, Stage
 from skiff_operator.log import logger
-from skiff_operator.observe import Attention, Observer
+from skiff_operator.observe import Observer, ReconcileRequest
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import Event, StreamKey, WatchStreams
-from skiff_operator.workqueue import PATIENCE_SECONDS, Key, WorkQueue
+from skiff_operator.workqueue import STAGE_DEADLINE_SECONDS, Key, WorkQueue
 
 
 class Controller:
@@ -21,7 +21,7 @@ class Controller:
     def __init__(
         self, observer: Observer, reconciler: Reconciler, streams: WatchStreams, settings: Settings
     ) -> None:
-        """Work as `settings` say, on namespaces whose `streams` are synced."""
+        """Reconcile the namespaces whose `streams` are synced, as `settings` demand."""
         self.streams = streams
         self._observer = observer
         self._reconciler = reconciler
@@ -32,27 +32,27 @@ class Controller:
         metrics.queue_depth.set_function(lambda: len(self._queue))
 
     def on_event(self, kind: Kind, event: Event, obj: dict[str, Any]) -> None:
-        """Take in an object that a list or a watch showed, and queue what it concerns."""
+        """Handle an object of a list or a watch event, and queue the InferenceServices that it concerns."""
         try:
-            attentions = (self._observer.moved(kind, obj), self._observer.fold(kind, obj, event))
-        except Exception:  # one object's bug must not end the watch of all others  # noqa: BLE001
+            requests = (self._observer.observe_new_owner(kind, obj), self._observer.observe(kind, obj, event))
+        except Exception:  # a bug with one object must not end the watch of all others  # noqa: BLE001
             logger.exception(
                 "event not understood", extra={"object": str(obj.get("metadata", {}).get("name"))}
             )
             return
-        for attention in attentions:
-            if attention is not None:
-                self._attend(attention)
+        for request in requests:
+            if request is not None:
+                self._enqueue(request)
 
     def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
-        """Take in the end of a list; at the end of the last one of a namespace, begin to work on it."""
-        for attention in self._observer.listed(stream, shown, resource_version):
-            self._attend(attention)
+        """Handle the end of a list; after the last list of a namespace, start to reconcile it."""
+        for request in self._observer.observe_list_end(stream, shown, resource_version):
+            self._enqueue(request)
         if self.streams.listed(stream):
             self._start(stream.namespace)
 
     def _start(self, scope: str | None) -> None:
-        """Look at every InferenceService of a scope once: all of it has been listed."""
+        """Queue every InferenceService of a scope once all its kinds are listed."""
         logger.info("synced", extra={"namespace": scope or "all"})
         if not self._started:
             self._started = True
@@ -63,26 +63,26 @@ class Controller:
                 self._queue.add(key, Stage.CHILDREN)
 
     def unhealthy(self) -> str:
-        """Why the process should be restarted; empty when it works, or waits for its turn to lead."""
+        """Return the reason for a restart of the process; empty when it works, or waits to become the leader."""
         now = time.monotonic()
         limit = self._settings.stale_after_seconds
         if self._started and now - self._resynced_at > limit:
             return f"the last resync was {now - self._resynced_at:.0f} s ago"
-        if self._queue.overdue_seconds() > limit + max(PATIENCE_SECONDS.values()):
+        if self._queue.overdue_seconds() > limit + max(STAGE_DEADLINE_SECONDS.values()):
             return f"work has been waiting for {self._queue.overdue_seconds():.0f} s"
         return self.streams.dead()
 
     async def work(self) -> None:
-        """Reconcile one key after the other, for ever; any number of these may run."""
+        """Reconcile keys of the queue for ever; any number of workers may run."""
         while True:
             key = await self._queue.get()
             started = time.perf_counter()
-            result = await self._turn(key)
+            result = await self._reconcile_one(key)
             metrics.reconciles.labels(result).inc()
             metrics.reconcile_duration.observe(time.perf_counter() - started)
 
     async def resync(self) -> None:
-        """Look at everything again every so often, from the cache, in case an event was lost."""
+        """Queue every InferenceService periodically, from the cache, in case an event was lost."""
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
             if not self._started:
@@ -93,8 +93,8 @@ class Controller:
             self._resynced_at = time.monotonic()
             metrics.last_resync.set_to_current_time()
 
-    async def _turn(self, key: Key) -> str:
-        """One reconcile. The key goes back to the queue whatever happens."""
+    async def _reconcile_one(self, key: Key) -> str:
+        """Reconcile one key. It goes back to the queue whatever happens."""
         extra = {"object": "/".join(key)}
         try:
             outcome = await self._reconciler.reconcile(key)
@@ -106,21 +106,21 @@ class Controller:
             logger.error("reconcile was refused", extra={**extra, "error": str(error)})
             self._queue.done(key, failed=True)
             return "refused"
-        except Exception:  # one object's bug must not stop the others' work  # noqa: BLE001
+        except Exception:  # a bug with one object must not stop the others  # noqa: BLE001
             logger.exception("reconcile failed", extra=extra)
             self._queue.done(key, failed=True)
             return "bug"
         if outcome.stage is not None:
-            self._attend(Attention(key, outcome.stage))
+            self._enqueue(ReconcileRequest(key, outcome.stage))
         self._queue.done(key, failed=outcome.refused, partial=outcome.stage is not None)
         return "refused" if outcome.refused else "done"
 
-    def _attend(self, attention: Attention) -> None:
-        """Queue a key, unless its namespace is not listed yet: it is looked at when it is."""
-        if not self.streams.synced(attention.key[0]):
+    def _enqueue(self, request: ReconcileRequest) -> None:
+        """Queue a key, unless its namespace is not listed yet: the end of the list will queue it."""
+        if not self.streams.synced(request.key[0]):
             return
-        if attention.edited:
-            self._queue.forget(attention.key)
-        late = attention.stage == Stage.STATUS
+        if request.edited:
+            self._queue.forget(request.key)
+        late = request.stage == Stage.STATUS
         delay = self._settings.status_delay_seconds if late else 0.0
-        self._queue.add(attention.key, attention.stage, delay)
+        self._queue.add(request.key, request.stage, delay)

@@ -1,4 +1,4 @@
-"""What this operator refuses although the schema allows it, because of how it was started or of other fields."""
+"""Policy checks: specs that the schema allows and this operator refuses, by its settings or by other fields."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_MODEL: "spec.model.uri",
     contract.FLAG_REVISION: "spec.model.revision",
     contract.FLAG_SERVED_MODEL_NAME: "spec.model.name",
-    contract.FLAG_CACHE_DIR: "spec.cache",
+    contract.FLAG_DOWNLOAD_DIR: "spec.cache",
     contract.FLAG_HOST: "",
     contract.FLAG_PORT: "",
     contract.FLAG_DEVICE: "spec.runtime.device",

@@ -1,4 +1,4 @@
-"""One idempotent turn for one InferenceService: observe, plan, apply, report."""
+"""One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import msgspec
 
 from skiff_operator import plan, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
-from skiff_operator.cache import Entry, Objects, Wanted
+from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
@@ -17,7 +17,7 @@ from skiff_operator.workqueue import Key
 
 
 class Outcome(NamedTuple):
-    """What is to come: another turn at `stage` when it is set; `refused` when only waiting may help."""
+    """Result of one reconcile: `stage` is set when steps remain; `refused` when only a later retry may help."""
 
     stage: Stage | None = None
     refused: bool = False
@@ -43,9 +43,9 @@ class Reconciler:
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
         try:
-            wanted = self._wanted(entry)
-            pending = plan.steps(entry, wanted)
-            goal = Goal(entry.uid, wanted, self._draft(entry) if pending else {})
+            desired = self._desired(entry)
+            pending = plan.steps(entry, desired)
+            goal = Goal(entry.uid, desired, self._manifests(entry) if pending else {})
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
             await self._report(key, entry)
@@ -53,19 +53,19 @@ class Reconciler:
         steps, later = plan.first_stage(pending)
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
-            # The stage cannot be completed now, so the others wait for nothing.
+            # This stage cannot complete now, so later stages gain nothing by waiting for it.
             rest = [step for step in pending if step not in steps]
             failures += await self._applier.run(key, entry, rest, goal)
             return await self._fail(key, entry, failures)
         entry.problem = None
         if steps:
             return Outcome(stage=later)
-        entry.draft = None
+        entry.manifests = None
         await self._report(key, entry)
         return Outcome()
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
-        """Report what was refused or failed; what merely came at a bad time stands in the log."""
+        """Report refusals and failures in the status; conflicts and outages are only logged and retried."""
         refused = [failure for failure in failures if isinstance(failure.error, Permanent | ApiFailed)]
         if refused:
             messages = [_message(failure) for failure in refused]
@@ -75,23 +75,23 @@ class Reconciler:
             raise failures[0].error
         return Outcome(refused=True)
 
-    def _wanted(self, entry: Entry) -> Wanted:
+    def _desired(self, entry: Entry) -> DesiredState:
         if entry.invalid is not None:
             raise entry.invalid
-        if entry.wanted is None:
+        if entry.desired is None:
             try:
-                entry.wanted = plan.summarize(self._draft(entry))
+                entry.desired = plan.desired_state(self._manifests(entry))
             except InvalidSpec as error:
                 entry.invalid = error
                 raise
-        return entry.wanted
+        return entry.desired
 
-    def _draft(self, entry: Entry) -> Objects:
-        """The built objects, kept until all of them exist."""
+    def _manifests(self, entry: Entry) -> Objects:
+        """Return the built objects, which are kept until all of them exist."""
         assert entry.service is not None, "an entry that is present is valid or says why it is not"
-        if entry.draft is None:
-            entry.draft = plan.objects(entry.service, self._settings)
-        return entry.draft
+        if entry.manifests is None:
+            entry.manifests = plan.objects(entry.service, self._settings)
+        return entry.manifests
 
     async def _report(self, key: Key, entry: Entry) -> None:
         facts = _facts(key, entry)
@@ -104,27 +104,27 @@ class Reconciler:
 
 
 def _message(failure: Failure) -> str:
-    """The error's own words, and the child's name where they lack it, as those of admission webhooks do."""
+    """Return the error's message, prefixed with the child where it lacks the name, as admission webhooks' messages do."""
     step, text = failure.step, str(failure.error)
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
 def _facts(key: Key, entry: Entry) -> status.Facts:
-    """What a status is made of; while the spec is not valid, the last known revision stays the desired one."""
+    """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
-    wanted, before = entry.wanted, entry.status
-    pending = plan.steps(entry, wanted) if wanted is not None else []
+    desired, before = entry.desired, entry.status
+    pending = plan.steps(entry, desired) if desired is not None else []
     deployment = entry.children.get((DEPLOYMENT, name))
     ours = deployment is not None and deployment.owner == entry.uid
     rollout = entry.rollout if ours else None
-    desired = rollout.desired if rollout else 0
+    desired_replicas = rollout.desired if rollout else 0
     return status.Facts(
         name=name,
         generation=entry.generation,
-        replicas=entry.service.spec.replicas if wanted and entry.service else desired,
-        revision=wanted.revision if wanted else before.update_revision if before else "",
+        replicas=entry.service.spec.replicas if desired and entry.service else desired_replicas,
+        revision=desired.revision if desired else before.update_revision if before else "",
         url=service_builder.url(namespace, name),
-        synced=wanted is not None and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
+        synced=desired is not None and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
         rollout=rollout,
         pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
         problem=entry.problem,

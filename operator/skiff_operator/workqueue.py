@@ -1,13 +1,13 @@
 """The queue of InferenceServices to reconcile: one entry per key, never two workers on one key, backing off.
 
-`Schedule` is the pure part: it is told the time and never waits. `WorkQueue` lets asyncio workers wait on it.
-An entry is due at a time, and has a stage; of the entries that are due, the one with the earliest deadline
-(due time plus the stage's patience) goes first. So missing children come before Services and Services before
-status when there is much to do, and yet nothing waits for ever behind a stream of more urgent work.
+`Schedule` is the pure part: the time is an argument and it never waits. `WorkQueue` lets asyncio workers wait on it.
+An entry has a due time and a stage; of the entries that are due, the one with the earliest deadline (due time plus
+`STAGE_DEADLINE_SECONDS`) goes first. So under load missing children come before Services and Services before
+status, and yet no entry starves behind a stream of more urgent work.
 
 A key that failed backs off: it is due again after 1 s, 2 s, 4 s, up to 5 min. An event about it (`add`) makes it due
-at once, for one try that neither shortens nor lengthens the backoff; the routine look at everything (`refresh`)
-leaves it alone. Success ends the backoff, and `forget` does so for a spec that changed.
+at once, for one attempt that neither shortens nor lengthens the backoff; the periodic resync (`refresh`) leaves it
+alone. Success ends the backoff, and so does `forget` when the spec changed.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from skiff_operator.kinds import Stage
 Key = tuple[str, str]
 """Namespace and name of an InferenceService."""
 
-PATIENCE_SECONDS: Final = {Stage.CHILDREN: 0.0, Stage.NETWORK: 20.0, Stage.STATUS: 40.0}
+STAGE_DEADLINE_SECONDS: Final = {Stage.CHILDREN: 0.0, Stage.NETWORK: 20.0, Stage.STATUS: 40.0}
+"""Seconds by which an entry of each stage may be overtaken by more urgent ones after it is due."""
 FIRST_RETRY_SECONDS: Final = 1.0
 LAST_RETRY_SECONDS: Final = 300.0
 
@@ -41,7 +42,7 @@ class _Backoff:
 
 @dataclass
 class Schedule:
-    """Which key is next at a given time. Times are seconds of one monotonic clock."""
+    """Order of the keys. Times are seconds of one monotonic clock."""
 
     _waiting: dict[Key, _Entry] = field(default_factory=dict)
     _running: dict[Key, _Entry | None] = field(default_factory=dict)
@@ -50,11 +51,11 @@ class Schedule:
     _by_deadline: list[tuple[float, Key]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """Keys that wait; those being worked on are not counted."""
+        """Return the number of waiting keys; keys in progress are not counted."""
         return len(self._waiting)
 
     def add(self, key: Key, stage: Stage, now: float, delay_seconds: float = 0.0) -> None:
-        """Ask for `key`. Asking twice makes one entry: the earlier time and the more urgent stage."""
+        """Add `key`. A key that is already there keeps one entry, with the earlier time and the more urgent stage."""
         due = now + delay_seconds
         if key in self._running:
             again = self._running[key]
@@ -66,35 +67,35 @@ class Schedule:
             heapq.heappush(self._by_due, (entry.due, key))
 
     def refresh(self, key: Key, stage: Stage, now: float) -> None:
-        """Ask for `key` as a routine: no reason to try a failed one early, or one in work again."""
+        """Add `key` for a resync, unless it backs off or is in progress."""
         backs_off = key in self._backoffs and key in self._waiting
         if key not in self._running and not backs_off:
             self.add(key, stage, now)
 
     def forget(self, key: Key) -> None:
-        """End the backoff of `key`: what failed was another spec."""
+        """End the backoff of `key`: an earlier spec failed."""
         self._backoffs.pop(key, None)
 
     def take(self, now: float) -> Key | None:
-        """The most urgent key that is due and not being worked on; it is the caller's until `finish`."""
+        """Return the most urgent key that is due and not in progress; the caller holds it until `finish`."""
         while self._by_due and self._by_due[0][0] <= now:
             due, key = heapq.heappop(self._by_due)
             entry = self._waiting.get(key)
             if entry is not None and entry.due == due:
-                heapq.heappush(self._by_deadline, (due + PATIENCE_SECONDS[entry.stage], key))
+                heapq.heappush(self._by_deadline, (due + STAGE_DEADLINE_SECONDS[entry.stage], key))
         while self._by_deadline:
             deadline, key = heapq.heappop(self._by_deadline)
             entry = self._waiting.get(key)
-            if entry is not None and entry.due + PATIENCE_SECONDS[entry.stage] == deadline:
+            if entry is not None and entry.due + STAGE_DEADLINE_SECONDS[entry.stage] == deadline:
                 del self._waiting[key]
                 self._running[key] = None
                 return key
         return None
 
     def finish(self, key: Key, now: float, *, failed: bool = False, partial: bool = False) -> None:
-        """Give `key` back. A failed one comes again when its backoff is over; success ends the backoff.
+        """Give `key` back. A failed key is due again after its backoff; success ends the backoff.
 
-        `partial`: it went well so far, but the part that failed before may be yet to come.
+        `partial`: this attempt succeeded, but the step that failed before may be still ahead, so the backoff stays.
         """
         again = self._running.pop(key)
         if failed:
@@ -115,11 +116,11 @@ class Schedule:
         return now + delay
 
     def overdue_seconds(self, now: float) -> float:
-        """How long the key that waits longest has been due."""
+        """Return for how long the oldest waiting key has been due."""
         return max((now - entry.due for entry in self._waiting.values()), default=0.0)
 
     def next_due(self) -> float | None:
-        """When `take` may next have something, if nothing is added meanwhile; None when nothing waits."""
+        """Return when `take` may next return a key, if none is added meanwhile; None when no key waits."""
         if self._by_deadline:
             return -math.inf
         return self._by_due[0][0] if self._by_due else None
@@ -139,18 +140,18 @@ class WorkQueue:
         self._alarm_at = math.inf
 
     def __len__(self) -> int:
-        """Keys that wait."""
+        """Return the number of waiting keys."""
         return len(self._schedule)
 
     def add(self, key: Key, stage: Stage, delay_seconds: float = 0.0) -> None:
-        """Ask for `key` in at least `delay_seconds`."""
+        """Add `key`, due in `delay_seconds`."""
         self._schedule.add(key, stage, _now(), delay_seconds)
-        self._rouse()
+        self._wake_when_due()
 
     def refresh(self, key: Key, stage: Stage) -> None:
-        """Ask for `key` as a routine; one in work and one that backs off stay as they are."""
+        """Add `key` for a resync, unless it backs off or is in progress."""
         self._schedule.refresh(key, stage, _now())
-        self._rouse()
+        self._wake_when_due()
 
     def forget(self, key: Key) -> None:
         """End the backoff of `key`."""
@@ -161,26 +162,26 @@ class WorkQueue:
         while (key := self._schedule.take(_now())) is None:
             waiter = asyncio.get_running_loop().create_future()
             self._idle.append(waiter)
-            self._rouse()
+            self._wake_when_due()
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._rouse()
+                self._wake_when_due()
                 raise
-        self._rouse()
+        self._wake_when_due()
         return key
 
     def done(self, key: Key, *, failed: bool = False, partial: bool = False) -> None:
-        """Give `key` back, and have it again later if it failed or was asked for meanwhile."""
+        """Give `key` back; it is due again if it failed or was added meanwhile."""
         self._schedule.finish(key, _now(), failed=failed, partial=partial)
-        self._rouse()
+        self._wake_when_due()
 
     def overdue_seconds(self) -> float:
-        """How long the key that waits longest has been due."""
+        """Return for how long the oldest waiting key has been due."""
         return self._schedule.overdue_seconds(_now())
 
-    def _rouse(self) -> None:
-        """Wake one worker if something is due, else set the alarm for the time when it will be."""
+    def _wake_when_due(self) -> None:
+        """Wake one worker if a key is due, else set a timer for the time when one is."""
         due = self._schedule.next_due()
         if due is None:
             return
@@ -189,10 +190,10 @@ class WorkQueue:
         elif due < self._alarm_at:
             if self._alarm is not None:
                 self._alarm.cancel()
-            self._alarm_at = due  # uvloop's handle of a very near time does not tell it
-            self._alarm = asyncio.get_running_loop().call_at(due, self._ring)
+            self._alarm_at = due  # kept here: uvloop's handle for a very near time has no `when`
+            self._alarm = asyncio.get_running_loop().call_at(due, self._on_alarm)
 
-    def _ring(self) -> None:
+    def _on_alarm(self) -> None:
         self._alarm, self._alarm_at = None, math.inf
         self._wake_one()
 

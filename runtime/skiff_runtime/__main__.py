@@ -8,20 +8,23 @@ from collections.abc import Callable
 from typing import Final
 
 from skiff_runtime import __version__, log
+from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
 from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
 from skiff_runtime.errors import FetchError, SkiffError
-from skiff_runtime.options import Parser, add_config_arguments, config_from
 
 Command = Callable[[argparse.Namespace], int]
 
 _BENCHMARKS: Final = {
-    "serve": "open-loop load against a running server",
-    "compare": "two results of bench serve side by side",
-    "offline": "throughput of the engine, without HTTP",
-    "gaps": "how long a long prompt holds up those that decode",
-    "structured": "masks of grammars, filled row by row and in batches",
-    "overhead": "CPU time that each process of a server spends on a request and a token",
-    "path": "what the serving path costs, with a stub in the engine's place",
+    "serve": ("online.serve", "open-loop load against a running server"),
+    "compare": ("online.compare", "two results of bench serve side by side"),
+    "offline": ("offline.throughput", "throughput of the engine, without HTTP"),
+    "gaps": (
+        "offline.prefill_interference",
+        "inter-token latency of running requests while a long prompt is prefilled",
+    ),
+    "structured": ("offline.structured", "grammar masks, filled row by row and in batches"),
+    "overhead": ("online.overhead", "CPU time of each server process for a request and for a token"),
+    "path": ("path", "cost of the serving path, with a stub in the engine's place"),
 }
 
 _SERVE_HELP = """\
@@ -73,12 +76,16 @@ def _parser(words: list[str]) -> Parser:
     _add(commands, words[:1], "info", "what a model is, and whether it fits a GPU", "skiff_runtime.info")
     _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command")
     _add(
-        commands, words[:1], "prebuild", "compile GPU kernels ahead, without a GPU", "skiff_runtime.prebuild"
+        commands,
+        words[:1],
+        "prebuild",
+        "compile GPU kernels ahead, without a GPU",
+        "skiff_runtime.prebuild.command",
     )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for name, text in _BENCHMARKS.items():
-        _add(kinds, words[1:2], name, text, f"skiff_runtime.bench.{name}")
+    for name, (module, text) in _BENCHMARKS.items():
+        _add(kinds, words[1:2], name, text, f"skiff_runtime.bench.{module}")
     return parser
 
 
@@ -95,10 +102,10 @@ def _add(
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from skiff_runtime.resolve import resolve
-    from skiff_runtime.supervisor import serve
+    from skiff_runtime.processes.resolve import resolve
+    from skiff_runtime.processes.supervisor import serve
 
-    config = config_from(arguments)
+    config = build_config(arguments)
     log.configure("supervisor", config.log_level)
     # PID 1 has no default action for SIGTERM, and a download may take minutes before the supervisor takes over.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -6,7 +6,7 @@ is internal and becomes an exit code or a 500 at a process boundary.
 
 from typing import Final
 
-CLIENT_CLOSED: Final = 499
+CLIENT_CLOSED_REQUEST: Final = 499
 
 
 class SkiffError(Exception):

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.messages import CompiledGrammar, SamplingParams
+from skiff_runtime.messages import CompiledGrammar, SamplingSpec
 
 NAN_LOGITS: Final = -2
 """In ``StepResult.tokens``: the row's logits contain NaN, so no token can be sampled from them."""
@@ -23,12 +23,12 @@ Float32 = NDArray[np.float32]
 class SlotOpened:
     """A request took a slot: its known tokens, the first ``prompt_tokens`` of which are the prompt.
 
-    The others are output from before a retraction, which penalties count and a grammar has accepted.
+    The others are output from before a preemption, which penalties count and a grammar has accepted.
     """
 
     slot: int
     tokens: Int32
-    sampling: SamplingParams
+    sampling: SamplingSpec
     prompt_tokens: int
     grammar: CompiledGrammar | None = None
 
@@ -74,7 +74,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
+class PromptLogprobsOutput:
     """Log-probabilities of the tokens of one slot's prompt that stand at positions ``start`` and on."""
 
     slot: int
@@ -93,7 +93,7 @@ class StepResult:
     tokens: Int32
     logprob_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: Logprobs | None = None
-    prompts: tuple[PromptChunk, ...] = ()
+    prompts: tuple[PromptLogprobsOutput, ...] = ()
 
 
 class StepHandle(Protocol):

@@ -16,8 +16,8 @@ from typing import Any
 from build_tokenizer import END
 from evaluate import late_cases, rendered, template_cases
 
-from skiff_runtime.llm import LLM
-from skiff_runtime.sampling import Sampling
+from skiff_runtime.offline.llm import LLM
+from skiff_runtime.offline.sampling_params import Sampling
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

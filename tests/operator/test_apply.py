@@ -65,19 +65,19 @@ class Scene:
         self.key = (api.namespace, KEY_NAME)
         made = api.create("inferenceservices", inference_service(KEY_NAME))
         self.observer = Observer(Cache(), Settings())
-        self.observer.fold(INFERENCE_SERVICE, made, "ADDED")
+        self.observer.observe(INFERENCE_SERVICE, made, "ADDED")
         self.applier = Applier(client, self.observer, reporter="tests")
         objects = plan.objects(spec.parse(made), Settings())
-        self.goal = Goal(made["metadata"]["uid"], plan.summarize(objects), objects)
+        self.goal = Goal(made["metadata"]["uid"], plan.desired_state(objects), objects)
 
     @property
     def entry(self) -> Entry:
         """All that is known of the InferenceService."""
-        return self.observer.cache.touch(self.key)
+        return self.observer.cache.get_or_create(self.key)
 
     async def run(self, *steps: plan.Step) -> list[Failure]:
         """Take these steps, or all that are due."""
-        due = list(steps) or plan.steps(self.entry, self.goal.wanted)
+        due = list(steps) or plan.steps(self.entry, self.goal.desired)
         return await self.applier.run(self.key, self.entry, due, self.goal)
 
     def step(self, action: Any, kind: Kind, name: str = KEY_NAME) -> plan.Step:
@@ -209,12 +209,12 @@ def test_the_namespaces_own_account_is_not_created_before_its_time(
 
     async def acts(scene: Scene) -> None:
         made = api.create("inferenceservices", inference_service("default"))
-        scene.observer.fold(INFERENCE_SERVICE, made, "ADDED")
+        scene.observer.observe(INFERENCE_SERVICE, made, "ADDED")
         key = (api.namespace, "default")
-        entry = scene.observer.cache.touch(key)
+        entry = scene.observer.cache.get_or_create(key)
         objects = plan.objects(spec.parse(made), Settings())
-        goal = Goal(made["metadata"]["uid"], plan.summarize(objects), objects)
-        failures = await scene.applier.run(key, entry, plan.steps(entry, goal.wanted), goal)
+        goal = Goal(made["metadata"]["uid"], plan.desired_state(objects), objects)
+        failures = await scene.applier.run(key, entry, plan.steps(entry, goal.desired), goal)
         assert [(failure.step.kind, type(failure.error)) for failure in failures] == [
             (SERVICE_ACCOUNT, NameTaken)
         ]

@@ -1,4 +1,4 @@
-"""From what exists to what is wanted, in the right order and no further."""
+"""The planner: steps from the observed to the desired state, in the right order and no further."""
 
 import msgspec
 import pytest
@@ -19,33 +19,33 @@ from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
 
-def entry(wanted: InferenceService) -> Entry:
+def entry(of: InferenceService) -> Entry:
     """A service of which nothing exists yet."""
-    built = plan.objects(wanted, Settings())
-    return Entry(service=wanted, uid="u1", wanted=plan.summarize(built))
+    built = plan.objects(of, Settings())
+    return Entry(service=of, uid="u1", desired=plan.desired_state(built))
 
 
-def settled(wanted: InferenceService) -> Entry:
+def settled(of: InferenceService) -> Entry:
     """A service of which everything exists as it should."""
-    result = entry(wanted)
-    assert result.wanted is not None
-    for key, digest in result.wanted.digests.items():
+    result = entry(of)
+    assert result.desired is not None
+    for key, digest in result.desired.digests.items():
         result.children[key] = Child(
             uid=f"uid-{key[1]}",
             resource_version="1",
             generation=1,
             digest=digest,
-            shape="",
+            metadata_digest="",
             owner="u1",
-            intact=True,
+            in_sync=True,
         )
     return result
 
 
 def steps(of: Entry) -> list[plan.Step]:
     """The plan."""
-    assert of.wanted is not None
-    return plan.steps(of, of.wanted)
+    assert of.desired is not None
+    return plan.steps(of, of.desired)
 
 
 def test_everything_is_created_in_the_order_in_which_pods_need_it() -> None:
@@ -64,13 +64,13 @@ def test_nothing_is_done_when_all_is_well() -> None:
 
 def test_a_changed_spec_changes_what_differs_only() -> None:
     of = settled(service())
-    of.wanted = plan.summarize(plan.objects(service(runtime={"dtype": "bfloat16"}), Settings()))
+    of.desired = plan.desired_state(plan.objects(service(runtime={"dtype": "bfloat16"}), Settings()))
     assert [(step.action, step.kind) for step in steps(of)] == [("update", DEPLOYMENT)]
 
 
 def test_drift_is_repaired() -> None:
     of = settled(service())
-    of.children[(SERVICE, "llama")] = msgspec.structs.replace(of.children[(SERVICE, "llama")], intact=False)
+    of.children[(SERVICE, "llama")] = msgspec.structs.replace(of.children[(SERVICE, "llama")], in_sync=False)
     assert [(step.action, step.kind) for step in steps(of)] == [("update", SERVICE)]
 
 
@@ -79,7 +79,7 @@ def test_only_what_is_ours_is_pruned(owner: str, pruned: bool) -> None:
     of = settled(service(replicas=2))
     key = (DISRUPTION_BUDGET, "llama")
     of.children[key] = msgspec.structs.replace(of.children[key], owner=owner)
-    of.wanted = plan.summarize(plan.objects(service(replicas=1), Settings()))
+    of.desired = plan.desired_state(plan.objects(service(replicas=1), Settings()))
     deletions = [step for step in steps(of) if step.action == "delete"]
     assert [(step.kind, step.uid) for step in deletions] == (
         [(DISRUPTION_BUDGET, "uid-llama")] if pruned else []
@@ -97,11 +97,11 @@ def test_an_object_of_someone_else_is_in_the_way_even_when_it_is_identical(owner
 def test_a_deployment_waits_for_what_its_pods_need() -> None:
     of = entry(service(model=hub(), cache={"size": "1Gi"}, replicas=2))
     made = settled(service(model=hub(), cache={"size": "1Gi"}, replicas=2)).children
-    assert of.wanted is not None
+    assert of.desired is not None
 
     def blocked() -> list[Kind]:
-        assert of.wanted is not None
-        return [step.kind for step in steps(of) if plan.is_blocked(of, of.wanted, step)]
+        assert of.desired is not None
+        return [step.kind for step in steps(of) if plan.is_blocked(of, of.desired, step)]
 
     assert blocked() == [DEPLOYMENT]
     of.children[(SERVICE_ACCOUNT, "llama")] = made[(SERVICE_ACCOUNT, "llama")]
@@ -109,16 +109,16 @@ def test_a_deployment_waits_for_what_its_pods_need() -> None:
     claim = made[(CLAIM, "llama-cache")]
     of.children[(CLAIM, "llama-cache")] = msgspec.structs.replace(claim, owner="someone")
     assert blocked() == [DEPLOYMENT]
-    of.children[(CLAIM, "llama-cache")] = msgspec.structs.replace(claim, intact=False)
+    of.children[(CLAIM, "llama-cache")] = msgspec.structs.replace(claim, in_sync=False)
     assert blocked() == [], "one that cannot be changed is there all the same"
 
 
 def uncached(**counts: int) -> Entry:
     """A service whose cache is not asked for any more, with a Deployment that says so and its status."""
     of = settled(service(model=hub(), cache={"size": "1Gi"}))
-    of.wanted = plan.summarize(plan.objects(service(model=hub()), Settings()))
+    of.desired = plan.desired_state(plan.objects(service(model=hub()), Settings()))
     key = (DEPLOYMENT, "llama")
-    of.children[key] = msgspec.structs.replace(of.children[key], digest=of.wanted.digests[key])
+    of.children[key] = msgspec.structs.replace(of.children[key], digest=of.desired.digests[key])
     status = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1, **counts}
     live = {"metadata": {"generation": 2}, "spec": {"replicas": 1}, "status": status}
     of.rollout = workload.read_rollout(live)

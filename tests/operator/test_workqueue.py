@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skiff_operator.kinds import Stage
-from skiff_operator.workqueue import LAST_RETRY_SECONDS, PATIENCE_SECONDS, Key, Schedule, WorkQueue
+from skiff_operator.workqueue import LAST_RETRY_SECONDS, STAGE_DEADLINE_SECONDS, Key, Schedule, WorkQueue
 
 ALL_KEYS: tuple[Key, ...] = tuple(("ns", name) for name in "abcde")
 KEYS = st.sampled_from(ALL_KEYS)
@@ -144,7 +144,7 @@ def test_missing_children_come_before_services_before_status() -> None:
 def test_status_does_not_starve_behind_a_stream_of_new_children() -> None:
     schedule = Schedule()
     schedule.add(("ns", "status"), Stage.STATUS, now=0.0)
-    patience = PATIENCE_SECONDS[Stage.STATUS]
+    patience = STAGE_DEADLINE_SECONDS[Stage.STATUS]
     schedule.add(("ns", "late child"), Stage.CHILDREN, now=patience + 1)
     assert drain(schedule, patience + 1) == ["status", "late child"]
 

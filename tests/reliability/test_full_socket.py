@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skiff_runtime import transport
-from skiff_runtime.messages import Heartbeat, ToSupervisor
-from skiff_runtime.transport import Endpoints, Receiver, Sender, TransportError
+from skiff_runtime.messages import Heartbeat, ToSupervisor, transport
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender, TransportError
 
 MESSAGE = Heartbeat(process="x" * 1000)
 MORE_THAN_FITS = 10_000

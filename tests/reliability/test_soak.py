@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
+from raw_http import address_of
 from service import Service, running_service
 from soak import Soak
 from soak_requests import MODEL
 from watch import Usage, family_of, nothing_held, pages
-from wire import address_of
 
 SHORT: Final = 1000
 SHORT_POOL: Final = 60
@@ -23,7 +23,7 @@ FLAGS: Final = (
     MODEL,
     "--dtype",
     "float32",
-    "--kv-cache-tokens",
+    "--max-total-tokens",
     "1024",
     "--max-model-len",
     "1024",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from answers import Answer, Choice
+from near_ties import find_parting, find_ties
 from safetensors.torch import load_file, save_file
-from ties import find_parting, find_ties
 from tiny_models import greedy_tokens, load_reference, make_model
 
 PROMPT = [7, 30, 12, 55, 9]

@@ -11,7 +11,7 @@ import pytest
 from skiff_runtime.internals import missing_internals
 
 BORROWERS = {
-    "uvicorn": "skiff_runtime.api.uvicorn_internals",
+    "uvicorn": "skiff_runtime.api.http.uvicorn_internals",
     "torch": "skiff_runtime.kernels.torch_internals",
     "triton": "skiff_runtime.kernels.triton_internals",
     "flashinfer": "skiff_runtime.kernels.flashinfer_internals",
@@ -85,7 +85,7 @@ class Absent:
             raise ModuleNotFoundError("No module named 'uvicorn'", name=name)
 
 sys.meta_path.insert(0, Absent())
-import skiff_runtime.api.uvicorn_internals
+import skiff_runtime.api.http.uvicorn_internals
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "ModuleNotFoundError" in done.stderr.splitlines()[-1]

@@ -14,8 +14,8 @@ import numpy as np
 from tiny_models import FAMILIES, make_model
 from tiny_tokenizer import VOCAB_SIZE
 
-from skiff_runtime.llm import LLM
-from skiff_runtime.sampling import Sampling
+from skiff_runtime.offline.llm import LLM
+from skiff_runtime.offline.sampling_params import Sampling
 
 CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},

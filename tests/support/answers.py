@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from wire import Reply
+from raw_http import Reply
 
 LOGPROB_TOLERANCE: Final = 2e-3
 """In nats. Float32 sums in another order differ by a thousandth of this."""

@@ -8,41 +8,41 @@ from pathlib import Path
 from typing import Any, Final
 
 from answers import Answer, difference, read_answer
+from near_ties import find_parting, find_ties
 from random_requests import RandomRequests
+from raw_http import Address, Line, address_of, post
 from service import Service, running_service
-from ties import find_parting, find_ties
 from watch import nothing_held
-from wire import Address, Line, address_of, post
 
 CONCURRENCY: Final = 32
 SEED: Final = 20260
 ALONE_FLAGS: Final = (
     "--cache",
     "naive",
-    "--disable-overlap",
-    "--kv-cache-tokens",
+    "--disable-overlap-schedule",
+    "--max-total-tokens",
     "4096",
-    "--max-batch-tokens",
+    "--max-num-batched-tokens",
     "512",
 )
 """One request at a time in big chunks, nothing shared, nothing overlapped."""
 BUSY_FLAGS: Final = (
     "--cache",
     "radix",
-    "--kv-cache-tokens",
+    "--max-total-tokens",
     "512",
     "--page-size",
     "8",
-    "--max-batch-tokens",
+    "--max-num-batched-tokens",
     "48",
     "--max-running-requests",
     "24",
 )
 """Far less than what two dozen requests come to hold, and a prompt takes several chunks."""
 _COUNTERS: Final = {
-    "retractions": "skiff_retractions_total",
+    "preemptions": "skiff_preemptions_total",
     "evicted_pages": "skiff_evicted_pages_total",
-    "prefix_hit_tokens": "skiff_prefix_hit_tokens_total",
+    "prefix_hit_tokens": "skiff_prefix_cache_hits_total",
     "mixed_steps": 'skiff_step_duration_seconds_count{kind="mixed"}',
 }
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from skiff_runtime.config import Config
-from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import CompiledGrammar, SamplingParams
+from skiff_runtime.messages import CompiledGrammar, SamplingSpec
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
 """Where the engines under test run; what they are compared with runs on a CPU."""
-GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+GREEDY = SamplingSpec(max_tokens=1 << 20, seed=0, temperature=0.0)
 
 
 def make_config(path: Path, **changes: Any) -> Config:
@@ -29,18 +29,18 @@ def make_config(path: Path, **changes: Any) -> Config:
         "dtype": "float32",
         "max_model_len": 256,
         "max_running_requests": 8,
-        "kv_cache_tokens": 2048,
+        "max_total_tokens": 2048,
         "attention": "auto",
         "cpu_threads": 1,
     }
     return Config(**{**settings, **changes})
 
 
-def make_engine(path: Path, group: TensorParallel | None = None, **changes: Any) -> Engine:
+def make_engine(path: Path, group: TensorParallelGroup | None = None, **changes: Any) -> Engine:
     """An engine over the model in ``path``; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    group = group or TensorParallel(device=torch.device("cuda", 0) if config.device == "cuda" else None)
+    group = group or TensorParallelGroup(device=torch.device("cuda", 0) if config.device == "cuda" else None)
     return Engine(config, model, group, on_phase=lambda phase, progress: None)
 
 
@@ -50,7 +50,7 @@ class Row:
 
     slot: int
     prompt: np.ndarray[Any, np.dtype[np.int32]]
-    sampling: SamplingParams = GREEDY
+    sampling: SamplingSpec = GREEDY
     done: int = 0
     known: int = 0
     pages: list[int] = field(default_factory=list)
@@ -72,14 +72,14 @@ class Driver:
         self,
         slot: int,
         prompt: Sequence[int],
-        sampling: SamplingParams = GREEDY,
+        sampling: SamplingSpec = GREEDY,
         *,
         output: Sequence[int] = (),
         grammar: CompiledGrammar | None = None,
         shared: Row | None = None,
         cached: int = 0,
     ) -> Row:
-        """Open a slot, as after a retraction if there is ``output``.
+        """Open a slot, as after a preemption if there is ``output``.
 
         Its first ``cached`` tokens (whole pages) are read from the pages of ``shared``.
         """
@@ -148,7 +148,7 @@ def generate(
     page_size: int,
     budget: int,
     slots: int,
-    samplings: Sequence[SamplingParams] | None = None,
+    samplings: Sequence[SamplingSpec] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """``count`` tokens for each prompt, in mixed steps of at most ``budget`` tokens over ``slots`` slots."""

@@ -11,20 +11,20 @@ import torch
 from engine_driver import make_config
 from scheduler_bench import request
 
-from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.messages import (
     AbortRequest,
-    Finish,
+    FinishReason,
     FlushCache,
     GenerateRequest,
-    SamplingParams,
+    SamplingSpec,
     TokenBatch,
     Wire,
 )
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.scheduler.channel import Channel, Item
-from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.scheduler.scheduler import Scheduler
 
 MIB: Final = 1 << 20
 AHEAD: Final = 512
@@ -67,7 +67,7 @@ class Ledger:
     ended: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     evicted: int = 0
-    retracted: int = 0
+    preempted: int = 0
     hits: int = 0
     flushed: tuple[int, int, int] | None = None
     """Pages in all, free and cached after the cache was emptied."""
@@ -88,11 +88,11 @@ class Ledger:
                 assert self.running[uid] >= 0, f"{uid} got more tokens than it asked for"
             if finish:
                 left = self.running.pop(uid)
-                assert left == 0 or finish == Finish.ABORT, f"{uid} ended {left} tokens early"
-                self.ended[Finish(finish).name] += 1
+                assert left == 0 or finish == FinishReason.ABORT, f"{uid} ended {left} tokens early"
+                self.ended[FinishReason(finish).name] += 1
         stats = batch.stats
         self.evicted += stats.evicted_pages
-        self.retracted += stats.retracted
+        self.preempted += stats.preempted
         self.hits += stats.hit_tokens
         if batch.flushed:
             self.flushed = stats.pages_total, stats.pages_free, stats.pages_cached
@@ -141,7 +141,7 @@ class Crowd(Channel):
         if uid % self.ABORTED == 0:
             self._leaving.append((uid, uid + int(random.integers(1, AHEAD))))
         self.ledger.running[uid] = count
-        sampling = SamplingParams(max_tokens=count, seed=uid, ignore_eos=True, **KINDS[uid % len(KINDS)])
+        sampling = SamplingSpec(max_tokens=count, seed=uid, ignore_eos=True, **KINDS[uid % len(KINDS)])
         return request(uid, prompt, sampling)
 
 
@@ -158,7 +158,7 @@ def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **cha
     """Serve ``count`` requests of up to so many tokens of prompt and output; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    group = TensorParallel.start(rank=0, size=1, device=config.device, run_dir=path)
+    group = TensorParallelGroup.start(rank=0, size=1, device=config.device, run_dir=path)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     engine.warmup()
     crowd = Crowd(model.vocab_size, longest=longest, outputs=outputs, seed=seed)

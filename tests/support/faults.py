@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Final
 
 import psutil
+from raw_http import address_of, ask, post
 from service import Service
 from stages import Clients, Ending
 from watch import Family, alive, grammar_process, nothing_held
-from wire import address_of, ask, post
 
 from skiff_runtime.contract import EXIT_CHILD_DIED
 
@@ -20,7 +20,7 @@ DEADLINE_SECONDS: Final = 15
 FLAGS: Final = (
     "--heartbeat-timeout-seconds",
     str(HEARTBEAT_SECONDS),
-    "--step-timeout-seconds",
+    "--watchdog-timeout",
     str(STEP_SECONDS),
     "--grammar-timeout-seconds",
     str(GRAMMAR_SECONDS),

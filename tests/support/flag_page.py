@@ -9,7 +9,7 @@ from dataclasses import Field, fields
 from typing import Any, Literal
 
 from skiff_runtime.config import Config, flag
-from skiff_runtime.options import environment_name
+from skiff_runtime.config.arguments import env_var_name
 
 HEAD = """\
 # Flags of `skiff serve`
@@ -43,7 +43,7 @@ def render() -> str:
 def _row(each: "Field[Any]") -> str:
     default = each.default
     shown = "" if default is None or default == () else "off" if default is False else f"`{default}`"
-    names = f"`{flag(each.name)}` | `{environment_name(each.name)}`"
+    names = f"`{flag(each.name)}` | `{env_var_name(each.name)}`"
     return f"| {names} | {_takes(each.name)} | {shown} | {_text(each.metadata['help'])} |"
 
 

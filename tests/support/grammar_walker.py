@@ -11,8 +11,8 @@ import xgrammar
 from tiny_config import write_config
 from tiny_tokenizer import write_tokenizer
 
-from skiff_runtime.grammar.compiler import GrammarCompiler
-from skiff_runtime.grammar.vocabulary import read_vocabulary
+from skiff_runtime.grammar.compiler.grammar_compiler import GrammarCompiler
+from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.messages import Grammar, GrammarKind
 from skiff_runtime.models.config import read_model_config
 
@@ -27,7 +27,7 @@ class Walker:
     def __init__(self, directory: Path) -> None:
         write_config(directory)
         write_tokenizer(directory)
-        self._vocabulary = read_vocabulary(read_model_config(directory))
+        self._vocabulary = read_tokenizer_info(read_model_config(directory))
         self._compiler = GrammarCompiler(self._vocabulary)
         self._written = self._vocabulary.decoded_vocab
         self._closing = [t for t, text in enumerate(self._written) if text in (b'"', b"}", b"]", b"null")]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from skiff_runtime.attention.base import AttentionBatch
-from skiff_runtime.kvcache.pool import KVLayout, KVPool
+from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 
 class PagedContexts:

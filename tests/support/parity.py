@@ -11,21 +11,21 @@ from engine_driver import make_config
 from scheduler_bench import Replies, generate
 from tiny_tokenizer import VOCAB_SIZE
 
-from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import AbortRequest, Inbox, TokenBatch, ToLeader
+from skiff_runtime.messages import AbortRequest, RankInputs, TokenBatch, ToLeader
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.profiling import StepProfiler
-from skiff_runtime.rank import FollowerChannel, LeaderChannel
-from skiff_runtime.scheduler.loop import Scheduler
-from skiff_runtime.transport import Endpoints, Receiver, Sender
+from skiff_runtime.scheduler.scheduler import Scheduler
+from skiff_runtime.worker.rank import FollowerChannel, LeaderChannel
+from skiff_runtime.worker.step_profiler import StepProfiler
 
 PROMPTS: Final = 64
 TOKENS: Final = 32
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
 MAX_TURNS: Final = 20_000
 KV_TOKENS: Final = {1: 192, 16: 192, 64: 256}
-"""By page size: so few that requests evict and retract each other, though each alone fits."""
+"""By page size: so few that requests evict and preempt each other, though each alone fits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outcome:
     """Greedy tokens by prompt, and what the step counters came to."""
 
     outputs: list[list[int]]
-    retracted: int = 0
+    preempted: int = 0
     evicted_pages: int = 0
     cached_tokens: int = 0
 
@@ -98,7 +98,7 @@ def prompts(seed: int) -> list[list[int]]:
     return crowd
 
 
-class Front(LeaderChannel):
+class Frontend(LeaderChannel):
     """Rank 0's channel with the clients at its other end: they come in waves, and leave when all are served."""
 
     def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]], engine: Engine) -> None:
@@ -108,7 +108,7 @@ class Front(LeaderChannel):
             ranks,
             should_stop=lambda: self._done,
             profiler=StepProfiler(),
-            read=engine.read_grammar,
+            read=engine.load_grammar,
         )
         self._requests = Sender(endpoints.rank(0))
         self._waiting = list(enumerate(crowd))
@@ -120,7 +120,7 @@ class Front(LeaderChannel):
     def send(self, batch: TokenBatch) -> None:
         """Hear what a step brought; one more client comes, or the last has gone."""
         self.replies.take(batch)
-        self.counters["retracted"] += batch.stats.retracted
+        self.counters["preempted"] += batch.stats.preempted
         self.counters["evicted_pages"] += batch.stats.evicted_pages
         self.counters["cached_tokens"] += sum(opened.cached_tokens for opened in batch.opened)
         self._let_in(1)
@@ -139,7 +139,7 @@ class Front(LeaderChannel):
 
 
 def serve(
-    group: TensorParallel, setting: Setting, path: Path, crowd: list[list[int]], run_dir: Path
+    group: TensorParallelGroup, setting: Setting, path: Path, crowd: list[list[int]], run_dir: Path
 ) -> Outcome | None:
     """Run the whole crowd on this rank; the outcome on rank 0, None on the others.
 
@@ -150,19 +150,19 @@ def serve(
         path,
         max_model_len=160,
         max_running_requests=16,
-        max_batch_tokens=setting.budget,
-        disable_overlap=not setting.overlap,
+        max_num_batched_tokens=setting.budget,
+        disable_overlap_schedule=not setting.overlap,
         page_size=setting.page_size,
-        kv_cache_tokens=KV_TOKENS[setting.page_size],
+        max_total_tokens=KV_TOKENS[setting.page_size],
         cache=setting.cache,
         tp=setting.tp,
     )
     model = read_model_config(path, max_model_len=config.max_model_len)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     endpoints = Endpoints(run_dir)
-    front = Front(endpoints, group.size, crowd, engine) if group.rank == 0 else None
+    front = Frontend(endpoints, group.size, crowd, engine) if group.rank == 0 else None
     channel = front or FollowerChannel(
-        Receiver(endpoints.rank(group.rank), Inbox), beat=lambda: None, read=engine.read_grammar
+        Receiver(endpoints.rank(group.rank), RankInputs), beat=lambda: None, read=engine.load_grammar
     )
     scheduler = Scheduler(
         config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=channel
@@ -179,7 +179,11 @@ def serve(
 
 
 def serve_all(
-    group: TensorParallel, settings: list[dict[str, Any]], models: str, crowd: list[list[int]], run_dir: str
+    group: TensorParallelGroup,
+    settings: list[dict[str, Any]],
+    models: str,
+    crowd: list[list[int]],
+    run_dir: str,
 ) -> list[dict[str, Any]]:
     """All settings one after another on the ranks of ``group``; rank 0 returns the outcomes."""
     outcomes = []

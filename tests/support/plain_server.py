@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Final
 
 import uvicorn
-from front import TIMEOUT_SECONDS
-from wire import Address
+from frontend import TIMEOUT_SECONDS
+from raw_http import Address
 
-from skiff_runtime.api.access import Access
-from skiff_runtime.api.body import BodyReader, Receive, Scope
-from skiff_runtime.api.gate import Gate
-from skiff_runtime.api.protocol import LimitedConfig
-from skiff_runtime.api.reply import reply
-from skiff_runtime.api.writer import Send
+from skiff_runtime.api.http.asgi import Send
+from skiff_runtime.api.http.auth import AccessPolicy
+from skiff_runtime.api.http.middleware import AccessMiddleware
+from skiff_runtime.api.http.protocol import HttpServerConfig
+from skiff_runtime.api.http.request_body import BodyReader, Receive, Scope
+from skiff_runtime.api.http.responses import reply
 from skiff_runtime.config import Config
 
 LIMIT: Final = 4
@@ -55,13 +55,13 @@ def listen() -> socket.socket:
 @contextmanager
 def serving(listener: socket.socket) -> Iterator[None]:
     """A server of one plain application."""
-    gate = Gate(
+    gate = AccessMiddleware(
         hello,
         posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
-        access=Access.of(Config(host="0.0.0.0")),
+        access=AccessPolicy.of(Config(host="0.0.0.0")),
         on_refused=lambda status: None,
     )
-    config = LimitedConfig(
+    config = HttpServerConfig(
         gate,
         max_connections=LIMIT,
         ws="none",

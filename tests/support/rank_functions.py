@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from engine_driver import generate, make_engine
 
-from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.messages import SamplingParams
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.messages import SamplingSpec
 
 
-def collectives(group: TensorParallel) -> dict[str, Any]:
+def collectives(group: TensorParallelGroup) -> dict[str, Any]:
     """Every collective once, with values that tell the ranks apart."""
     mine = float(group.rank + 1)
     own = torch.tensor([[mine, 0.0], [mine * 10, 1.0]])
@@ -25,11 +25,11 @@ def collectives(group: TensorParallel) -> dict[str, Any]:
 
 
 def generated(
-    group: TensorParallel, paths: list[str], prompts: list[list[int]], count: int, page_size: int
+    group: TensorParallelGroup, paths: list[str], prompts: list[list[int]], count: int, page_size: int
 ) -> list[list[list[int]]]:
     """Greedy tokens, then sampled ones, of every model."""
     samplings = [
-        SamplingParams(
+        SamplingSpec(
             max_tokens=count,
             seed=number,
             temperature=1.0,

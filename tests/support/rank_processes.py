@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from skiff_runtime.distributed.group import TensorParallel
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 
 TIMEOUT_SECONDS: Final = 120.0
 
@@ -45,7 +45,7 @@ def on_ranks(
 
 def _run(rank: int, size: int, run_dir: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    with TensorParallel.start(
+    with TensorParallelGroup.start(
         rank=rank, size=size, device="cpu", run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
     ) as group:
         _answer(run_dir, rank).write_text(json.dumps(function(group, *arguments)))

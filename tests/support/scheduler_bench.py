@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from paper_engine import VOCAB, PaperEngine, cells
+from simulated_engine import VOCAB, SimulatedEngine, cells
 
 from skiff_runtime.config import Config
 from skiff_runtime.kvcache.radix import RadixCache
@@ -14,12 +14,12 @@ from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
     CompiledGrammar,
-    Finish,
+    FinishReason,
     FlushCache,
     Flushed,
     GenerateRequest,
     RequestFailed,
-    SamplingParams,
+    SamplingSpec,
     StepStats,
     StreamOpened,
     TextOptions,
@@ -27,7 +27,7 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.scheduler.channel import Channel, Item
-from skiff_runtime.scheduler.loop import Scheduler
+from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import Int32
 
 EOS: Final = VOCAB - 1
@@ -37,7 +37,7 @@ MAX_TURNS: Final = 20_000
 def request(
     uid: int,
     prompt: Sequence[int] | Int32,
-    sampling: SamplingParams,
+    sampling: SamplingSpec,
     grammar: CompiledGrammar | None = None,
     priority: int = 0,
 ) -> GenerateRequest:
@@ -59,7 +59,7 @@ def generate(
     grammar: CompiledGrammar | None = None,
 ) -> GenerateRequest:
     """A greedy request."""
-    sampling = SamplingParams(
+    sampling = SamplingSpec(
         max_tokens=max_tokens,
         seed=0,
         temperature=0.0,
@@ -87,12 +87,12 @@ class Reply:
     """Of its tokens, where it asked for them."""
     prompt: list[Thought] = field(default_factory=list)
     """Of its prompt, where it asked for them; of its first token ``UNKNOWN``."""
-    finish: Finish = Finish.RUNNING
+    finish: FinishReason = FinishReason.RUNNING
     failed: RequestFailed | None = None
 
     @property
     def ended(self) -> bool:
-        return self.finish != Finish.RUNNING or self.failed is not None
+        return self.finish != FinishReason.RUNNING or self.failed is not None
 
 
 def columns(ids: bytes, logprobs: bytes) -> tuple[list[int], list[float]]:
@@ -123,7 +123,7 @@ class Replies(dict[int, Reply]):
         for uid, token, finish in zip(uids, tokens, finishes, strict=True):
             reply = self.setdefault(uid, Reply())
             assert not reply.ended, f"a row for {uid} after its end"
-            reply.finish = Finish(finish)
+            reply.finish = FinishReason(finish)
             if token != NO_TOKEN:
                 assert reply.opened is not None
                 reply.tokens.append(token)
@@ -179,12 +179,12 @@ class SchedulerBench:
                 "page_size": 4,
                 "max_model_len": max_model_len,
                 "max_running_requests": 8,
-                "max_batch_tokens": 64,
+                "max_num_batched_tokens": 64,
                 "log_level": "debug",
                 **options,
             }
         )
-        self.engine = PaperEngine(
+        self.engine = SimulatedEngine(
             num_pages=num_pages,
             page_size=self.config.page_size,
             slots=self.config.max_running_requests,

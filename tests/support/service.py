@@ -16,7 +16,7 @@ from typing import IO, Final
 import httpx
 import psutil
 
-from skiff_runtime.metrics_page import PAGE_SECONDS
+from skiff_runtime.metrics.exposition import METRICS_TTL_SECONDS
 
 DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
 START_SECONDS: Final = 120.0
@@ -50,7 +50,7 @@ class Service:
 
     def metric(self, line: str) -> float:
         """The value of the sample that begins with ``line``."""
-        time.sleep(PAGE_SECONDS)  # the page may be this old
+        time.sleep(METRICS_TTL_SECONDS)  # the page may be this old
         page = self.http.get(self.url + "/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from answers import Answer, difference, read_answer
+from raw_http import Address, Line, Reply, post
 from soak_requests import Question, malformed, questions, too_long
-from wire import Address, Line, Reply, post
 
 CONCURRENCY: Final = 64
 DISCONNECTS: Final = 0.10

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import psutil
 from answers import Answer, read_answer
+from raw_http import HANG_SECONDS, Address, Line, address_of, post
 from service import Service, wait_until
-from wire import HANG_SECONDS, Address, Line, address_of, post
 
 EACH: Final = 2
 """Clients at a stage, one streamed and one not; of prompts, only one is computed at a time."""
@@ -23,9 +23,9 @@ SERVICE_FLAGS: Final = (
     str(RUNNING),
     "--max-queued-requests",
     "256",
-    "--max-batch-tokens",
+    "--max-num-batched-tokens",
     "32",
-    "--kv-cache-tokens",
+    "--max-total-tokens",
     str(CONTEXT * (RUNNING + EACH)),
 )
 SLOW_PIECE_SECONDS: Final = 0.05

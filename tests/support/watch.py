@@ -49,7 +49,7 @@ def run_dirs() -> set[str]:
 def grammar_process(service: Service) -> psutil.Process | None:
     """The compiler of grammars, which a tokenizer process starts when it first needs it."""
     for child in psutil.Process(service.process.pid).children(recursive=True):
-        if "skiff_runtime.grammar.compile_process" in child.cmdline():
+        if "skiff_runtime.grammar.compiler.compiler_process" in child.cmdline():
             return child
     return None
 
@@ -71,7 +71,7 @@ def held(service: Service) -> list[str]:
 
 def pages(service: Service, state: str) -> float:
     """Pages of the KV cache in ``state``: free, cached or used."""
-    return service.metric(f'skiff_kv_pages{{state="{state}"}}')
+    return service.metric(f'skiff_kv_cache_pages{{state="{state}"}}')
 
 
 @dataclass

@@ -35,7 +35,7 @@ BROUGHT_ALONG = {
     "triton": "torch",
 }
 INTERNALS = {
-    "uvicorn.protocols": "skiff_runtime.api.uvicorn_internals",
+    "uvicorn.protocols": "skiff_runtime.api.http.uvicorn_internals",
     "torch": "skiff_runtime.kernels.torch_internals",
     "triton.backends": "skiff_runtime.kernels.triton_internals",
     "triton.knobs": "skiff_runtime.kernels.triton_internals",

@@ -132,7 +132,7 @@ def _model_arguments(service: InferenceService) -> list[str]:
     if service.source.scheme == "hf":
         if service.spec.model.revision is not None:
             arguments += [contract.FLAG_REVISION, service.spec.model.revision]
-        arguments += [contract.FLAG_CACHE_DIR, volumes.CACHE_DIRECTORY]
+        arguments += [contract.FLAG_DOWNLOAD_DIR, volumes.CACHE_DIRECTORY]
     return arguments
 
 

@@ -65,7 +65,7 @@ def stamp(obj: dict[str, Any]) -> str:
     return value
 
 
-def stamp_of(obj: dict[str, Any]) -> str:
+def digest_annotation(obj: dict[str, Any]) -> str:
     """The desired-state hash that a built or a live object carries; empty when it has none."""
     value: str = (obj["metadata"].get("annotations") or {}).get(ANNOTATION_HASH, "")
     return value

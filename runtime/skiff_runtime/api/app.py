@@ -5,27 +5,27 @@ from typing import Any, Final
 from fastapi import Depends, FastAPI
 
 from skiff_runtime import __version__, contract
-from skiff_runtime.api.access import Access
-from skiff_runtime.api.admin import admin_routes
-from skiff_runtime.api.body import BodyReader
 from skiff_runtime.api.chat import prepare_chat
 from skiff_runtime.api.completions import prepare_completion
-from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.documented import DEFAULT_RESPONSES, bearer_key, failures, request_id_header
-from skiff_runtime.api.endpoint import GenerationEndpoint, Prepare
-from skiff_runtime.api.exception_handlers import add_exception_handlers
-from skiff_runtime.api.gate import Gate
-from skiff_runtime.api.generate import prepare_generate
-from skiff_runtime.api.generation import ServedModel
+from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.rpc import RpcClient
+from skiff_runtime.api.dispatch.service_status import ServiceStatus
+from skiff_runtime.api.formats.generate import prepare_generate
+from skiff_runtime.api.formats.request_spec import ServedModel
 from skiff_runtime.api.generation_routes import generation_routes
-from skiff_runtime.api.middleware import OpenApiOnThread, OwnHeaders
-from skiff_runtime.api.probes import model_routes, probe_routes
-from skiff_runtime.api.queries import Queries
-from skiff_runtime.api.status import ServiceStatus
-from skiff_runtime.api.tokens import token_routes
-from skiff_runtime.launch import Launch
-from skiff_runtime.metric_labels import Endpoint
-from skiff_runtime.metrics import Metrics
+from skiff_runtime.api.http.auth import AccessPolicy
+from skiff_runtime.api.http.middleware import AccessMiddleware
+from skiff_runtime.api.http.request_body import BodyReader
+from skiff_runtime.api.middleware import OpenApiMiddleware, ResponseHeadersMiddleware
+from skiff_runtime.api.routes.admin import make_admin_routes
+from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
+from skiff_runtime.api.routes.generation_endpoint import GenerationEndpoint, Prepare
+from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, bearer_key, failures, request_id_header
+from skiff_runtime.api.routes.probes import make_probe_routes, make_server_info_routes
+from skiff_runtime.api.routes.tokenization import make_tokenization_routes
+from skiff_runtime.metrics.definitions import Metrics
+from skiff_runtime.metrics.labels import Endpoint
+from skiff_runtime.processes.launch import Launch
 
 _ABOUT: Final = (
     "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "
@@ -38,9 +38,9 @@ def build_app(
     status: ServiceStatus,
     dispatcher: Dispatcher,
     *,
-    queries: Queries,
+    queries: RpcClient,
     metrics: Metrics,
-) -> Gate:
+) -> AccessMiddleware:
     """Assemble the application, and the gate before it, which hands requests to generate text to their endpoints."""
     config, model = launch.config, ServedModel.of(launch)
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
@@ -54,7 +54,7 @@ def build_app(
             metrics=metrics,
             body=body,
             longest_seconds=config.request_timeout_seconds,
-            traced=config.otlp_endpoint is not None,
+            traced=config.otlp_traces_endpoint is not None,
             allows_priority=config.allow_priority,
             isolates_keys=config.isolate_keys,
         )
@@ -77,18 +77,18 @@ def build_app(
         responses=DEFAULT_RESPONSES,
     )
     app.state.body = body
-    add_exception_handlers(app, metrics.note_refused)
+    add_exception_handlers(app, metrics.record_rejection)
     keyed: dict[str, Any] = {"dependencies": [Depends(bearer_key)], "responses": failures(401)}
     reads = keyed if config.api_key else {}
     acts = keyed if config.api_key else {"responses": failures(403)}
     app.include_router(generation_routes(), **acts)
-    app.include_router(token_routes(model, queries), **acts)
-    app.include_router(admin_routes(dispatcher, queries), **acts)
-    app.include_router(model_routes(launch, model, status), **reads)
-    app.include_router(probe_routes(status, dispatcher, metrics))
-    return Gate(
-        OwnHeaders(OpenApiOnThread(app)),
+    app.include_router(make_tokenization_routes(model, queries), **acts)
+    app.include_router(make_admin_routes(dispatcher, queries), **acts)
+    app.include_router(make_server_info_routes(launch, model, status), **reads)
+    app.include_router(make_probe_routes(status, dispatcher, metrics))
+    return AccessMiddleware(
+        ResponseHeadersMiddleware(OpenApiMiddleware(app)),
         posts=generations,
-        access=Access.of(config),
-        on_refused=metrics.note_refused,
+        access=AccessPolicy.of(config),
+        on_refused=metrics.record_rejection,
     )

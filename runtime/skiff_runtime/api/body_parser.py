@@ -9,8 +9,8 @@ from typing import Any
 
 import httptools
 
-from skiff_runtime.api.http_head import framing_head
-from skiff_runtime.api.writer import Headers
+from skiff_runtime.api.http.asgi import Headers
+from skiff_runtime.api.http.framing import render_framing_head
 
 
 class _AfterHead:
@@ -44,7 +44,7 @@ class _AfterHead:
         self._protocol.on_message_complete()
 
 
-def new_parser(protocol: Any) -> httptools.HttpRequestParser:
+def make_parser(protocol: Any) -> httptools.HttpRequestParser:
     """A parser that calls ``protocol``, and goes on behind a request that says it is the last.
 
     ``protocol`` decides itself what becomes of such surplus bytes; the parser would call them an error.
@@ -56,4 +56,4 @@ def new_parser(protocol: Any) -> httptools.HttpRequestParser:
 
 def body_parser(protocol: Any, headers: Headers) -> tuple[httptools.HttpRequestParser, bytes]:
     """A parser that reads on behind a head with these ``headers``, and what must be fed to it first."""
-    return new_parser(_AfterHead(protocol)), framing_head(headers)
+    return make_parser(_AfterHead(protocol)), render_framing_head(headers)

@@ -1,22 +1,22 @@
 """POST /v1/completions: from a body to a generation."""
 
-from skiff_runtime.api.completion_format import CompletionFormat, Echo
-from skiff_runtime.api.generation import Generation, ServedModel, text_options
-from skiff_runtime.api.response_format import answer_grammar, check_with_grammar
-from skiff_runtime.api.schemas import CompletionRequest
-from skiff_runtime.api.validation import parse
+from skiff_runtime.api.formats.completions import CompletionResponseFormatter, Echo
+from skiff_runtime.api.formats.request_spec import Generation, ServedModel, text_options
+from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
+from skiff_runtime.api.schemas.request_bodies import CompletionRequest
+from skiff_runtime.api.schemas.validation import parse
 
 
 def prepare_completion(raw: bytes, model: ServedModel) -> Generation:
     """Validate a body. Raises ``RequestError``."""
     body = parse(CompletionRequest, raw)
-    model.check_name(body.model)
+    model.check_model_name(body.model)
     copies = body.n or 1
     return Generation(
         prompts=body.prompt,
         sampling=model.sampling(body, logprobs=body.logprobs, prompt_logprobs=_of_prompt(body)),
         text=text_options(body),
-        reply=CompletionFormat(
+        reply=CompletionResponseFormatter(
             model,
             body.stream_options,
             choices=copies * len(body.prompt),
@@ -27,7 +27,7 @@ def prepare_completion(raw: bytes, model: ServedModel) -> Generation:
         stream=bool(body.stream),
         copies=copies,
         priority=body.priority or 0,
-        grammar=check_with_grammar(body, answer_grammar(body)),
+        grammar=check_grammar_conflicts(body, build_response_grammar(body)),
         user=body.user,
         cache_salt=body.cache_salt,
     )

@@ -5,8 +5,8 @@ from typing import Final
 
 from pydantic import BaseModel
 
+from skiff_runtime.api.http.asgi import Headers
 from skiff_runtime.api.sse import encode_json
-from skiff_runtime.api.writer import Headers
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import RequestFailed
 
@@ -23,7 +23,7 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorReply(BaseModel):
+class ErrorResponse(BaseModel):
     """Every error, in OpenAI's shape."""
 
     error: ErrorDetail
@@ -47,7 +47,7 @@ def error_headers(error: RequestError | RequestFailed) -> Headers:
     return headers
 
 
-def whole_reply(error: RequestError, own: Headers, *, with_body: bool) -> bytes:
+def render_error_response(error: RequestError, own: Headers, *, with_body: bool) -> bytes:
     """Write an error as a whole HTTP reply that ends its connection; ``own`` are headers of every reply."""
     body = error_body(error)
     headers = [

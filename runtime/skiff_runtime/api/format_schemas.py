@@ -44,7 +44,7 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Guided(Strict):
+class StructuredOutputFields(Strict):
     """At most one of these says what the answer must match; the ``guided_`` fields are named as in vLLM."""
 
     response_format: ResponseFormat | None = None
@@ -61,7 +61,7 @@ class Guided(Strict):
 
     def chosen(self) -> dict[str, Any]:
         """The fields of these that constrain the answer, by name."""
-        fields = {name: getattr(self, name) for name in Guided.model_fields}
+        fields = {name: getattr(self, name) for name in StructuredOutputFields.model_fields}
         return {
             name: value
             for name, value in fields.items()

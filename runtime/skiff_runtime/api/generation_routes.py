@@ -11,10 +11,15 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from skiff_runtime import contract
-from skiff_runtime.api.body import MAX_DEADLINE_SECONDS
-from skiff_runtime.api.documented import DEFAULT_RESPONSES, failures
-from skiff_runtime.api.generation_schemas import ChatChunk, ChatReply, CompletionReply, GenerateReply
-from skiff_runtime.api.schemas import ChatRequest, CompletionRequest, GenerateBody
+from skiff_runtime.api.http.request_body import MAX_DEADLINE_SECONDS
+from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, failures
+from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest, CompletionRequest, GenerateBody
+from skiff_runtime.api.schemas.response_bodies import (
+    ChatChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    GenerateResponse,
+)
 
 EVENTS: Final = "text/event-stream"
 
@@ -55,15 +60,15 @@ def generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_CHAT_COMPLETIONS,
         summary="Answer a conversation",
-        **_replies(ChatReply, ChatChunk),
+        **_replies(ChatCompletionResponse, ChatChunk),
     )
-    async def chat_completions(body: ChatRequest) -> None:
+    async def chat_completions(body: ChatCompletionRequest) -> None:
         """With "stream": true the reply is a stream of server-sent events."""
 
     @router.post(
         contract.PATH_COMPLETIONS,
         summary="Continue a text",
-        **_replies(CompletionReply, CompletionReply),
+        **_replies(CompletionResponse, CompletionResponse),
     )
     async def completions(body: CompletionRequest) -> None:
         """With "stream": true the reply is a stream of server-sent events."""
@@ -71,7 +76,7 @@ def generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_GENERATE,
         summary="Continue a text or token ids",
-        **_replies(GenerateReply, GenerateReply),
+        **_replies(GenerateResponse, GenerateResponse),
     )
     async def generate(body: GenerateBody) -> None:
         """The native endpoint: text or token ids in, text and token ids out, or a stream of server-sent events."""

@@ -6,8 +6,8 @@ between the chunks of a body.
 
 from typing import Final
 
-from skiff_runtime.api.http_head import MalformedRequest
-from skiff_runtime.api.writer import Headers
+from skiff_runtime.api.http.asgi import Headers
+from skiff_runtime.api.http.framing import MalformedRequest
 
 MAX_HEAD_BYTES: Final = 1 << 16
 FRAMING_BYTES_PER_BYTE: Final = 16

@@ -5,13 +5,13 @@ import asyncio
 from fastapi import FastAPI
 
 from skiff_runtime import contract
-from skiff_runtime.api.body import Receive, Scope
-from skiff_runtime.api.gate import App
-from skiff_runtime.api.reply import own_headers
-from skiff_runtime.api.writer import Message, Send
+from skiff_runtime.api.http.asgi import Message, Send
+from skiff_runtime.api.http.middleware import App
+from skiff_runtime.api.http.request_body import Receive, Scope
+from skiff_runtime.api.http.responses import get_response_headers
 
 
-class OwnHeaders:
+class ResponseHeadersMiddleware:
     """Adds to every response the headers that the gate laid down for it, and serves HEAD as GET.
 
     The server leaves the body out of a reply to HEAD.
@@ -25,14 +25,14 @@ class OwnHeaders:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *own_headers(scope)]
+                message["headers"] = [*message["headers"], *get_response_headers(scope)]
             await send(message)
 
         served = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         await self._app(served, receive, send_with_headers)
 
 
-class OpenApiOnThread:
+class OpenApiMiddleware:
     """Makes the OpenAPI document on a thread when it is first asked for.
 
     FastAPI would make it on the event loop, where it holds up every stream for 0.14 s; made at the start it would cost

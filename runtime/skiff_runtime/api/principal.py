@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime.api.body import Scope
+from skiff_runtime.api.http.request_body import Scope
 from skiff_runtime.errors import Forbidden, InvalidRequest
 
 _SCOPE: Final = "skiff.principal"
@@ -22,7 +22,7 @@ class Principal:
         if not self.admin:
             raise Forbidden(
                 "this acts on the requests of others: send an admin key as 'Authorization: Bearer KEY' "
-                "(the server takes them by --admin-key or --admin-key-file; without any, only on loopback)"
+                "(the server takes them by --admin-api-key or --admin-api-key-file; without any, only on loopback)"
             )
 
     def require_priority(self, priority: int, *, allowed: bool) -> None:
@@ -39,7 +39,7 @@ class Principal:
 ANONYMOUS: Final = Principal()
 
 
-def principal_of(scope: Scope) -> Principal:
+def get_principal(scope: Scope) -> Principal:
     """Return the principal that the gate found for a request."""
     principal: Principal = scope.get(_SCOPE, ANONYMOUS)
     return principal
@@ -50,7 +50,7 @@ def set_principal(scope: Scope, principal: Principal) -> None:
     scope[_SCOPE] = principal
 
 
-def cache_namespace(key: bytes, salt: str | None) -> bytes:
+def derive_cache_namespace(key: bytes, salt: str | None) -> bytes:
     """Return the namespace of the prefix cache for a key's digest (b"" where keys share) and a client's ``cache_salt``.
 
     Empty for neither. A digest, so that a client who knows another's salt but not its key cannot name its namespace.

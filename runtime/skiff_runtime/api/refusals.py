@@ -2,7 +2,7 @@
 
 from typing import Final
 
-UNSERVED: Final[dict[str, str]] = {
+UNSUPPORTED_FIELDS: Final[dict[str, str]] = {
     "audio": "remove it; only text is generated",
     "best_of": "use 1; ask for several with 'n' and choose among them",
     "function_call": "remove it; use 'tools'",
@@ -25,7 +25,7 @@ UNSERVED: Final[dict[str, str]] = {
 }
 """Fields that are not served yet -> what to do instead."""
 
-WANTED: Final[dict[str, str]] = {
+EXPECTED_TYPES: Final[dict[str, str]] = {
     "content": "must be a string or a list of text parts",
     "prompt": "must be a string, a list of token ids, or a list of those",
     "stop": "must be a string or a list of strings",

@@ -12,46 +12,54 @@ import uvloop
 
 from skiff_runtime import log
 from skiff_runtime.api.app import build_app
-from skiff_runtime.api.dispatcher import Dispatcher
-from skiff_runtime.api.protocol import PROBE_CONNECTIONS, LimitedConfig
-from skiff_runtime.api.queries import Queries
-from skiff_runtime.api.status import ServiceStatus, State
-from skiff_runtime.api.tracing import RequestTracer
+from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.rpc import RpcClient
+from skiff_runtime.api.dispatch.service_status import ServiceStatus, State
+from skiff_runtime.api.dispatch.tracing import RequestTracer
+from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpServerConfig
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
-    Beats,
     Decoded,
     Drain,
     Encoded,
     PhaseReport,
+    ProcessHealth,
     RequestFailed,
     ServiceFailed,
     ServiceReady,
     TextBatch,
     ToApi,
 )
-from skiff_runtime.metric_labels import AbortReason
-from skiff_runtime.metrics import Metrics
-from skiff_runtime.process import Child
-from skiff_runtime.transport import Receiver, Sender
+from skiff_runtime.messages.transport import Receiver, Sender
+from skiff_runtime.metrics.definitions import Metrics
+from skiff_runtime.metrics.labels import AbortReason
+from skiff_runtime.processes.child_process import Child
 
 LISTEN_BACKLOG: Final = 2048
 KEEP_ALIVE_SECONDS: Final = 75
 """Longer than the idle limit of common load balancers, so that it is they who close idle connections."""
-SPARE_FILES: Final = PROBE_CONNECTIONS + 64
+RESERVED_FILE_DESCRIPTORS: Final = EXTRA_PROBE_CONNECTIONS + 64
 """File descriptors that are not clients' connections: sockets between processes, and what probes come on."""
 TICK_SECONDS: Final = 0.25
-TURN_MESSAGES: Final = 64
-FAILED_LINGER_SECONDS: Final = 0.5
+MAX_MESSAGES_PER_TURN: Final = 64
+FAILURE_LINGER_SECONDS: Final = 0.5
 """How long new clients are still told that the service failed."""
-FAILED_CLOSE_SECONDS: Final = 1
-DRAINED_LINGER_SECONDS: Final = 1.0
+FAILURE_CLOSE_SECONDS: Final = 1
+DRAIN_LINGER_SECONDS: Final = 1.0
 """How long clients that have not noticed the drain yet are still told to go elsewhere, instead of being cut off."""
-DRAINED_CLOSE_SECONDS: Final = 2
+DRAIN_CLOSE_SECONDS: Final = 2
 """How long slow readers may take for what is already written."""
 
 ApiMessage = (
-    TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
+    TextBatch
+    | RequestFailed
+    | Encoded
+    | Decoded
+    | PhaseReport
+    | ProcessHealth
+    | ServiceReady
+    | Drain
+    | ServiceFailed
 )
 
 
@@ -86,7 +94,7 @@ class ApiServer:
             metrics=self._metrics,
             on_end=None if self._tracer is None else self._tracer.record,
         )
-        self._queries = Queries(tokenizers, self._status)
+        self._queries = RpcClient(tokenizers, self._status)
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._http = self._make_http()
         self._error: BaseException | None = None
@@ -97,7 +105,7 @@ class ApiServer:
             self._child.launch, self._status, self._dispatcher, queries=self._queries, metrics=self._metrics
         )
         return _HttpServer(
-            LimitedConfig(
+            HttpServerConfig(
                 app,
                 max_connections=min(self._child.launch.config.max_connections, raise_file_limit()),
                 ws="none",
@@ -108,7 +116,7 @@ class ApiServer:
                 proxy_headers=False,
                 backlog=LISTEN_BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=DRAINED_CLOSE_SECONDS,
+                timeout_graceful_shutdown=DRAIN_CLOSE_SECONDS,
             )
         )
 
@@ -161,10 +169,10 @@ class ApiServer:
             loop.default_exception_handler(context)
 
     def _read(self) -> None:
-        messages = self._inbox.drain(TURN_MESSAGES)
+        messages = self._inbox.drain(MAX_MESSAGES_PER_TURN)
         for message in messages:
             self._take(message)
-        if len(messages) == TURN_MESSAGES:
+        if len(messages) == MAX_MESSAGES_PER_TURN:
             asyncio.get_running_loop().call_soon(self._guarded, self._read)
 
     def _take(self, message: ApiMessage) -> None:
@@ -180,11 +188,11 @@ class ApiServer:
                 self._queries.answer(message)
             case PhaseReport():
                 self._status.note(message)
-            case Beats():
-                self._status.note_beats(message)
+            case ProcessHealth():
+                self._status.record_heartbeats(message)
             case ServiceReady():
-                self._metrics.note_capacity(message.kv_tokens, self._child.launch.config.page_size)
-                self._status.make_ready(message.kv_tokens)
+                self._metrics.record_kv_capacity(message.kv_tokens, self._child.launch.config.page_size)
+                self._status.mark_ready(message.kv_tokens)
             case Drain():
                 self._begin_drain(message.timeout_seconds)
             case ServiceFailed():
@@ -198,14 +206,14 @@ class ApiServer:
 
     async def _drain(self, timeout_seconds: float) -> None:
         if not await self._dispatcher.idle(timeout_seconds):
-            log.warning("drain_deadline", cut_short=len(self._dispatcher))
+            log.warning("drain_timed_out", cut_short=len(self._dispatcher))
             self._dispatcher.fail_all(
                 Unavailable(
                     "the service shut down before the request was finished; retry with another replica"
                 ),
                 AbortReason.DRAIN,
             )
-        await asyncio.sleep(DRAINED_LINGER_SECONDS)
+        await asyncio.sleep(DRAIN_LINGER_SECONDS)
         self._http.should_exit = True
 
     def _begin_failure(self, message: str) -> None:
@@ -216,16 +224,16 @@ class ApiServer:
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
     async def _end_failed(self) -> None:
-        await asyncio.sleep(FAILED_LINGER_SECONDS)
-        self._http.config.timeout_graceful_shutdown = FAILED_CLOSE_SECONDS
+        await asyncio.sleep(FAILURE_LINGER_SECONDS)
+        self._http.config.timeout_graceful_shutdown = FAILURE_CLOSE_SECONDS
         self._http.should_exit = True
 
 
 def _tracer(child: Child) -> RequestTracer | None:
     config = child.launch.config
-    if config.otlp_endpoint is None:
+    if config.otlp_traces_endpoint is None:
         return None
-    return RequestTracer(config.otlp_endpoint, config.served_model_name or "")
+    return RequestTracer(config.otlp_traces_endpoint, config.served_model_name or "")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -244,7 +252,7 @@ def raise_file_limit() -> int:
     """Allow as many open connections as the system lets this process have; how many that are."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(1, hard - SPARE_FILES)
+    return max(1, hard - RESERVED_FILE_DESCRIPTORS)
 
 
 def run(child: Child) -> None:

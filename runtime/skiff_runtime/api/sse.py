@@ -13,7 +13,7 @@ def event(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-class EventFrame:
+class EventTemplate:
     """An event whose JSON is the same each time but for one value."""
 
     __slots__ = ("_after", "_before")

@@ -11,17 +11,17 @@ from skiff_runtime.errors import BodyTooLarge
 
 MAX_PARTS: Final = 1 << 14
 """Strings, objects and arrays: keys count, too. A validator takes one to six microseconds for each."""
-MIN_VALUES: Final = 1 << 18
+MIN_VALUE_LIMIT: Final = 1 << 18
 """Values of any kind; token ids, of which there may be as many as a context holds, are the cheap ones."""
 
 
-class Structure:
+class JsonStructureLimit:
     """Counts of one body. Exact for valid JSON; what is not valid is refused by the parser soon enough."""
 
     __slots__ = ("_held", "_inside", "_max_values", "_parts", "_quotes", "_values")
 
     def __init__(self, max_values: int) -> None:
-        self._max_values = max(max_values, MIN_VALUES)
+        self._max_values = max(max_values, MIN_VALUE_LIMIT)
         self._held = b""
         self._inside = 0
         self._quotes = 0

@@ -45,21 +45,21 @@ class NamedFunction(Strict):
     name: Name
 
 
-class NamedChoice(Strict):
+class NamedToolChoice(Strict):
     """The one function that is to be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(Strict):
+class AssistantFunctionCall(Strict):
     """What an earlier answer called. ``arguments``: JSON text of an object; "" means none."""
 
     name: Name
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARACTERS)]
 
     @model_validator(mode="after")
-    def _an_object(self) -> "CalledFunction":
+    def _an_object(self) -> "AssistantFunctionCall":
         self.parsed()
         return self
 
@@ -79,7 +79,7 @@ class Call(Strict):
 
     id: CallId
     type: Literal["function"]
-    function: CalledFunction
+    function: AssistantFunctionCall
 
     def told(self) -> dict[str, Any]:
         """The call as chat templates take it."""
@@ -91,7 +91,7 @@ class ToolFields(Strict):
     """What a chat request says of tools."""
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -101,7 +101,7 @@ class ToolFields(Strict):
             raise PydanticCustomError("tools", "two of the 'tools' have one name; give each its own")
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise PydanticCustomError("tool_choice", "'tool_choice' needs 'tools' to choose from")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
             raise PydanticCustomError(
                 "tool_choice", "'tool_choice' names a function that is none of the 'tools'"
             )

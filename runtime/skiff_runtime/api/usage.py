@@ -6,7 +6,7 @@ from typing import Any
 from skiff_runtime.messages import Usage
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
+def format_usage(usage: Usage) -> dict[str, Any]:
     """The ``usage`` object of a reply; cached tokens are those that the KV cache held already."""
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -16,7 +16,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-def total_usage(choices: Sequence[Usage], copies: int) -> Usage:
+def sum_usage(choices: Sequence[Usage], copies: int) -> Usage:
     """Of all choices of a request, ``copies`` for each prompt, in order. A prompt is counted once.
 
     Its cached tokens are those of the choice that found the fewest: the others found what that one had computed.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from skiff_runtime.kernels.prefixes import SharedPrefixes
-from skiff_runtime.kvcache.pool import KVPool
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes
+from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
 
 
@@ -39,11 +39,11 @@ class AttentionBatch:
 class AttentionBackend(ABC):
     """Causal grouped-query attention over the paged KV cache."""
 
-    wants_block_table = False
+    needs_block_table = False
     """Whether ``AttentionBatch.block_table`` must be there."""
-    shared_rows = 0
+    shared_prefix_rows = 0
     """How many decode rows can read a common prefix together; 0: it has no use for that."""
-    holds_in_graphs = False
+    supports_cuda_graphs = False
     """Whether a step of decode rows alone needs nothing of the host, so that a CUDA graph can repeat it."""
 
     def __init__(self, pool: KVPool) -> None:

@@ -10,18 +10,18 @@ from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.attention.hybrid import LONG_CONTEXT, Part
-from skiff_runtime.kernels.cache import load_compiled_modules
 from skiff_runtime.kernels.flashinfer_internals import (
     determine_attention_backend,
     device_support_pdl,
     environment,
     get_batch_prefill_uri,
 )
-from skiff_runtime.kernels.fused.inputs import gather_pages
-from skiff_runtime.kvcache.pool import KVPool
+from skiff_runtime.kernels.kernel_cache import use_prebuilt_flashinfer_modules
+from skiff_runtime.kernels.triton.step_inputs import gather_pages
+from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
 
-load_compiled_modules()
+use_prebuilt_flashinfer_modules()
 WORKSPACE_BYTES: Final = 256 << 20
 DECODE_WORKSPACE_BYTES: Final = 128 << 20
 PLANS: Final = 3
@@ -36,7 +36,7 @@ DECODE_ARCHITECTURES: Final = (9, 10, 12)
 TYPES: Final = (torch.bfloat16, torch.float16)
 
 
-def obstacle(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
+def unsupported_reason(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
     """Why FlashInfer cannot attend over ``pool`` in prefill or decode; None where it can."""
     layout = pool.layout
     if layout.dtype not in TYPES:
@@ -54,7 +54,7 @@ def obstacle(pool: KVPool, query_heads: int, *, decode: bool) -> str | None:
     return None
 
 
-def prefill_is_built(pool: KVPool, backend: str | None = None) -> bool:
+def is_prefill_built(pool: KVPool, backend: str | None = None) -> bool:
     """Whether the kernels that prefill takes were compiled before; else the first start waits a minute for them.
 
     Those of FlashInfer's choice for the device, unless ``backend`` names others of its own.
@@ -77,7 +77,7 @@ class FlashInferPrefill(Part):
         self._early = device_support_pdl(pool.device)
         self._query_heads = query_heads
         self._whole = _wrappers(pool.device, "auto")
-        split = prefill_is_built(pool, SPLITTING) if split is None else split
+        split = is_prefill_built(pool, SPLITTING) if split is None else split
         self._split = _wrappers(pool.device, SPLITTING) if split else self._whole
         self._wrappers = self._whole
         self._processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -129,7 +129,7 @@ class FlashInferPrefill(Part):
 class FlashInferDecode(Part):
     """XQA: reads tables and lengths on the device."""
 
-    wants_block_table = True
+    needs_block_table = True
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool

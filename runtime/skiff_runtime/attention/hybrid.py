@@ -6,10 +6,10 @@ from typing import Final
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.fused.decode_launch import Decode, members_of
-from skiff_runtime.kernels.fused.launch import Sides
-from skiff_runtime.kernels.fused.prefill_attention import Prefill
-from skiff_runtime.kvcache.pool import KVPool
+from skiff_runtime.kernels.triton.attention.decode_launch import Decode, max_group_rows
+from skiff_runtime.kernels.triton.attention.prefill_attention import Prefill
+from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
+from skiff_runtime.kvcache.kv_pool import KVPool
 
 LONG_CONTEXT: Final = 4096
 """Tokens; from here on attention takes a GPU long, however few tokens attend."""
@@ -18,8 +18,8 @@ LONG_CONTEXT: Final = 4096
 class Part(ABC):
     """What attends for one of the two kinds of rows."""
 
-    wants_block_table = False
-    shared_rows = 0
+    needs_block_table = False
+    shared_prefix_rows = 0
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
@@ -33,15 +33,15 @@ class Part(ABC):
 class HybridAttention(AttentionBackend):
     """Decode rows come first in a batch, chunks after them."""
 
-    holds_in_graphs = True
+    supports_cuda_graphs = True
 
     def __init__(self, pool: KVPool, prefill: Part, decode: Part) -> None:
         super().__init__(pool)
         self._prefill = prefill
         self._decode = decode
         self._decode_rows = 0
-        self.wants_block_table = decode.wants_block_table
-        self.shared_rows = decode.shared_rows
+        self.needs_block_table = decode.needs_block_table
+        self.shared_prefix_rows = decode.shared_prefix_rows
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._decode_rows = batch.decode_rows
@@ -79,7 +79,7 @@ class _TritonPart(Part):
         self._launch(q, pool, into)
 
     @abstractmethod
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Decode | Prefill:
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode | Prefill:
         """What the layers of a step launch, by the queries and the cache of one of them."""
 
 
@@ -89,9 +89,9 @@ class TritonDecode(_TritonPart):
     def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
         super().__init__(pool)
         self._longest = longest
-        self.shared_rows = members_of(query_heads, pool.layout.kv_heads)
+        self.shared_prefix_rows = max_group_rows(query_heads, pool.layout.kv_heads)
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Decode:
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode:
         return Decode(
             *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
             longest=self._longest,
@@ -102,7 +102,7 @@ class TritonDecode(_TritonPart):
 class TritonPrefill(_TritonPart):
     """Chunks of prompts."""
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: Sides) -> Prefill:
+    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Prefill:
         first = batch.decode_rows
         return Prefill(
             *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from skiff_runtime.bench.load import Limits
-from skiff_runtime.bench.processes import Process, cpu_seconds
-from skiff_runtime.bench.runner import Plan, measure
-from skiff_runtime.bench.values import Span
+from skiff_runtime.bench.cpu_time import Process, cpu_seconds
+from skiff_runtime.bench.flag_types import Span
+from skiff_runtime.bench.online.load_generator import Limits
+from skiff_runtime.bench.online.runner import Plan, measure
 from skiff_runtime.bench.workload import random_texts, random_tokens
 from skiff_runtime.errors import SkiffError
 

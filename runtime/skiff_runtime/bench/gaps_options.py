@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from skiff_runtime.bench.values import natural_int, positive_int
-from skiff_runtime.options import add_config_arguments
+from skiff_runtime.bench.flag_types import natural_int, positive_int
+from skiff_runtime.config.arguments import add_config_arguments
 
 OFF: Final = 0
-"""Among the chunks: no bound but --max-batch-tokens."""
+"""Among the chunks: no bound but --max-num-batched-tokens."""
 DESCRIPTION: Final = """\
 How long those that decode wait for their next token while a long prompt is computed beside
 them: scheduler and engine in one process, once for each bound of --mixed-prefill-tokens."""
@@ -18,7 +18,7 @@ largest are those of all streams from then until its first token; the ratio is t
 largest to quiet.
 
 examples:
-  skiff bench gaps --model shape://llama-3.1-8b --load-format dummy --max-batch-tokens 8192
+  skiff bench gaps --model shape://llama-3.1-8b --load-format dummy --max-num-batched-tokens 8192
   skiff bench gaps --streams 8 --context 50 --prompt-len 1000 --chunks all,128,32     on a CPU
 """
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=chunks,
         default=chunks("all,2048,1024,512,256"),
         metavar="N,...",
-        help="most prompt tokens in a step in which others decode; all: what --max-batch-tokens leaves "
+        help="most prompt tokens in a step in which others decode; all: what --max-num-batched-tokens leaves "
         "(default: all,2048,1024,512,256)",
     )
     group.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")

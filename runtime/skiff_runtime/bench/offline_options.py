@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from skiff_runtime.bench.values import Span, natural_float, natural_int, positive_int
+from skiff_runtime.bench.flag_types import Span, natural_float, natural_int, positive_int
 from skiff_runtime.bench.workload import Prefixes
-from skiff_runtime.options import add_config_arguments
+from skiff_runtime.config.arguments import add_config_arguments
 
 DESCRIPTION: Final = """\
 Throughput of the engine without HTTP: all requests are given at once, as random token ids
@@ -19,7 +19,7 @@ The roofline is the least time that the workload could take at the rates of copi
 matrix products that this machine shows (measured first, in a process of its own).
 
 examples:
-  skiff bench offline --model hf://Qwen/Qwen3-0.6B --max-model-len 4096 --max-batch-tokens 16384
+  skiff bench offline --model hf://Qwen/Qwen3-0.6B --max-model-len 4096 --max-num-batched-tokens 16384
   skiff bench offline --model shape://qwen3-14b --load-format dummy --rounds 3
   skiff bench offline --model shape://llama-3.1-8b --load-format dummy --workload shared-prefix
   skiff bench offline --num-requests 16 --input-len 10:100 --output-len 10:100     on a CPU

@@ -6,9 +6,9 @@ from typing import cast
 
 import numpy as np
 
+from skiff_runtime.bench.offline.roofline import Floor, Load, Rates
+from skiff_runtime.bench.offline.step_times import StepTimes
 from skiff_runtime.bench.offline_options import lengths, prefixes
-from skiff_runtime.bench.roofline import Floor, Load, Rates
-from skiff_runtime.bench.step_times import StepTimes
 from skiff_runtime.bench.workload import Sample, random_tokens, shared_prefixes
 from skiff_runtime.config import Config
 from skiff_runtime.models.config import ModelConfig

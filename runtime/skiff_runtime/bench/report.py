@@ -9,7 +9,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from skiff_runtime.bench.results import LATENCIES, PERCENTILES, Figures
+from skiff_runtime.bench.online.results import LATENCIES, PERCENTILES, Figures
 from skiff_runtime.errors import ConfigError
 
 

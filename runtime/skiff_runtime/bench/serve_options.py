@@ -5,9 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from skiff_runtime.bench.runner import PATHS
-from skiff_runtime.bench.trace import UNITS
-from skiff_runtime.bench.values import (
+from skiff_runtime.bench.flag_types import (
     Span,
     natural_float,
     natural_int,
@@ -15,6 +13,8 @@ from skiff_runtime.bench.values import (
     positive_int,
     rates,
 )
+from skiff_runtime.bench.online.arrival_trace import UNITS
+from skiff_runtime.bench.online.runner import PATHS
 from skiff_runtime.contract import API_PORT
 
 DESCRIPTION: Final = """\

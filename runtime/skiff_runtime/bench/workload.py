@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from skiff_runtime.bench.values import Span
+from skiff_runtime.bench.flag_types import Span
 
 _COMMON: Final = (
     "the of to in is on for with as by at from or an be this that it are was not but have has they you we he "

@@ -30,10 +30,10 @@ _OTHERS: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-_CHILD: Final = "skiff_runtime.conversion.convert"
+_CHILD: Final = "skiff_runtime.conversion.convert_tokenizer"
 
 
-def tokenizer_directory(model: Path, caches: Sequence[Path]) -> Path:
+def find_or_convert_tokenizer(model: Path, caches: Sequence[Path]) -> Path:
     """Return the directory with the model's tokenizer.json: ``model``, or that of one converted into a cache.
 
     The first of ``caches`` that can be written to takes a new one; any that has it already serves. ``model`` where

@@ -10,27 +10,27 @@ import torch
 
 from skiff_runtime import log
 from skiff_runtime.config import Config
-from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.arrival import Arrival
-from skiff_runtime.engine.batch import InputBatch, Tables
-from skiff_runtime.engine.choice import TokenChoice
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
-from skiff_runtime.engine.decode import DecodeStep
-from skiff_runtime.engine.edits import LogitEdits
-from skiff_runtime.engine.forward import Wanted
-from skiff_runtime.engine.guide import GrammarGuide, filling_threads
-from skiff_runtime.engine.logprobs import LogprobReader, ToldChunk
-from skiff_runtime.engine.model_runner import ModelRunner, OnPhase, longest
-from skiff_runtime.engine.profile import reserve
-from skiff_runtime.engine.prompts import PromptStep
+from skiff_runtime.engine.decode_graph import DecodeGraphRunner
+from skiff_runtime.engine.forward_pass import Wanted
+from skiff_runtime.engine.grammar_masks import GrammarMaskManager, mask_fill_threads
+from skiff_runtime.engine.input_batch import InputBatch, SlotTables
+from skiff_runtime.engine.logits_processors import LogitsProcessors
+from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
+from skiff_runtime.engine.memory_profile import reserve
+from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, longest
+from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.messages import CompiledGrammar, SamplingParams
+from skiff_runtime.engine.sampling_pipeline import SamplingPipeline
+from skiff_runtime.engine.step_output import Arrival
+from skiff_runtime.messages import CompiledGrammar, SamplingSpec
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
-WARMUP_SAMPLING: Final = SamplingParams(
+WARMUP_SAMPLING: Final = SamplingSpec(
     max_tokens=2,
     seed=0,
     top_k=2,
@@ -67,7 +67,7 @@ class Engine:
     """Implements ``step.StepEngine``. Plans must not be changed after their launch."""
 
     def __init__(
-        self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
+        self, config: Config, model: ModelConfig, group: TensorParallelGroup, *, on_phase: PhaseCallback
     ) -> None:
         """Load the model and allocate the KV cache; ``on_phase`` is told each start phase and progress in it."""
         self._on_phase = on_phase
@@ -77,26 +77,26 @@ class Engine:
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         self._threads = StepThreads(threads, count_parameters(model, group.size).total)
-        self._guide = GrammarGuide(
-            config.max_running_requests, model, threads=filling_threads(group.device, group.size)
+        self._guide = GrammarMaskManager(
+            config.max_running_requests, model, threads=mask_fill_threads(group.device, group.size)
         )
         if group.device.type == "cuda":
             self._guide.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = longest(config, model)
-        self._tables = Tables(config.max_running_requests, context, config.page_size, group.device)
-        self._logprobs = LogprobReader(config.max_running_requests)
-        edits = LogitEdits(
+        self._tables = SlotTables(config.max_running_requests, context, config.page_size, group.device)
+        self._logprobs = LogprobsGatherer(config.max_running_requests)
+        edits = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._sampler = Sampler(self._tables.nobody + 1, group.device)
-        self._choice = TokenChoice(
+        self._choice = SamplingPipeline(
             self._tables, self._sampler, logprobs=self._logprobs, edits=edits, guide=self._guide
         )
-        self._decode: DecodeStep | None = None
-        self._prompts: PromptStep | None = None
+        self._decode: DecodeGraphRunner | None = None
+        self._prompts: PrefillGraphRunner | None = None
         self._allocate(config, model)
-        self._captures = not config.disable_cuda_graphs
+        self._captures = not config.disable_cuda_graph
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
@@ -106,16 +106,18 @@ class Engine:
         """Make the KV cache, of what memory remains; and on a GPU what computes steps there."""
         runner, tables = self._runner, self._tables
         on_gpu = runner.device.type == "cuda"
-        tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
+        tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
         if on_gpu:
-            tables.share_prefixes(0 if config.disable_shared_decode else runner.backend.shared_rows)
+            tables.enable_shared_prefix(
+                0 if config.disable_cascade_attn else runner.backend.shared_prefix_rows
+            )
         runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
-        tables.pad_with(runner.pool.num_pages, block_table=runner.backend.wants_block_table)
+        tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
         if not on_gpu:
             return
-        if runner.backend.holds_in_graphs:
-            self._decode = DecodeStep(runner, tables, self._sampler, rows=config.running_limit)
-            self._prompts = PromptStep(runner, tokens=config.max_batch_tokens)
+        if runner.backend.supports_cuda_graphs:
+            self._decode = DecodeGraphRunner(runner, tables, self._sampler, rows=config.running_limit)
+            self._prompts = PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens)
         torch.cuda.synchronize()  # steps run on a stream of their own
 
     @property
@@ -123,7 +125,7 @@ class Engine:
         """Pages of the KV cache; their ids are 0 to this number less 1."""
         return self._runner.pool.num_pages
 
-    def read_grammar(self, grammar: CompiledGrammar) -> "Future[None] | None":
+    def load_grammar(self, grammar: CompiledGrammar) -> "Future[None] | None":
         """Begin to read what a request to come must match; None where it is at hand."""
         return self._guide.read(grammar)
 
@@ -162,14 +164,14 @@ class Engine:
         self._tables.apply(plan)
         self._choice.open(plan.opened)
         if self._decode is not None and self._decode.fits(plan):
-            return self._choice.choose_again(*self._decode.run(plan))
+            return self._choice.resample(*self._decode.run(plan))
         batch = self._tables.inputs(plan)
         wanted, prompts = self._compute(plan, batch)
-        if len(batch.last_tokens) == 0:
-            return Arrival(batch.last_tokens, prompts=prompts)
+        if len(batch.logits_indices) == 0:
+            return Arrival(batch.logits_indices, prompts=prompts)
         return self._choice.choose(batch.sampled, self._runner.logits(wanted), prompts)
 
-    def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[ToldChunk]]:
+    def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[DevicePromptLogprobs]]:
         """What the model made of the sampled rows' last tokens, and log-probabilities of prompts."""
         asked = self._logprobs.asked(plan)
         if self._prompts is not None and self._prompts.fits(plan):
@@ -177,9 +179,9 @@ class Engine:
         elif asked.any():
             hidden = self._runner.forward(batch.tokens, batch.attention)
         else:
-            return self._runner.forward_at(batch.tokens, batch.attention, batch.last_tokens), ()
+            return self._runner.forward_selected(batch.tokens, batch.attention, batch.logits_indices), ()
         prompts = self._logprobs.prompts(plan, asked, hidden, self._runner, self._tables.tokens)
-        return hidden.at(batch.last_tokens), prompts
+        return hidden.at(batch.logits_indices), prompts
 
 
 def _row(

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.engine.forward import ForwardPass, Hidden
-from skiff_runtime.engine.staging import upload
-from skiff_runtime.models.footprint import PROMPT_SLICE
+from skiff_runtime.engine.forward_pass import ForwardPass, HiddenStates
+from skiff_runtime.engine.input_batch import SampledRows
+from skiff_runtime.engine.staging_buffers import upload
+from skiff_runtime.models.footprint import PROMPT_LOGPROBS_CHUNK
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
 
-MAX_TOP: Final = 20
+MAX_TOP_LOGPROBS: Final = 20
 """So many likeliest tokens are told at most."""
 PART: Final = 64
 """Tokens of a row of which only the likeliest is compared with those of other parts at first."""
@@ -33,8 +33,8 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldChunk:
-    """``step.PromptChunk`` on the device."""
+class DevicePromptLogprobs:
+    """``step.PromptLogprobsOutput`` on the device."""
 
     slot: int
     start: int
@@ -56,7 +56,7 @@ class RowLogprobs:
         return tell(self._logprobs, sampled.clamp(min=0), self._top)  # a row without a token reports nothing
 
 
-class LogprobReader:
+class LogprobsGatherer:
     """Which slots ask for what, and the reading of it."""
 
     def __init__(self, slots: int) -> None:
@@ -93,8 +93,13 @@ class LogprobReader:
         return np.where(asking, counts, 0).clip(min=0).astype(np.int32)
 
     def prompts(
-        self, plan: StepPlan, asked: Int32, hidden: Hidden, forward_pass: ForwardPass, tokens: torch.Tensor
-    ) -> list[ToldChunk]:
+        self,
+        plan: StepPlan,
+        asked: Int32,
+        hidden: HiddenStates,
+        forward_pass: ForwardPass,
+        tokens: torch.Tensor,
+    ) -> list[DevicePromptLogprobs]:
         """Of the prompt tokens that this step's ``asked`` positions foretell; ``tokens`` is the table of known tokens."""
         chunks = []
         offsets = np.cumsum(plan.lengths) - plan.lengths
@@ -102,17 +107,17 @@ class LogprobReader:
             slot, start, offset = int(plan.slots[row]), int(plan.starts[row]), int(offsets[row])
             following = tokens[slot, start + 1 : start + 1 + int(asked[row])].long()
             told = _slices(forward_pass, hidden, offset, following, int(self._prompt_tops[slot]))
-            chunks.append(ToldChunk(slot, start + 1, told))
+            chunks.append(DevicePromptLogprobs(slot, start + 1, told))
         return chunks
 
 
 def _slices(
-    forward_pass: ForwardPass, hidden: Hidden, offset: int, following: torch.Tensor, top: int
+    forward_pass: ForwardPass, hidden: HiddenStates, offset: int, following: torch.Tensor, top: int
 ) -> Told:
     """At ``offset`` and on among the step's tokens, of the tokens int64[N] that follow there."""
     parts = []
-    for at in range(0, len(following), PROMPT_SLICE):
-        chosen = following[at : at + PROMPT_SLICE]
+    for at in range(0, len(following), PROMPT_LOGPROBS_CHUNK):
+        chosen = following[at : at + PROMPT_LOGPROBS_CHUNK]
         logits = forward_pass.logits(hidden.at(slice(offset + at, offset + at + len(chosen)))).float()
         parts.append(tell(logits.log_softmax(-1), chosen, top))
     return Told(
@@ -163,4 +168,4 @@ def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _capped(asked: int | None) -> int:
-    return _NOTHING if asked is None else min(asked, MAX_TOP)
+    return _NOTHING if asked is None else min(asked, MAX_TOP_LOGPROBS)

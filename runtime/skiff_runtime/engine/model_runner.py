@@ -8,53 +8,53 @@ from typing import Final
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend
-from skiff_runtime.attention.registry import make_backend
+from skiff_runtime.attention.selector import make_backend
 from skiff_runtime.config import Config, Quantization
-from skiff_runtime.distributed.group import TensorParallel
-from skiff_runtime.engine.eight_bits import check_eight_bits
-from skiff_runtime.engine.forward import ForwardPass
-from skiff_runtime.engine.host import host_bound_tokens
-from skiff_runtime.engine.memory import free_bytes
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.engine.forward_pass import ForwardPass
+from skiff_runtime.engine.fp8_support import check_fp8_support
+from skiff_runtime.engine.free_memory import free_bytes
+from skiff_runtime.engine.launch_bound import launch_bound_tokens
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.e4m3 import E4M3
-from skiff_runtime.kvcache.pool import KVLayout, KVPool, plan_capacity
-from skiff_runtime.layers.placement import Placement
+from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool, plan_capacity
+from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
-from skiff_runtime.models.footprint import DTYPE_BYTES, working_bytes
+from skiff_runtime.models.footprint import DTYPE_BYTES, estimate_working_bytes
 from skiff_runtime.models.registry import make_model
-from skiff_runtime.models.weights import load_weights, weight_bytes
+from skiff_runtime.models.weight_loader import load_weights, weight_bytes
 
 MIB: Final = 1 << 20
 
-OnPhase = Callable[[str, float], None]
+PhaseCallback = Callable[[str, float], None]
 
 
 class ModelRunner(ForwardPass):
     """Model, pool and attention backend of one rank. ``config`` is resolved: nothing in it is ``auto``."""
 
     def __init__(
-        self, config: Config, model: ModelConfig, group: TensorParallel, *, on_phase: OnPhase
+        self, config: Config, model: ModelConfig, group: TensorParallelGroup, *, on_phase: PhaseCallback
     ) -> None:
         """Load the weights; the KV cache comes with ``allocate``."""
         self._config = config
         self._model_config = model
         self._group = group
         if group.device.type == "cuda":
-            from skiff_runtime.kernels.fused.compilations import log_compilations
-            from skiff_runtime.kernels.fused.keys import settle_keys
+            from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
+            from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 
-            check_eight_bits(config, torch.cuda.get_device_capability(group.device))
-            settle_keys()
+            check_fp8_support(config, torch.cuda.get_device_capability(group.device))
+            compute_cache_keys()
             log_compilations()
-        placement = placement_of(config, model, group)
+        placement = make_layer_context(config, model, group)
         on_phase("weights", 0.0)
         self._check_room(model, placement)
         loaded = self._load(model, placement, on_phase)
         on_phase("kv_cache", 0.0)
         group.minimum(0)  # every rank holds its weights from here on
         self._kv_layout = kv_layout(config, loaded, placement.dtype, ranks=group.size)
-        self.query_shape = loaded.heads.local_query(group.size), loaded.heads.size
+        self.query_shape = loaded.heads.local_query_heads(group.size), loaded.heads.size
         """Heads and dimensions of a token's queries on this rank."""
         self.pool = KVPool(self._kv_layout, 1, group.device)
         super().__init__(loaded, self._backend_over(self.pool), group.device)
@@ -80,22 +80,22 @@ class ModelRunner(ForwardPass):
 
     def _backend_over(self, pool: KVPool) -> AttentionBackend:
         element_bytes = 1 if self._config.quantization == "fp8" else DTYPE_BYTES[self._config.dtype]
-        host_bound = host_bound_tokens(self._model_config, self._group.size, element_bytes)
+        host_bound = launch_bound_tokens(self._model_config, self._group.size, element_bytes)
         return make_backend(
             self._config.attention,
             pool,
             query_heads=self.query_shape[0],
             longest=longest(self._config, self._model_config),
             # The largest step is not among them, so that the profile of memory meets the part for many tokens.
-            few_tokens=min(host_bound, self._config.max_batch_tokens - 1),
+            small_prefill_tokens=min(host_bound, self._config.max_num_batched_tokens - 1),
         )
 
-    def _load(self, model: ModelConfig, placement: Placement, on_phase: OnPhase) -> DecoderModel:
+    def _load(self, model: ModelConfig, placement: LayerContext, on_phase: PhaseCallback) -> DecoderModel:
         loaded = make_model(model, placement, max_positions=longest(self._config, model))
         load_weights(loaded, self._config.load_format, lambda share: on_phase("weights", share))
         return loaded
 
-    def _check_room(self, model: ModelConfig, placement: Placement) -> None:
+    def _check_room(self, model: ModelConfig, placement: LayerContext) -> None:
         """Refuse what cannot fit, weights or KV cache, before anything of its size is read or allocated."""
         ghost = make_model(model, replace(placement, device=torch.device("meta")), max_positions=1)
         needed = weight_bytes(ghost)
@@ -112,7 +112,7 @@ class ModelRunner(ForwardPass):
         """Pages on each rank, when its weights leave ``free`` bytes."""
         if reserved is None:
             element_bytes = DTYPE_BYTES[self._config.dtype]
-            reserved = working_bytes(
+            reserved = estimate_working_bytes(
                 self._config, self._model_config, ranks=self._group.size, element_bytes=element_bytes
             )
         return plan_capacity(
@@ -133,12 +133,12 @@ def longest(config: Config, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def placement_of(config: Config, model: ModelConfig, group: TensorParallel) -> Placement:
+def make_layer_context(config: Config, model: ModelConfig, group: TensorParallelGroup) -> LayerContext:
     """Where and how a rank of ``group`` keeps the model, by a resolved configuration."""
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
-    bound = math.inf if model.activation_bound is None else model.activation_bound
+    bound = math.inf if model.activation_scale_ub is None else model.activation_scale_ub
     dtype = getattr(torch, config.dtype)
-    return Placement(dtype, group.device, group, quantization, bound, model.unquantized)
+    return LayerContext(dtype, group.device, group, quantization, bound, model.unquantized)
 
 
 def kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, ranks: int) -> KVLayout:

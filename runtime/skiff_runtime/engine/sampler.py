@@ -10,10 +10,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from skiff_runtime.engine.batch import SampledRows
-from skiff_runtime.engine.staging import upload
+from skiff_runtime.engine.input_batch import SampledRows
+from skiff_runtime.engine.staging_buffers import upload
 from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.messages import SamplingParams
+from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import NAN_LOGITS, SlotOpened
 
 MIN_TEMPERATURE: Final = 1e-5
@@ -66,7 +66,7 @@ class Sampler:
         return choose(logits, rows.slots, rows.positions, *self.parameters)
 
 
-def _row(sampling: SamplingParams) -> tuple[float, int, float, float]:
+def _row(sampling: SamplingSpec) -> tuple[float, int, float, float]:
     """Temperature, top_k, top_p, min_p; a temperature of 0 stands for greedy."""
     greedy = sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
     return (

@@ -20,7 +20,7 @@ MIN_BATCH: Final = 4
 """Masks that are filled together; for fewer, waking the threads takes longer than the work."""
 
 
-class GrammarShelf:
+class LoadedGrammarCache:
     """Grammars ready for use, the least recently used dropped first beyond a count and a size; for any thread.
 
     While one is read, others can be got.
@@ -71,7 +71,7 @@ class GrammarShelf:
         return found
 
 
-class Follower:
+class GrammarMatcher:
     """One answer under one grammar.
 
     ``bound``: the mask says which tokens may come next. ``stuck``: none may, or one came that may not have.
@@ -120,7 +120,7 @@ class Follower:
         self.bound, self.stuck = False, True
 
 
-class BatchFollower:
+class BatchGrammarMatcher:
     """Advances many answers by one token each, their masks filled by threads of xgrammar's own.
 
     Filling one mask of 150,000 tokens takes some 40 microseconds, which one thread for hundreds of rows adds up to more
@@ -132,7 +132,9 @@ class BatchFollower:
         self._masks = masks
         self._batch = xgrammar.BatchGrammarMatcher(threads)
 
-    def follow(self, followers: Sequence[Follower], slots: Sequence[int], tokens: Sequence[int]) -> None:
+    def follow(
+        self, followers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]
+    ) -> None:
         """Go on with one of ``tokens`` each, and fill the masks of those in ``slots`` that go on."""
         accepted = self._batch.batch_accept_token([each.matcher for each in followers], list(tokens))
         for follower, token, taken in zip(followers, tokens, accepted, strict=True):
@@ -145,7 +147,7 @@ class BatchFollower:
             else:
                 follower.fill()
 
-    def _fill(self, going: Sequence[tuple[Follower, int]]) -> bool:
+    def _fill(self, going: Sequence[tuple[GrammarMatcher, int]]) -> bool:
         """Fill the masks in the slots together; False where one fails, so that each is to be filled by itself."""
         matchers, slots = [each.matcher for each, _ in going], [slot for _, slot in going]
         try:

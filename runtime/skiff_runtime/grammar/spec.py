@@ -10,12 +10,12 @@ from skiff_runtime.messages import Grammar, GrammarKind
 MAX_SOURCE_BYTES: Final = 512 << 10
 
 
-def any_object() -> Grammar:
+def json_object_grammar() -> Grammar:
     """Any JSON object."""
     return Grammar(GrammarKind.JSON)
 
 
-def schema_grammar(schema: Any, param: str) -> Grammar:
+def json_schema_grammar(schema: Any, param: str) -> Grammar:
     """What a JSON schema describes; ``schema`` is an object, or its JSON text."""
     source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return _bounded(GrammarKind.JSON_SCHEMA, source, param)
@@ -36,13 +36,13 @@ def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
     return _bounded(GrammarKind.EBNF, "root ::= " + " | ".join(map(_quoted, dict.fromkeys(choices))), param)
 
 
-def tag_grammar(form: dict[str, Any], param: str) -> Grammar:
+def structural_tag_grammar(form: dict[str, Any], param: str) -> Grammar:
     """Text in a format of xgrammar's structural tags."""
     tag = {"type": "structural_tag", "format": form}
     return _bounded(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False), param)
 
 
-def as_format(grammar: Grammar) -> dict[str, Any]:
+def to_structural_tag(grammar: Grammar) -> dict[str, Any]:
     """A grammar as a part of a structural tag."""
     match grammar.kind:
         case GrammarKind.JSON:

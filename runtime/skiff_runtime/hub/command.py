@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime import log
-from skiff_runtime.cache_places import tokenizer_caches
+from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.contract import (
     ENV_HUB_ENDPOINT,
     ENV_HUB_TOKEN,
     EXIT_FETCH_FAILED,
     EXIT_OK,
-    FLAG_CACHE_DIR,
+    FLAG_DOWNLOAD_DIR,
     FLAG_MODEL,
     FLAG_REVISION,
 )
-from skiff_runtime.conversion.tokenizer_json import tokenizer_directory
+from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import FetchError, ModelError
 from skiff_runtime.hub.fetch import default_hub_cache, fetch
-from skiff_runtime.hub.reference import DEFAULT_REVISION, parse_reference
+from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, parse_reference
 
 DESCRIPTION: Final = "Download a model from a Hugging Face hub: verified, safe to run twice at a time, kept in the hub's cache."
 EPILOG: Final = f"""\
@@ -32,13 +32,13 @@ environment, as of all tools of the hub:
   {ENV_HUB_TOKEN}         token for gated and private models; sent to the hub alone
   HF_TOKEN_PATH    file with the token (default: token in HF_HOME)
   {ENV_HUB_ENDPOINT}      address of another hub (default: https://huggingface.co)
-  HF_HUB_CACHE     where models are kept without {FLAG_CACHE_DIR}
+  HF_HUB_CACHE     where models are kept without {FLAG_DOWNLOAD_DIR}
   HF_HUB_OFFLINE   1: what the cache holds, or an error
   HTTPS_PROXY      the proxy, and NO_PROXY what goes without
 
 examples:
   skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
-  skiff fetch {FLAG_MODEL} hf://meta-llama/Llama-3.1-8B-Instruct {FLAG_CACHE_DIR} /models
+  skiff fetch {FLAG_MODEL} hf://meta-llama/Llama-3.1-8B-Instruct {FLAG_DOWNLOAD_DIR} /models
 """
 
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"branch, tag or commit (default: {DEFAULT_REVISION})",
     )
     parser.add_argument(
-        FLAG_CACHE_DIR,
+        FLAG_DOWNLOAD_DIR,
         type=Path,
         default=None,
         metavar="DIR",
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     reference = parse_reference(arguments.model, arguments.revision)
     try:
         path = fetch(reference, arguments.cache_dir or default_hub_cache())
-        tokenizer_directory(path, tokenizer_caches(arguments.cache_dir))
+        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.cache_dir))
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED
@@ -79,6 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
         log.error("fetch_failed", model=reference, message="interrupted; files that are whole are kept")
         return EXIT_FETCH_FAILED
     except ModelError as error:  # the server says so again, and ends
-        log.warning("tokenizer_unconverted", model=reference, message=str(error))
+        log.warning("tokenizer_conversion_failed", model=reference, message=str(error))
     print(path)
     return EXIT_OK

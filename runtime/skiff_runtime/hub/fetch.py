@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from skiff_runtime import log
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.cache import ModelCache
-from skiff_runtime.hub.files import CONFIG, GENERATION_CONFIG, Listing, RemoteFile
-from skiff_runtime.hub.lock import exclusive
-from skiff_runtime.hub.progress import reported
-from skiff_runtime.hub.reference import HubReference, parse_reference
+from skiff_runtime.hub.download_progress import reported
+from skiff_runtime.hub.file_lock import exclusive
+from skiff_runtime.hub.hub_reference import HubReference, parse_reference
+from skiff_runtime.hub.model_cache import ModelCache
+from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
 
 if TYPE_CHECKING:
-    from skiff_runtime.hub.client import HubClient
+    from skiff_runtime.hub.hub_client import HubClient
 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
@@ -62,11 +62,11 @@ def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = No
         with exclusive(cache.lock):
             if (found := cache.find()) is not None:
                 return found
-            cache.remove_abandoned()
+            cache.remove_stale_downloads()
             return _obtain(cache, reference, endpoint)
 
 
-def fetch_description(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
+def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
     """Return a directory with the model's config.json and generation_config.json, and perhaps no more.
 
     The one in ``cache_dir`` where it is complete; else only these two files are downloaded, into ``temporary``.
@@ -75,10 +75,10 @@ def fetch_description(reference: HubReference, cache_dir: Path, temporary: Path)
         if (found := ModelCache(cache_dir, reference).find()) is not None:
             return found
     with _disk_errors(temporary):
-        from skiff_runtime.hub.client import HubClient
+        from skiff_runtime.hub.hub_client import HubClient
 
         client = HubClient(reference)
-        with client.bounded_waits():
+        with client.bounded_retry_after():
             listing = client.listing()
             for file in listing.descriptions():
                 if file.name in (CONFIG, GENERATION_CONFIG):
@@ -88,17 +88,17 @@ def fetch_description(reference: HubReference, cache_dir: Path, temporary: Path)
 
 def _obtain(cache: ModelCache, reference: HubReference, endpoint: str | None) -> Path:
     # Imported where a download is due: a model that is there needs nothing of it.
-    from skiff_runtime.hub.client import HubClient, HubUnavailable
+    from skiff_runtime.hub.hub_client import HubClient, HubUnavailable
 
     client = HubClient(reference, endpoint)
-    with client.bounded_waits():
+    with client.bounded_retry_after():
         try:
             listing = client.listing()
         except HubUnavailable as error:
             held = _verify_cached(cache)
             if held is None:
                 raise
-            log.warning("fetch_from_cache", model=reference, commit=held[0], reason=str(error))
+            log.warning("fetch_fell_back_to_cache", model=reference, commit=held[0], reason=str(error))
             return cache.mark(*held)
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
         files = _download(cache, client, listing)
@@ -108,7 +108,7 @@ def _obtain(cache: ModelCache, reference: HubReference, endpoint: str | None) ->
     return path
 
 
-def _download(cache: ModelCache, client: "HubClient", listing: Listing) -> list[RemoteFile]:
+def _download(cache: ModelCache, client: "HubClient", listing: RepositoryListing) -> list[RemoteFile]:
     descriptions = listing.descriptions()
     _bring_all(cache, client, listing.commit, descriptions)
     weights = listing.weights(cache.snapshot(listing.commit))
@@ -165,7 +165,7 @@ def _bring(cache: ModelCache, client: "HubClient", commit: str, file: RemoteFile
 
 def _verify_cached(cache: ModelCache) -> tuple[str, list[RemoteFile]] | None:
     """Return the commit and the files that the cache holds of the revision, if they are whole and intact."""
-    listing = cache.find_unmarked()
+    listing = cache.list_unverified()
     if listing is None:
         return None
     try:

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from skiff_runtime.config import AUTO, Config
+from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.hub.fetch import default_hub_cache, fetch_description
-from skiff_runtime.hub.reference import SCHEME, parse_reference
-from skiff_runtime.info.fit import Fit, Need, fit, need
+from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
+from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.gpus import GPUS, Gpu
-from skiff_runtime.models.config import ModelConfig, check_parallel, read_model_config
-from skiff_runtime.options import add_config_arguments, config_from
-from skiff_runtime.resolve import locate
+from skiff_runtime.info.memory_fit import Fit, Need, fit, need
+from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
 What a model is, how much memory each part of it takes on each rank, and how many tokens
@@ -44,10 +44,10 @@ _USED: Final = (
     "max_model_len",
     "tp",
     "max_running_requests",
-    "max_batch_tokens",
+    "max_num_batched_tokens",
     "page_size",
     "kv_cache_dtype",
-    "memory_fraction",
+    "mem_fraction_static",
 )
 _ELSEWHERE: Final = ("path", "tokenizer_path", "architecture")
 GIB: Final = 1 << 30
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what there is to know; the exit code. ConfigError or FetchError where the model cannot be read."""
-    config = config_from(arguments)
+    config = build_config(arguments)
     model = _read(config)
-    check_parallel(model, config.tp)
+    check_tp_size(model, config.tp)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
@@ -101,7 +101,7 @@ def _read(config: Config) -> ModelConfig:
     reference = parse_reference(config.model, config.revision)
     cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
-        path = fetch_description(reference, cache, Path(temporary))
+        path = fetch_config(reference, cache, Path(temporary))
         return read_model_config(path, max_model_len=config.max_model_len)
 
 
@@ -126,7 +126,7 @@ def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits:
             "weight_bytes": needed.weights,
             "kv_bytes_per_token": needed.kv_per_token,
             "kv_bytes_for_max_model_len": needed.kv_for_context,
-            "working_bytes": needed.working,
+            "estimate_working_bytes": needed.working,
         },
         "gpus": [
             {
@@ -134,7 +134,7 @@ def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits:
                 "memory_bytes": each.gpu.memory_bytes,
                 "fits": each.fits,
                 "kv_tokens": each.kv_tokens,
-                "full_length_requests": each.full_requests,
+                "full_length_requests": each.full_length_requests,
             }
             for each in fits
         ],
@@ -168,7 +168,7 @@ def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: li
 def _verdict(found: Fit) -> tuple[str, str, str]:
     if not found.fits:
         return "no", "-", "-"
-    return "yes", f"{found.kv_tokens:,}", f"{found.full_requests:,.1f} requests"
+    return "yes", f"{found.kv_tokens:,}", f"{found.full_length_requests:,.1f} requests"
 
 
 def _table(heads: tuple[str, ...], rows: list[Any], justify: Any) -> Table:

@@ -7,20 +7,20 @@ from typing import Final
 import torch
 
 E4M3: Final = torch.float8_e4m3fn
-LARGEST: Final = 448.0
+FP8_MAX: Final = 448.0
 """The largest finite number of e4m3."""
-SHRINK: Final = 256.0
+FP16_DOWNSCALE: Final = 256.0
 """A power of two: of the products of two e4m3 numbers, so many times smaller, float16 holds the sum of 80."""
-SMALLEST_SCALE: Final = 1e-12
+MIN_SCALE: Final = 1e-12
 """Of rows that are all zero, or nearly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
+class QuantizedActivations:
     """Activations [T, n] as e4m3 ``values`` times ``scales`` float32 [T, 1]; products of them are in ``dtype``.
 
     On a GPU the values of a single token are in float16, though rounded all the same: what multiplies them there would
-    only have to widen them again. They are ``SHRINK`` times smaller, and their scale larger, lest sums overflow.
+    only have to widen them again. They are ``FP16_DOWNSCALE`` times smaller, and their scale larger, lest sums overflow.
     """
 
     values: torch.Tensor
@@ -40,7 +40,7 @@ class Matrix:
     arrivals: torch.Tensor
 
 
-def empty_matrix(outputs: int, inputs: int, device: torch.device) -> Matrix:
+def empty_fp8_weight(outputs: int, inputs: int, device: torch.device) -> Matrix:
     """Values and scales are yet to be filled."""
     return Matrix(
         values=torch.empty((outputs, inputs), dtype=E4M3, device=device),
@@ -49,12 +49,12 @@ def empty_matrix(outputs: int, inputs: int, device: torch.device) -> Matrix:
     )
 
 
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+def cast_to_fp8(values: torch.Tensor) -> torch.Tensor:
     """The nearest e4m3 numbers; beyond the largest, the largest (torch's own conversion makes those NaN)."""
-    return values.float().clamp_(-LARGEST, LARGEST).to(E4M3)
+    return values.float().clamp_(-FP8_MAX, FP8_MAX).to(E4M3)
 
 
-def round_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, n] -> e4m3 [N, n], and float32 [N, 1] by which each row is to be multiplied: its largest becomes 448.
 
     So does ``bound``, where the largest is beyond it, and all that is beyond it, too. In plain torch, which any thread
@@ -62,8 +62,8 @@ def round_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.Ten
     """
     wide = values.float()
     largest = torch.full(
-        (1, 1), LARGEST, device=values.device
+        (1, 1), FP8_MAX, device=values.device
     )  # a division by a plain number is rounded otherwise
     reached = wide.abs().amax(1, keepdim=True).clamp_(max=bound)
-    scales = (reached / largest).clamp_(min=SMALLEST_SCALE)
-    return to_e4m3(wide * scales.reciprocal()), scales
+    scales = (reached / largest).clamp_(min=MIN_SCALE)
+    return cast_to_fp8(wide * scales.reciprocal()), scales

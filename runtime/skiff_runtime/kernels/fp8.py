@@ -13,58 +13,58 @@ import torch
 import torch.nn.functional as F
 
 from skiff_runtime.kernels.activation import silu_and_mul
-from skiff_runtime.kernels.e4m3 import E4M3, Matrix, Rounded, round_rows
-from skiff_runtime.kernels.norm import add_rms_norm
+from skiff_runtime.kernels.e4m3 import E4M3, Matrix, QuantizedActivations, quantize_rows
+from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.torch_internals import scaled_mm
 
 ALIGNMENT: Final = 16
 """A GPU multiplies matrices whose inputs and outputs are multiples of it."""
 
-Activations = torch.Tensor | Rounded
+Activations = torch.Tensor | QuantizedActivations
 
 
-def round_activations(x: torch.Tensor, bound: float = math.inf) -> Rounded:
+def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """x [T, n], rounded."""
     if x.device.type == "cuda":
-        from skiff_runtime.kernels.fused import fp8
+        from skiff_runtime.kernels.triton.fp8 import quantize as fp8
 
-        return fp8.round_activations(x, bound)
-    return Rounded(*round_rows(x, bound), x.dtype)
+        return fp8.quantize_activations(x, bound)
+    return QuantizedActivations(*quantize_rows(x, bound), x.dtype)
 
 
-def add_norm_and_round(
+def add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float = math.inf
-) -> tuple[Rounded, torch.Tensor]:
+) -> tuple[QuantizedActivations, torch.Tensor]:
     """(``rms_norm`` of the sum, rounded; the sum) of x and residual, both [T, n]."""
     if x.device.type == "cuda":
-        from skiff_runtime.kernels.fused import fp8
+        from skiff_runtime.kernels.triton.fp8 import quantize as fp8
 
-        return fp8.add_norm_and_round(x, residual, weight, eps, bound)
+        return fp8.add_rms_norm_quantize(x, residual, weight, eps, bound)
     normed, total = add_rms_norm(x, residual, weight, eps)
-    return round_activations(normed, bound), total
+    return quantize_activations(normed, bound), total
 
 
-def silu_mul_and_round(gate_up: torch.Tensor, bound: float = math.inf) -> Rounded:
+def silu_and_mul_quantize(gate_up: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """[T, 2n] -> [T, n]: silu of the first half times the second, rounded."""
     if gate_up.device.type == "cuda":
-        from skiff_runtime.kernels.fused import fp8
+        from skiff_runtime.kernels.triton.fp8 import quantize as fp8
 
-        return fp8.silu_mul_and_round(gate_up, bound)
-    return round_activations(silu_and_mul(gate_up), bound)
+        return fp8.silu_and_mul_quantize(gate_up, bound)
+    return quantize_activations(silu_and_mul(gate_up), bound)
 
 
-def scaled_linear(x: Activations, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_linear(x: Activations, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs], plus bias [outputs]; [T, outputs]."""
-    rounded = x if isinstance(x, Rounded) else round_activations(x)
+    rounded = x if isinstance(x, QuantizedActivations) else quantize_activations(x)
     if weight.values.device.type == "cuda" and rounded.dtype != torch.float32:
         return _on_tensor_cores(rounded, weight, bias)
     product = F.linear(rounded.values.float(), weight.values.float()) * rounded.scales * weight.scales.T
     return (product if bias is None else product + bias.float()).to(rounded.dtype)
 
 
-def _on_tensor_cores(x: Rounded, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    from skiff_runtime.kernels.fused.short_gemv import short_gemv
-    from skiff_runtime.kernels.fused.streamed import pays, streamed
+def _on_tensor_cores(x: QuantizedActivations, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    from skiff_runtime.kernels.triton.fp8.fp8_gemv import short_gemv
+    from skiff_runtime.kernels.triton.fp8.stream_k_gemm import pays, streamed
 
     if x.values.dtype != E4M3:
         return short_gemv(x, weight, bias)

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import torch
 
-from skiff_runtime.kernels.step_inputs import StepInputs, empty_inputs
+from skiff_runtime.kernels.step_inputs import StepInputs, empty_step_inputs
 
 
 def step_inputs(
@@ -24,10 +24,10 @@ def step_inputs(
     Where ``block_table`` int32[R, P] is given, the rows' pages are copied into it.
     """
     if rows.device.type == "cuda":
-        from skiff_runtime.kernels.fused import inputs
+        from skiff_runtime.kernels.triton import step_inputs as inputs
 
-        made = empty_inputs(total, rows.shape[1], rows.device)
-        inputs.mixed_inputs(rows, longest, tokens, pages, page_size, made, block_table)
+        made = empty_step_inputs(total, rows.shape[1], rows.device)
+        inputs.fill_mixed_inputs(rows, longest, tokens, pages, page_size, made, block_table)
         return made
     slots, starts, lengths, offsets = rows.long().unbind()
     owners = torch.arange(rows.shape[1]).repeat_interleave(lengths, output_size=total)
@@ -39,12 +39,12 @@ def step_inputs(
     return StepInputs(
         token_ids=read_cells(tokens, owned, positions),
         positions=positions,
-        locations=places.masked_fill_(owned == tokens.shape[0] - 1, -1),
+        slot_mapping=places.masked_fill_(owned == tokens.shape[0] - 1, -1),
         contexts=(starts + lengths).int(),
     )
 
 
-def decode_inputs(
+def prepare_decode_inputs(
     rows: torch.Tensor,
     tokens: torch.Tensor,
     pages: torch.Tensor,
@@ -54,9 +54,9 @@ def decode_inputs(
 ) -> None:
     """As ``step_inputs``, into ``made``, for rows of one token each: ``rows`` int32[2, R] are slots and starts."""
     if rows.device.type == "cuda":
-        from skiff_runtime.kernels.fused import inputs
+        from skiff_runtime.kernels.triton import step_inputs as inputs
 
-        inputs.decode_inputs(rows, tokens, pages, page_size, made, block_table)
+        inputs.prepare_decode_inputs(rows, tokens, pages, page_size, made, block_table)
         return
     count = rows.shape[1]
     ones = torch.ones(count, dtype=torch.int32)
@@ -74,7 +74,7 @@ def read_cells(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
 def write_cells(table: torch.Tensor, cells: torch.Tensor) -> None:
     """Set cells of an int32 table: ``cells`` int32[3, N] are rows, columns and values; no cell may be named twice."""
     if table.device.type == "cuda":
-        from skiff_runtime.kernels.fused import inputs
+        from skiff_runtime.kernels.triton import step_inputs as inputs
 
         inputs.write_cells(table, cells)
         return

@@ -10,7 +10,7 @@ SLICE_ELEMENTS: Final = 1 << 22
 """Most logits, or tokens, that a CPU penalizes at a time, which bounds the memory it takes."""
 
 
-def penalize(
+def apply_penalties(
     logits: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
@@ -29,9 +29,9 @@ def penalize(
     the text has anywhere and multiplies negative ones; the other two are OpenAI's, and count the output alone.
     """
     if logits.device.type == "cuda":
-        from skiff_runtime.kernels.fused import penalties as fused
+        from skiff_runtime.kernels.triton.sampling import penalties as fused
 
-        fused.penalize(logits, rows, slots, ends, tokens, prompts, penalties)
+        fused.apply_penalties(logits, rows, slots, ends, tokens, prompts, penalties)
         return
     step = max(1, SLICE_ELEMENTS // max(longest, logits.shape[1]))
     for part in torch.split(torch.arange(len(rows)), step):

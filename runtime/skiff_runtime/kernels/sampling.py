@@ -2,8 +2,8 @@
 
 import torch
 
-from skiff_runtime.kernels.floors import find_floors
 from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.kernels.top_k_top_p import find_thresholds
 from skiff_runtime.step import NAN_LOGITS
 
 
@@ -24,14 +24,14 @@ def choose(
     tokens are written there at once, token 0 for ``NAN_LOGITS``: a step in flight may look up its embedding.
     """
     if logits.device.type == "cuda":
-        from skiff_runtime.kernels.fused import sampling
+        from skiff_runtime.kernels.triton.sampling import sample_tokens as sampling
 
         return sampling.choose(logits, slots, positions, seeds, filters, history)
     filters = filters[slots]
     temperature, _, _, min_p = filters.unbind(1)
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
     largest, greedy = scaled.max(-1)  # unlike comparisons, it propagates NaN
-    lowest = torch.maximum(largest + min_p.log(), find_floors(scaled, filters))
+    lowest = torch.maximum(largest + min_p.log(), find_thresholds(scaled, filters))
     scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
     drawn = add_gumbel(scaled, seeds[slots], positions).argmax(-1)
     tokens = torch.where(temperature > 0, drawn, greedy).masked_fill_(largest.isnan(), NAN_LOGITS)

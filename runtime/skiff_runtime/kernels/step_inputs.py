@@ -11,17 +11,17 @@ class StepInputs:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    locations: torch.Tensor
+    slot_mapping: torch.Tensor
     contexts: torch.Tensor
 
     def first(self, rows: int) -> "StepInputs":
         """Those of the first rows, where every row has one token."""
         return StepInputs(
-            self.token_ids[:rows], self.positions[:rows], self.locations[:rows], self.contexts[:rows]
+            self.token_ids[:rows], self.positions[:rows], self.slot_mapping[:rows], self.contexts[:rows]
         )
 
 
-def empty_inputs(tokens: int, rows: int, device: torch.device) -> StepInputs:
+def empty_step_inputs(tokens: int, rows: int, device: torch.device) -> StepInputs:
     """Room for a step's inputs."""
     return StepInputs(
         torch.zeros(tokens, dtype=torch.int32, device=device),

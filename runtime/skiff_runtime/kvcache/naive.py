@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from skiff_runtime.kvcache.base import NO_PAGES, Handle, Inserted, Int32, Match, PrefixCache
+from skiff_runtime.kvcache.prefix_cache import NO_PAGES, Handle, InsertResult, Int32, Match, PrefixCache
 
 
 class NaiveCache(PrefixCache):
@@ -18,8 +18,8 @@ class NaiveCache(PrefixCache):
     def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
         return 0
 
-    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
-        return Inserted(self._nothing, NO_PAGES, NO_PAGES)
+    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> InsertResult:
+        return InsertResult(self._nothing, NO_PAGES, NO_PAGES)
 
     def lock(self, handle: Handle) -> None:
         """There is nothing to keep."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skiff_runtime.kvcache.base import NO_PAGES, Handle, Int32
+from skiff_runtime.kvcache.prefix_cache import NO_PAGES, Handle, Int32
 
 
 class Node(Handle):
@@ -44,7 +44,7 @@ class Node(Handle):
         return not self.locks and not self.children and self.parent is not None
 
 
-def shared_length(left: Int32, right: Int32) -> int:
+def common_prefix_length(left: Int32, right: Int32) -> int:
     """How many leading tokens two runs of one equal, positive length share."""
     differs = left != right
     first = int(differs.argmax())

@@ -7,9 +7,9 @@ of the root's children, so namespaces need no trees of their own.
 
 import numpy as np
 
-from skiff_runtime.kvcache.base import NO_PAGES, Handle, Inserted, Int32, Match, PrefixCache
 from skiff_runtime.kvcache.eviction import EvictionHeap
-from skiff_runtime.kvcache.node import Node, shared_length
+from skiff_runtime.kvcache.node import Node, common_prefix_length
+from skiff_runtime.kvcache.prefix_cache import NO_PAGES, Handle, InsertResult, Int32, Match, PrefixCache
 
 
 class RadixCache(PrefixCache):
@@ -35,7 +35,7 @@ class RadixCache(PrefixCache):
             node = child
         return node.depth
 
-    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> Inserted:
+    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> InsertResult:
         assert isinstance(after, Node) and len(tokens) == len(pages) * self.page_size
         assert after.depth <= len(pages), "the sequence is shorter than the prefix it was matched with"
         node, runs = self._descend(after, tokens, salt)
@@ -43,7 +43,7 @@ class RadixCache(PrefixCache):
         moved = np.flatnonzero(pages[after.depth : node.depth] != present)
         if node.depth < len(pages):
             node = self._extend(node, tokens, pages, salt)
-        return Inserted(node, (moved + after.depth).astype(np.int32), present[moved])
+        return InsertResult(node, (moved + after.depth).astype(np.int32), present[moved])
 
     def lock(self, handle: Handle) -> None:
         node: Node | None = _node(handle)
@@ -156,7 +156,7 @@ class RadixCache(PrefixCache):
         """How many of a node's pages ``tokens`` go along with."""
         offset = (child.depth - len(child.pages)) * self.page_size
         length = min(len(child.tokens), len(tokens) - offset)
-        return shared_length(child.tokens[:length], tokens[offset : offset + length]) // self.page_size
+        return common_prefix_length(child.tokens[:length], tokens[offset : offset + length]) // self.page_size
 
     def _split(self, lower: Node, count: int) -> Node:
         """Put the first ``count`` pages of a node into a new parent of it; the new node."""

@@ -7,11 +7,16 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.kernels.heads import place_heads
-from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, even_cut, replicated_cut
+from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
+from skiff_runtime.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    shard_evenly,
+    shard_or_replicate,
+)
 from skiff_runtime.layers.norm import QKNorm
-from skiff_runtime.layers.placement import Piece, Placement
-from skiff_runtime.layers.rotary import Rotation
+from skiff_runtime.layers.rotary import RopeInputs
+from skiff_runtime.layers.sharding import LayerContext, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Heads:
     kv: int
     size: int
 
-    def local_query(self, ranks: int) -> int:
+    def local_query_heads(self, ranks: int) -> int:
         """Query heads of one rank."""
         return self.query // ranks
 
@@ -42,7 +47,7 @@ class Attention:
         layer: int,
         hidden_size: int,
         heads: Heads,
-        placement: Placement,
+        placement: LayerContext,
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
@@ -50,9 +55,9 @@ class Attention:
     ) -> None:
         self._layer, self._hidden_size = layer, hidden_size
         cuts = [
-            even_cut("q_proj", heads.query * heads.size, placement),
-            replicated_cut("k_proj", heads.kv, heads.size, placement),
-            replicated_cut("v_proj", heads.kv, heads.size, placement),
+            shard_evenly("q_proj", heads.query * heads.size, placement),
+            shard_or_replicate("k_proj", heads.kv, heads.size, placement),
+            shard_or_replicate("v_proj", heads.kv, heads.size, placement),
         ]
         self._qkv = ColumnParallelLinear(
             hidden_size, cuts, bias=qkv_bias, placement=placement.of(layer, "qkv")
@@ -71,19 +76,19 @@ class Attention:
     def __call__(
         self,
         x: Activations,
-        rotation: Rotation,
+        rotation: RopeInputs,
         backend: AttentionBackend,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         norm = self._norm
-        q = place_heads(
+        q = qk_norm_rope_store_kv(
             self._qkv(x),
             rotation.table,
             rotation.positions,
             None if norm is None else norm.weights,
             0.0 if norm is None else norm.eps,
             backend.pool.tokens(self._layer),
-            rotation.locations,
+            rotation.slot_mapping,
         )
         if wanted is None:
             return self._output(backend.forward(self._layer, q).flatten(1))

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from skiff_runtime.layers.placement import Piece, Placement
+from skiff_runtime.layers.sharding import LayerContext, Piece
 
 
 class VocabParallelEmbedding:
     """Token ids [T] -> vectors [T, hidden]. Each rank holds an equal share of rows, the last ones padded."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, placement: LayerContext) -> None:
         group = placement.group
         self._group = group
         self._shape = (vocab_size, hidden_size)
@@ -38,7 +38,7 @@ class VocabParallelEmbedding:
 class OutputHead:
     """Vectors [S, hidden] -> logits [S, vocab_size], gathered, so the same bits on every rank; float32 on a CPU."""
 
-    def __init__(self, embedding: VocabParallelEmbedding, vocab_size: int, placement: Placement) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding, vocab_size: int, placement: LayerContext) -> None:
         self._embedding = embedding
         self._vocab_size = vocab_size
         self._group = placement.group

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.layers.placement import Piece, Placement, whole
-from skiff_runtime.layers.weight import make_weight
+from skiff_runtime.layers.linear_weight import make_weight
+from skiff_runtime.layers.sharding import LayerContext, Piece, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Cut:
     stop: int
 
 
-def even_cut(name: str, total: int, placement: Placement) -> Cut:
+def shard_evenly(name: str, total: int, placement: LayerContext) -> Cut:
     """The rank's share of outputs that the ranks divide."""
     share = total // placement.group.size
     return Cut(name, total, placement.group.rank * share, (placement.group.rank + 1) * share)
 
 
-def replicated_cut(name: str, blocks: int, width: int, placement: Placement) -> Cut:
+def shard_or_replicate(name: str, blocks: int, width: int, placement: LayerContext) -> Cut:
     """The rank's share of ``blocks`` blocks of ``width`` outputs; fewer blocks than ranks are replicated."""
     size, rank = placement.group.size, placement.group.rank
     if blocks >= size:
-        return even_cut(name, blocks * width, placement)
+        return shard_evenly(name, blocks * width, placement)
     block = rank * blocks // size
     return Cut(name, blocks * width, block * width, (block + 1) * width)
 
@@ -42,7 +42,7 @@ def replicated_cut(name: str, blocks: int, width: int, placement: Placement) -> 
 class ColumnParallelLinear:
     """[..., inputs] -> [..., this rank's outputs]: several layers of the checkpoint fused into one product."""
 
-    def __init__(self, inputs: int, cuts: Sequence[Cut], *, bias: bool, placement: Placement) -> None:
+    def __init__(self, inputs: int, cuts: Sequence[Cut], *, bias: bool, placement: LayerContext) -> None:
         self._inputs = inputs
         self._cuts = tuple(cuts)
         self.sizes = [cut.stop - cut.start for cut in cuts]
@@ -66,10 +66,10 @@ class ColumnParallelLinear:
 class RowParallelLinear:
     """[..., this rank's inputs] -> [..., outputs], summed over ranks; the bias is added once, after the sum."""
 
-    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, placement: LayerContext) -> None:
         self._name = name
         self._group = placement.group
-        self._inputs = even_cut(name, inputs, placement)
+        self._inputs = shard_evenly(name, inputs, placement)
         self._shape = (outputs, inputs)
         self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, placement)
         self.bias = placement.empty(outputs) if bias else None

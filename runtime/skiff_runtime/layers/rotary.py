@@ -5,40 +5,40 @@ from dataclasses import dataclass
 
 import torch
 
-from skiff_runtime.layers.placement import Placement
+from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class RopeInputs:
     """A step's tokens, as every layer turns and stores their heads (see ``kernels.heads``).
 
-    ``table`` [positions, 2, head_dim] are cosines and sines, ``positions`` and ``locations`` int[T].
+    ``table`` [positions, 2, head_dim] are cosines and sines, ``positions`` and ``slot_mapping`` int[T].
     """
 
     table: torch.Tensor
     positions: torch.Tensor
-    locations: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
-class RotaryTable:
+class RotaryEmbedding:
     """Cosines and sines of positions 0 to ``length - 1``, in the model's type."""
 
     def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling, *, length: int, placement: Placement
+        self, head_dim: int, theta: float, scaling: RopeScaling, *, length: int, placement: LayerContext
     ) -> None:
         positions = torch.arange(length, dtype=torch.float32)
-        angles = torch.outer(positions, scaled_frequencies(head_dim, theta, scaling))
+        angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling))
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
         self._table = table.to(device=placement.device, dtype=placement.dtype)
 
-    def at(self, positions: torch.Tensor, locations: torch.Tensor) -> Rotation:
+    def at(self, positions: torch.Tensor, slot_mapping: torch.Tensor) -> RopeInputs:
         """For all layers of a step."""
-        return Rotation(self._table, positions, locations)
+        return RopeInputs(self._table, positions, slot_mapping)
 
 
-def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
     """Angle per position, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (theta**exponents)

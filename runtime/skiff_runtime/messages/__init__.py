@@ -5,11 +5,22 @@ Encoded as MessagePack by msgspec. What flows once per step is columnar: arrays 
 to encode, not three hundred. ``Wire`` names the dtype of each column.
 
 The way of a request: ``TokenizeRequest`` (api -> tokenizer) -> ``GenerateRequest``
-(tokenizer -> rank 0) -> ``Inbox`` (rank 0 -> other ranks) -> ``TokenBatch`` (rank 0 ->
+(tokenizer -> rank 0) -> ``RankInputs`` (rank 0 -> other ranks) -> ``TokenBatch`` (rank 0 ->
 detokenizer) -> ``TextBatch`` (detokenizer -> api). ``AbortRequest`` takes the same way
 as the request it ends, so that it never overtakes it.
 """
 
+from skiff_runtime.messages.encoding import MAX_MESSAGE_BYTES, NO_TOKEN, FinishReason, Wire, decoder, encode
+from skiff_runtime.messages.lifecycle import (
+    Drain,
+    Heartbeat,
+    PhaseReport,
+    ProcessFailed,
+    ProcessHealth,
+    Ready,
+    ServiceFailed,
+    ServiceReady,
+)
 from skiff_runtime.messages.requests import (
     AbortRequest,
     ChatPrompt,
@@ -17,8 +28,8 @@ from skiff_runtime.messages.requests import (
     EncodeRequest,
     FlushCache,
     GenerateRequest,
-    Inbox,
     ProfileSteps,
+    RankInputs,
     Shutdown,
     TextOptions,
     TokenizeRequest,
@@ -31,18 +42,8 @@ from skiff_runtime.messages.routes import (
     ToSupervisor,
     ToTokenizer,
 )
-from skiff_runtime.messages.sampling import CompiledGrammar, Grammar, GrammarKind, SamplingParams
-from skiff_runtime.messages.service import (
-    Beats,
-    Drain,
-    Heartbeat,
-    PhaseReport,
-    ProcessFailed,
-    Ready,
-    ServiceFailed,
-    ServiceReady,
-)
-from skiff_runtime.messages.texts import (
+from skiff_runtime.messages.sampling_params import CompiledGrammar, Grammar, GrammarKind, SamplingSpec
+from skiff_runtime.messages.text_batch import (
     Decoded,
     Encoded,
     PromptTextLogprobs,
@@ -51,7 +52,7 @@ from skiff_runtime.messages.texts import (
     TokenText,
     Usage,
 )
-from skiff_runtime.messages.tokens import (
+from skiff_runtime.messages.token_batch import (
     Flushed,
     PromptLogprobs,
     RequestFailed,
@@ -60,13 +61,11 @@ from skiff_runtime.messages.tokens import (
     TokenBatch,
     TokenLogprobs,
 )
-from skiff_runtime.messages.wire import MAX_MESSAGE_BYTES, NO_TOKEN, Finish, Wire, decoder, encode
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "NO_TOKEN",
     "AbortRequest",
-    "Beats",
     "ChatPrompt",
     "CompiledGrammar",
     "DecodeRequest",
@@ -74,22 +73,23 @@ __all__ = [
     "Drain",
     "EncodeRequest",
     "Encoded",
-    "Finish",
+    "FinishReason",
     "FlushCache",
     "Flushed",
     "GenerateRequest",
     "Grammar",
     "GrammarKind",
     "Heartbeat",
-    "Inbox",
     "PhaseReport",
     "ProcessFailed",
+    "ProcessHealth",
     "ProfileSteps",
     "PromptLogprobs",
     "PromptTextLogprobs",
+    "RankInputs",
     "Ready",
     "RequestFailed",
-    "SamplingParams",
+    "SamplingSpec",
     "ServiceFailed",
     "ServiceReady",
     "Shutdown",

@@ -4,16 +4,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from skiff_runtime.messages.sampling import CompiledGrammar, Grammar, SamplingParams
-from skiff_runtime.messages.wire import Finish
+from skiff_runtime.messages.encoding import FinishReason
+from skiff_runtime.messages.sampling_params import CompiledGrammar, Grammar, SamplingSpec
 
 
 class TextOptions(Struct, frozen=True, array_like=True):
-    """What the detokenizer needs to know of a request. ``include_stop``: a stop string found is shown, too."""
+    """What the detokenizer needs to know of a request. ``include_stop_str_in_output``: a stop string found is shown, too."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -39,7 +39,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
 
     uid: int
     prompt: str | list[int] | ChatPrompt
-    sampling: SamplingParams
+    sampling: SamplingSpec
     text: TextOptions
     copies: int = 1
     priority: int = 0
@@ -67,7 +67,7 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
 
     uid: int
     token_ids: bytes
-    sampling: SamplingParams
+    sampling: SamplingSpec
     text: TextOptions
     priority: int = 0
     grammar: CompiledGrammar | None = None
@@ -81,7 +81,7 @@ class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
     """
 
     uid: int
-    finish: Finish = Finish.ABORT
+    finish: FinishReason = FinishReason.ABORT
 
 
 class FlushCache(Struct, frozen=True, tag="flush", array_like=True):
@@ -101,7 +101,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
     """rank 0 -> other ranks: leave the loop."""
 
 
-class Inbox(Struct, frozen=True, tag="inbox", array_like=True):
+class RankInputs(Struct, frozen=True, tag="inbox", array_like=True):
     """rank 0 -> other ranks: what arrived for this turn of the loop; ``digest`` of the last planned step.
 
     ``grammars`` are those of requests that rank 0 holds back until it has read them.

@@ -1,5 +1,15 @@
 """Which messages each process takes."""
 
+from skiff_runtime.messages.lifecycle import (
+    Drain,
+    Heartbeat,
+    PhaseReport,
+    ProcessFailed,
+    ProcessHealth,
+    Ready,
+    ServiceFailed,
+    ServiceReady,
+)
 from skiff_runtime.messages.requests import (
     AbortRequest,
     DecodeRequest,
@@ -9,18 +19,8 @@ from skiff_runtime.messages.requests import (
     ProfileSteps,
     TokenizeRequest,
 )
-from skiff_runtime.messages.service import (
-    Beats,
-    Drain,
-    Heartbeat,
-    PhaseReport,
-    ProcessFailed,
-    Ready,
-    ServiceFailed,
-    ServiceReady,
-)
-from skiff_runtime.messages.texts import Decoded, Encoded, TextBatch
-from skiff_runtime.messages.tokens import RequestFailed, TokenBatch
+from skiff_runtime.messages.text_batch import Decoded, Encoded, TextBatch
+from skiff_runtime.messages.token_batch import RequestFailed, TokenBatch
 
 ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 ToScheduler = GenerateRequest | AbortRequest | FlushCache
@@ -28,6 +28,14 @@ ToLeader = ToScheduler | ProfileSteps
 """What rank 0 takes; a profile is no matter of the scheduler."""
 ToDetokenizer = TokenBatch
 ToApi = (
-    TextBatch | RequestFailed | Encoded | Decoded | PhaseReport | Beats | ServiceReady | Drain | ServiceFailed
+    TextBatch
+    | RequestFailed
+    | Encoded
+    | Decoded
+    | PhaseReport
+    | ProcessHealth
+    | ServiceReady
+    | Drain
+    | ServiceFailed
 )
 ToSupervisor = Heartbeat | PhaseReport | Ready | ProcessFailed

@@ -7,14 +7,14 @@ from types import TracebackType
 from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.layers.placement import Piece
-from skiff_runtime.models.json_file import read_json
+from skiff_runtime.json_file import read_json
+from skiff_runtime.layers.sharding import Piece
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
-QUANTIZED_KIND: Final = "F8_E4M3"
-SCALE_KINDS: Final = ("F32", "BF16", "F16")
+FP8_DTYPE: Final = "F8_E4M3"
+SCALE_DTYPES: Final = ("F32", "BF16", "F16")
 _KINDS: Final = ("F64", "F32", "F16", "BF16")
 _SCALE: Final = "_scale"
 """``weight_scale`` holds the scales of ``weight``: compressed-tensors and FBGEMM name them so."""
@@ -56,8 +56,8 @@ class Checkpoint:
 
     def _source(self, piece: Piece) -> Source:
         file, tensor = self._find(piece.name, piece.shape)
-        if piece.scales is not None and (self._quantized or tensor.kind == QUANTIZED_KIND):
-            _require_kind(file, piece.name, tensor, (QUANTIZED_KIND,))
+        if piece.scales is not None and (self._quantized or tensor.kind == FP8_DTYPE):
+            _require_kind(file, piece.name, tensor, (FP8_DTYPE,))
             return Source(file, tensor, self._scales(piece))
         _require_kind(file, piece.name, tensor, _KINDS)
         return Source(file, tensor)
@@ -65,7 +65,7 @@ class Checkpoint:
     def _scales(self, piece: Piece) -> Source:
         name = piece.name + _SCALE
         file, tensor = self._find(name, (piece.shape[0], 1), (piece.shape[0],))
-        _require_kind(file, name, tensor, SCALE_KINDS)
+        _require_kind(file, name, tensor, SCALE_DTYPES)
         return Source(file, tensor)
 
     def _find(self, name: str, *shapes: tuple[int, ...]) -> tuple[TensorFile, StoredTensor]:

@@ -10,9 +10,13 @@ from typing import Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.layers.products import LeftOut
-from skiff_runtime.models.json_file import Fields, read_json
-from skiff_runtime.models.quantization import read_activation_bound, read_quantization, read_unquantized
+from skiff_runtime.json_file import Fields, read_json
+from skiff_runtime.layers.projections import UnquantizedProjections
+from skiff_runtime.models.quantization import (
+    read_activation_scale_ub,
+    read_quantization,
+    read_unquantized_projections,
+)
 from skiff_runtime.models.rope import RopeScaling, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -51,7 +55,7 @@ class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of a rank's share.
 
     ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
-    ``activation_bound``, if there is one, is where a quantized checkpoint wants activations to be cut.
+    ``activation_scale_ub``, if there is one, is where a quantized checkpoint wants activations to be cut.
     """
 
     path: Path
@@ -73,8 +77,8 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     quantization: Quantization
-    unquantized: LeftOut
-    activation_bound: float | None
+    unquantized: UnquantizedProjections
+    activation_scale_ub: float | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
@@ -122,8 +126,8 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
         quantization=read_quantization(config),
-        unquantized=read_unquantized(config, layers),
-        activation_bound=read_activation_bound(config),
+        unquantized=read_unquantized_projections(config, layers),
+        activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
         ),
@@ -134,7 +138,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     )
 
 
-def check_parallel(config: ModelConfig, tp: int) -> None:
+def check_tp_size(config: ModelConfig, tp: int) -> None:
     """Raise ``ConfigError`` where the model cannot be cut over ``tp`` ranks."""
     for count, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
         if count % tp:

@@ -1,6 +1,6 @@
 """How much memory a model takes, by part, reckoned from its configuration alone; no torch.
 
-The engine sizes its KV cache by ``working_bytes``, and ``skiff info`` tells all of it
+The engine sizes its KV cache by ``estimate_working_bytes``, and ``skiff info`` tells all of it
 before anything is loaded.
 """
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from skiff_runtime.config import AUTO, Config, Quantization
-from skiff_runtime.layers.products import Product
+from skiff_runtime.layers.projections import Product
 from skiff_runtime.models.config import ModelConfig
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAMPLER_BYTES: Final = 48
+SAMPLER_BYTES_PER_LOGIT: Final = 48
 """Per logit: float32 copies, log-probabilities, and values with int64 places and float64 sums where rows are sorted."""
-PROMPT_SLICE: Final = 64
+PROMPT_LOGPROBS_CHUNK: Final = 64
 """Positions of a prompt whose logits are in memory at a time."""
-PROMPT_BYTES: Final = 16
+PROMPT_LOGPROBS_BYTES_PER_LOGIT: Final = 16
 """Per logit of a prompt: float32 copies, and what it takes to find the likeliest."""
-GATHERED_BYTES: Final = 64 << 20
+GATHER_WORKSPACE_BYTES: Final = 64 << 20
 """Of K and V that attention on a CPU puts together at a time, in float32; one row may exceed it."""
 
 
@@ -106,7 +106,7 @@ def kv_bytes_per_token(model: ModelConfig, ranks: int, element_bytes: int) -> in
     return 2 * model.num_layers * local_kv_heads(model, ranks) * model.head_dim * element_bytes
 
 
-def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_bytes: int) -> int:
+def estimate_working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_bytes: int) -> int:
     """An upper estimate of what a rank's steps and tables take besides weights and KV cache; a GPU measures it instead.
 
     Activations of a full step (in float32 where norms and attention widen them), logits with the sampler's copies,
@@ -116,22 +116,23 @@ def working_bytes(config: Config, model: ModelConfig, *, ranks: int, element_byt
     width = (
         6 * model.hidden_size + (4 * model.intermediate_size + 6 * model.num_heads * model.head_dim) // ranks
     )
-    activations = config.max_batch_tokens * width * 4
+    activations = config.max_num_batched_tokens * width * 4
     context = config.max_model_len or model.max_position_embeddings
     copied = 0 if config.kv_cache_dtype == AUTO else 1
     gathered = 2 * context * local_kv_heads(model, ranks) * model.head_dim * (element_bytes + copied)
     widened = 0
     if config.device == "cpu":
-        gathered = max(gathered, 2 * GATHERED_BYTES)
+        gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)
         widened = 4 * _largest_matrix(model, ranks) if config.quantization == "fp8" else 0
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
-    return activations + sampling_bytes(config, model) + gathered + widened + tables
+    return activations + estimate_sampling_bytes(config, model) + gathered + widened + tables
 
 
-def sampling_bytes(config: Config, model: ModelConfig) -> int:
+def estimate_sampling_bytes(config: Config, model: ModelConfig) -> int:
     """An upper estimate of what the choice of tokens takes, whatever requests ask for."""
     return model.vocab_size * max(
-        config.max_running_requests * SAMPLER_BYTES, min(config.max_batch_tokens, PROMPT_SLICE) * PROMPT_BYTES
+        config.max_running_requests * SAMPLER_BYTES_PER_LOGIT,
+        min(config.max_num_batched_tokens, PROMPT_LOGPROBS_CHUNK) * PROMPT_LOGPROBS_BYTES_PER_LOGIT,
     )
 
 

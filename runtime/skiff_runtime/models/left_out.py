@@ -8,7 +8,7 @@ import re
 from typing import Any, Final
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.layers.products import PRODUCTS, LeftOut
+from skiff_runtime.layers.projections import PACKED_MODULES, UnquantizedProjections
 
 _EXPRESSION: Final = "re:"
 _PLAIN: Final = re.compile(r"[\w.]+")
@@ -16,7 +16,7 @@ _MOST_EXPRESSIONS: Final = 64
 """Each is tried on every module; lists of plain names may be of any length."""
 
 
-def read_left_out(source: str, names: Any, layers: int) -> LeftOut:
+def find_unquantized_projections(source: str, names: Any, layers: int) -> UnquantizedProjections:
     """The products of ``layers`` decoder layers that ``names`` leave out; others, such as ``lm_head``, are no matter.
 
     Raises ``ModelError``, which begins with ``source``, for what is no list of names, and for a product only a part of
@@ -25,7 +25,7 @@ def read_left_out(source: str, names: Any, layers: int) -> LeftOut:
     modules = _Modules(source, names)
     found = []
     for layer in range(layers):
-        for product, parts in PRODUCTS.items():
+        for product, parts in PACKED_MODULES.items():
             paths = [f"model.layers.{layer}.{part}" for part in parts]
             out = [path for path in paths if path in modules]
             if out and len(out) < len(paths):

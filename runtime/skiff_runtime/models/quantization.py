@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ModelError
-from skiff_runtime.layers.products import LeftOut
-from skiff_runtime.models.json_file import Fields
-from skiff_runtime.models.left_out import read_left_out
+from skiff_runtime.json_file import Fields
+from skiff_runtime.layers.projections import UnquantizedProjections
+from skiff_runtime.models.left_out import find_unquantized_projections
 
 _COMPRESSED: Final = "compressed-tensors"
 _FBGEMM: Final = "fbgemm_fp8"
@@ -40,16 +40,16 @@ def read_quantization(config: Fields) -> Quantization:
     return "fp8"
 
 
-def read_unquantized(config: Fields, layers: int) -> LeftOut:
+def read_unquantized_projections(config: Fields, layers: int) -> UnquantizedProjections:
     """Products of ``layers`` decoder layers that a quantized checkpoint leaves out. Raises ``ModelError``."""
     told = config.object("quantization_config")
     if told is None:
         return ()
     key = "modules_to_not_convert" if told.get("quant_method") == _FBGEMM else "ignore"
-    return read_left_out(f"{told.source}: {key!r}", told.get(key) or [], layers)
+    return find_unquantized_projections(f"{told.source}: {key!r}", told.get(key) or [], layers)
 
 
-def read_activation_bound(config: Fields) -> float | None:
+def read_activation_scale_ub(config: Fields) -> float | None:
     """Where activations are cut before they are rounded, if anywhere. Raises ``ModelError`` for what is no bound.
 
     FBGEMM computes the scale of a token from its largest number or the bound, whichever is less, and makes what then is

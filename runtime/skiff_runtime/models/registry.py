@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from skiff_runtime.layers.placement import Placement
+from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.llama import LlamaForCausalLM
@@ -15,6 +15,6 @@ MODELS: Final[dict[str, type[DecoderModel]]] = {
 }
 
 
-def make_model(config: ModelConfig, placement: Placement, *, max_positions: int) -> DecoderModel:
+def make_model(config: ModelConfig, placement: LayerContext, *, max_positions: int) -> DecoderModel:
     """The rank's model, its weights not yet loaded."""
     return MODELS[config.architecture](config, placement, max_positions=max_positions)

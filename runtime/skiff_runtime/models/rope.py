@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.models.json_file import Fields
+from skiff_runtime.json_file import Fields
 
 SERVED_TYPES: Final = ("default", "linear", "llama3")
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from skiff_runtime.kernels.e4m3 import E4M3, round_rows
-from skiff_runtime.layers.placement import Piece
+from skiff_runtime.kernels.e4m3 import E4M3, quantize_rows
+from skiff_runtime.layers.sharding import Piece
 from skiff_runtime.models.checkpoint import Source
 
 MAX_THREADS: Final = 16
@@ -142,6 +142,6 @@ def _store(job: Job, target: torch.Tensor, values: torch.Tensor) -> None:
     if scales is None or values.dtype == E4M3:
         target.copy_(values, non_blocking=True)
         return
-    rounded, found = round_rows(values)
+    rounded, found = quantize_rows(values)
     target.copy_(rounded)
     scales[job.first : job.last].copy_(found)

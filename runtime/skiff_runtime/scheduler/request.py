@@ -7,8 +7,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
-from skiff_runtime.kvcache.base import Handle, Int32
-from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingParams, TextOptions, Wire
+from skiff_runtime.kvcache.prefix_cache import Handle, Int32
+from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingSpec, TextOptions, Wire
 
 QUEUED = -1
 NEVER = -1
@@ -22,11 +22,11 @@ class Request:
 
     uid: int
     place: Place
-    """Where it stands in the queue, which retraction does not change. See ``place_of``."""
+    """Where it stands in the queue, which preemption does not change. See ``place_of``."""
     tokens: Int32
-    """What is known when it enters the queue: the prompt; after a retraction also the output."""
+    """What is known when it enters the queue: the prompt; after a preemption also the output."""
     prompt_tokens: int
-    sampling: SamplingParams
+    sampling: SamplingSpec
     text: TextOptions
     grammar: CompiledGrammar | None = None
     priority: int = 0
@@ -43,7 +43,7 @@ class Request:
     """Whether the client has been told that it runs."""
     cached_tokens: int = 0
     """How much of its prompt the cache had when it first ran."""
-    told_prompt: int = 0
+    num_prompt_logprobs_sent: int = 0
     """Of how many tokens of its prompt the log-probabilities were told, where they are asked for."""
     corrupted: bool = False
     """Its logits contained NaN, so no page that it computed or read may stay in the prefix cache."""
@@ -56,14 +56,14 @@ class Request:
         return self.sampling.max_tokens - (len(self.tokens) - self.prompt_tokens)
 
     @property
-    def matchable(self) -> Int32:
+    def cacheable_tokens(self) -> Int32:
         """Its first tokens, which need not be computed where their KV is cached.
 
         The last token is left out: it must be computed for there to be logits. So is, where log-probabilities of
         the prompt are asked for, what comes before the first token that has not been told.
         """
-        if self.sampling.prompt_logprobs is not None and self.told_prompt < self.prompt_tokens:
-            return self.tokens[: max(0, self.told_prompt - 1)]
+        if self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.prompt_tokens:
+            return self.tokens[: max(0, self.num_prompt_logprobs_sent - 1)]
         return self.tokens[:-1]
 
 
@@ -122,5 +122,5 @@ def _refuse_too_long(prompt: int, output: int, limits: Limits) -> None:
     if prompt + output > limits.kv_tokens:
         raise ContextTooLong(
             f"{needed}; the KV cache of this server holds {limits.kv_tokens} tokens. "
-            "Shorten the prompt, lower max_tokens, or serve with a larger --kv-cache-tokens"
+            "Shorten the prompt, lower max_tokens, or serve with a larger --max-total-tokens"
         )

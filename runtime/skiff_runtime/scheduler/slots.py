@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.kvcache.base import Int32
+from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.scheduler.request import QUEUED, Request
 
 Rows = NDArray[np.int64] | NDArray[np.int32]
@@ -36,11 +36,11 @@ class Slots:
         """Filled columns of the page-table row."""
         self.known: Int32 = np.zeros(count, np.int32)
         """Filled columns of the token row."""
-        self.unplanned: Int32 = np.zeros(count, np.int32)
+        self.num_unplanned_outputs: Int32 = np.zeros(count, np.int32)
         """Output tokens allowed and not planned yet."""
         self.unsent: Int32 = np.zeros(count, np.int32)
         """Output tokens allowed and not retired yet."""
-        self.flying: Int32 = np.zeros(count, np.int32)
+        self.num_in_flight_steps: Int32 = np.zeros(count, np.int32)
         """Steps in flight that have a row of this slot."""
         self.alive: NDArray[np.bool_] = np.zeros(count, np.bool_)
         """Occupied by a request that has not ended."""
@@ -90,8 +90,8 @@ class Slots:
         self.uids[slot] = request.uid
         self.held[slot] = pages
         self.prompts[slot] = self.known[slot] = length
-        self.unplanned[slot] = self.unsent[slot] = request.remaining
-        self.flying[slot] = 0
+        self.num_unplanned_outputs[slot] = self.unsent[slot] = request.remaining
+        self.num_in_flight_steps[slot] = 0
         self.alive[slot] = self.prefilling[slot] = True
         self.decoding[slot] = False
         self.ignores_eos[slot] = request.sampling.ignore_eos
@@ -108,12 +108,12 @@ class Slots:
         self._requests[slot] = None
         heapq.heappush(self._free, slot)
 
-    def planned_samples(self, rows: Rows) -> None:
+    def mark_sampling_planned(self, rows: Rows) -> None:
         """A planned step samples a token of each of these rows; the next step computes it.
 
         A request that thereby reaches ``max_tokens`` gets no further row: its end is known
         before its last token is.
         """
-        left = self.unplanned[rows] - 1
-        self.unplanned[rows] = left
+        left = self.num_unplanned_outputs[rows] - 1
+        self.num_unplanned_outputs[rows] = left
         self.decoding[rows] = left > 0

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from skiff_runtime.config.api_keys import check_api_keys
 from skiff_runtime.contract import API_PORT, EXIT_FAILURE
 from skiff_runtime.errors import StartupError
-from skiff_runtime.keys import check_keys
-from skiff_runtime.local_server import LocalServer
-from skiff_runtime.shell.client import ChatClient, ChatError, Unreachable
+from skiff_runtime.processes.local_server import LocalServer
+from skiff_runtime.shell.chat_client import ChatClient, ChatError, ServerUnreachable
 from skiff_runtime.shell.conversation import HELP, Conversation
-from skiff_runtime.shell.parameters import PARAMETERS, parse_parameter
-from skiff_runtime.shell.terminal import Pipe, Terminal
+from skiff_runtime.shell.sampling_parameters import PARAMETERS, parse_parameter
+from skiff_runtime.shell.terminal import PipedChat, Terminal
 
 DEFAULT_URL: Final = f"http://127.0.0.1:{API_PORT}"
 DEMO: Final = "demo://"
@@ -82,18 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
         if sys.stdin.isatty() and sys.stdout.isatty():
             print(f"Talking to {client.model} at {client.url}.")
             return Terminal(conversation, client.model).run()
-        return Pipe(conversation).run()
+        return PipedChat(conversation).run()
 
 
 def _connect(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> ChatClient:
     """The server that was asked for; a model of our own until ``stack`` unwinds; else the usual server, or the demo."""
     key, model = arguments.api_key, arguments.model
     if key is not None:
-        check_keys((key,), "--api-key")
+        check_api_keys((key,), "--api-key")
     if arguments.url is not None or not _is_own(model):
         try:
             return ChatClient(arguments.url or DEFAULT_URL, model=model, key=key)
-        except Unreachable:
+        except ServerUnreachable:
             if arguments.url is not None or model is not None:
                 raise
     console = Console(stderr=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from skiff_runtime.shell.client import ChatClient, ChatError, Message, Piece
-from skiff_runtime.shell.parameters import PARAMETERS, parse_parameter
+from skiff_runtime.shell.chat_client import ChatClient, ChatError, Message, Piece
+from skiff_runtime.shell.sampling_parameters import PARAMETERS, parse_parameter
 
 HELP: Final = """\
 /help               these lines

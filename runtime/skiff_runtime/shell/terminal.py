@@ -11,7 +11,7 @@ from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from skiff_runtime.shell.client import ChatError, Piece
+from skiff_runtime.shell.chat_client import ChatError, Piece
 from skiff_runtime.shell.conversation import Conversation, Leave
 
 GREETING: Final = "Enter sends, Alt-Enter or a \\ at the end begins a new line, Ctrl-C stops an answer, /help lists commands."
@@ -66,7 +66,7 @@ class Terminal:
             print(f"\x1b[2m[{self._conversation.timing}]\x1b[0m")
 
 
-class Pipe:
+class PipedChat:
     """Lines from standard input, answers to standard output, one question a line; a \\ at its end continues it."""
 
     def __init__(self, conversation: Conversation) -> None:

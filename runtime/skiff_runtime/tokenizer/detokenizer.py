@@ -9,11 +9,10 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from skiff_runtime.grammar.compilation import Compilations
-from skiff_runtime.launch import Launch
+from skiff_runtime.grammar.compiler.compile_queue import GrammarCompileQueue
 from skiff_runtime.messages import (
     AbortRequest,
-    Finish,
+    FinishReason,
     PromptTextLogprobs,
     StreamOpened,
     TextBatch,
@@ -24,16 +23,22 @@ from skiff_runtime.messages import (
     Usage,
     Wire,
 )
-from skiff_runtime.process import Child
-from skiff_runtime.tokenizer.byte_table import read_byte_decoder
-from skiff_runtime.tokenizer.encoder import load_tokenizer
-from skiff_runtime.tokenizer.grammars import Grammars
-from skiff_runtime.tokenizer.incremental import Decoder, WindowDecoder
-from skiff_runtime.tokenizer.logprobs import LogprobTexts
-from skiff_runtime.tokenizer.model_files import read_tokenizer_files
-from skiff_runtime.tokenizer.reply import Reply
-from skiff_runtime.tokenizer.worker import WAIT_SECONDS, TokenizerMessage, TokenizerWorker, load_builder
-from skiff_runtime.transport import Receiver, Sender
+from skiff_runtime.messages.transport import Receiver, Sender
+from skiff_runtime.processes.child_process import Child
+from skiff_runtime.processes.launch import Launch
+from skiff_runtime.tokenizer.grammar_queue import Grammars
+from skiff_runtime.tokenizer.incremental_detokenizer import Reply
+from skiff_runtime.tokenizer.logprobs_processor import LogprobsProcessor
+from skiff_runtime.tokenizer.tokenizer_worker import (
+    WAIT_SECONDS,
+    TokenizerMessage,
+    TokenizerWorker,
+    load_prompt_builder,
+)
+from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
+from skiff_runtime.vocabulary.decode_stream import Decoder, WindowDecoder
+from skiff_runtime.vocabulary.encoder import load_tokenizer
+from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 MAX_BATCHES_PER_TURN: Final = 64
 
@@ -43,7 +48,7 @@ class Detokenizer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._logprobs = LogprobTexts(decoder)
+        self._logprobs = LogprobsProcessor(decoder)
         self._replies: dict[int, Reply] = {}
 
     def __len__(self) -> int:
@@ -63,9 +68,9 @@ class Detokenizer:
             elif reply.stopped:
                 rows.dropped.append(row)
             else:
-                rows.texts.append(reply.end(token, Finish(finish)) if finish else reply.push(token))
+                rows.texts.append(reply.end(token, FinishReason(finish)) if finish else reply.push(token))
                 if reply.stopped:
-                    rows.finishes[row] = Finish.STOP
+                    rows.finishes[row] = FinishReason.STOP
                     if not finish:
                         rows.stopped.append(uid)
                 if rows.finishes[row]:
@@ -135,7 +140,7 @@ class DetokenizerWorker:
         """Send one batch on; the scheduler is told first of the requests that need no more tokens."""
         texts, stopped = self._detokenizer.detokenize(batch)
         for uid in stopped:
-            self._scheduler.send(AbortRequest(uid=uid, finish=Finish.STOP))
+            self._scheduler.send(AbortRequest(uid=uid, finish=FinishReason.STOP))
         self._api.send(texts)
 
 
@@ -145,7 +150,7 @@ def load_decoder(launch: Launch) -> Decoder:
     Random weights choose any id: one that has no text gets some, so that what streams is what a real model streams.
     """
     path = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path).tokenizer
-    decoder = read_byte_decoder(path)
+    decoder = read_byte_level_decoder(path)
     if decoder is None:
         return WindowDecoder(load_tokenizer(path))
     if launch.config.load_format == "dummy":
@@ -183,8 +188,8 @@ def _run_both(
     poller = zmq.Poller()
     poller.register(batches.socket, zmq.POLLIN)
     poller.register(prompts.socket, zmq.POLLIN)
-    grammars = Grammars(Compilations(child.launch, poller))
-    tokenizer = TokenizerWorker(load_builder(child.launch), grammars, scheduler=scheduler, api=api)
+    grammars = Grammars(GrammarCompileQueue(child.launch, poller))
+    tokenizer = TokenizerWorker(load_prompt_builder(child.launch), grammars, scheduler=scheduler, api=api)
     child.phase("ready")
     child.ready()
     while not child.stopping:

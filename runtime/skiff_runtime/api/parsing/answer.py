@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from skiff_runtime.api.deltas import ContentDelta, Delta, ReasoningDelta
-from skiff_runtime.api.parsing.reasoning import ReasoningParser
+from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ReasoningDelta
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser
 from skiff_runtime.api.parsing.tool_parser import ToolParser
 
 
-class AnswerParser:
-    """A ``ReplyParser`` made of what the request needs; at least one of the two."""
+class ChatOutputParser:
+    """A ``OutputParser`` made of what the request needs; at least one of the two."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning

@@ -20,7 +20,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ToolCallFormat:
     """One format. A list of calls is ``opening``, calls parted by ``separator``, ``closing``.
 
     ``marks``: strings of the format that may be special tokens, which a client's text would leave out, and which no
@@ -50,7 +50,7 @@ class Dialect:
             parts.append({"type": "star", "content": _sequence([*_texts(self.separator), call])})
         return _sequence([*parts, *_texts(self.closing)])
 
-    def calls_within_text(self, tools: Sequence[Tool]) -> Form | None:
+    def triggered_calls_format(self, tools: Sequence[Tool]) -> Form | None:
         """Any text, in which calls are as they should be; None where the format has no mark that begins a call."""
         if self.opening or not self.marks or self.before_name[0] not in self.marks:
             return None
@@ -77,7 +77,7 @@ class Dialect:
         )
 
 
-HERMES: Final = Dialect(
+HERMES: Final = ToolCallFormat(
     "hermes",
     hermes.HermesParser,
     (hermes.OPEN, hermes.CLOSE),
@@ -85,13 +85,13 @@ HERMES: Final = Dialect(
     after_arguments=("}\n", hermes.CLOSE),
     separator=("\n",),
 )
-LLAMA3: Final = Dialect(
+LLAMA3: Final = ToolCallFormat(
     "llama3", llama3.Llama3Parser, (llama3.TAG,), before_arguments=('", "parameters": ',), separator=("; ",)
 )
-MISTRAL: Final = Dialect(
+MISTRAL: Final = ToolCallFormat(
     "mistral", mistral.MistralParser, (mistral.CALLS,), opening=(mistral.CALLS, "["), closing=("]",)
 )
-MISTRAL_NAMED: Final = Dialect(
+MISTRAL_V11: Final = ToolCallFormat(
     "mistral",
     mistral.MistralParser,
     (mistral.CALLS, mistral.ARGS),
@@ -100,14 +100,14 @@ MISTRAL_NAMED: Final = Dialect(
     after_arguments=(),
     separator=(),
 )
-LIST: Final = Dialect("list", mistral.ListParser, (), opening=("[",), closing=("]",))
+LIST: Final = ToolCallFormat("list", mistral.ListParser, (), opening=("[",), closing=("]",))
 """For answers that must call, in place of a format whose marks are special tokens: a JSON list and nothing else."""
 
 
-def find_dialect(choice: str, template: str | None) -> Dialect | None:
+def select_tool_call_format(choice: str, template: str | None) -> ToolCallFormat | None:
     """The format that ``--tool-parser`` names, or that the chat template (for ``auto``) was written for."""
     template = template or ""
-    named = MISTRAL_NAMED if mistral.ARGS in template else MISTRAL
+    named = MISTRAL_V11 if mistral.ARGS in template else MISTRAL
     match choice:
         case "hermes":
             return HERMES

@@ -4,8 +4,8 @@ import secrets
 import string
 from typing import Final
 
-from skiff_runtime.api.parsing.call_reader import CallReader
 from skiff_runtime.api.parsing.markers import cut
+from skiff_runtime.api.parsing.streaming_json import ToolCallReader
 from skiff_runtime.api.parsing.tool_parser import ToolParser
 
 CALLS: Final = "[TOOL_CALLS]"
@@ -80,7 +80,7 @@ class MistralParser(ToolParser):
         if mark is None or name not in self._tools.names:
             self._fall_back(self._opened)
             return True
-        self._begin(self._opened + head + ("" if mark == "{" else mark), CallReader.of_arguments(name))
+        self._begin(self._opened + head + ("" if mark == "{" else mark), ToolCallReader.of_arguments(name))
         self._buffer = mark + rest if mark == "{" else rest
         return True
 

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skiff_runtime.api.deltas import ContentDelta, Delta, ToolCallDelta
-from skiff_runtime.api.parsing.call_reader import CallReader
+from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ToolCallDelta
+from skiff_runtime.api.parsing.streaming_json import ToolCallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ToolParser(ABC):
         self._calls = 0
         self._told = False
         self._opened = ""
-        self._reader = CallReader(tools.names)
+        self._reader = ToolCallReader(tools.names)
         self._place: Callable[[], bool] = self.start
 
     def push(self, text: str) -> list[Delta]:
@@ -74,10 +74,10 @@ class ToolParser(ABC):
         """A fresh id."""
         return f"call_{secrets.token_hex(12)}"
 
-    def _begin(self, opened: str, reader: CallReader | None = None) -> None:
+    def _begin(self, opened: str, reader: ToolCallReader | None = None) -> None:
         """A call may begin here; ``opened`` is what was read as its beginning."""
         self._opened = opened
-        self._reader = reader or CallReader(self._tools.names)
+        self._reader = reader or ToolCallReader(self._tools.names)
         self._told = False
         self._place = self._call
 
@@ -90,11 +90,11 @@ class ToolParser(ABC):
             self._fall_back(self._opened + reader.raw)
         elif reader.done or reader.broken:
             self._calls += 1
-            self._reader, self._opened = CallReader(self._tools.names), ""
+            self._reader, self._opened = ToolCallReader(self._tools.names), ""
             self._place = self.after_call if reader.done else self.content
         return True
 
-    def _tell(self, reader: CallReader) -> None:
+    def _tell(self, reader: ToolCallReader) -> None:
         arguments = reader.take_arguments()
         if self._tools.limit is not None and self._calls >= self._tools.limit:
             return
@@ -106,7 +106,7 @@ class ToolParser(ABC):
 
     def _fall_back(self, text: str) -> None:
         """What was read is no call, but content."""
-        self._reader, self._opened = CallReader(self._tools.names), ""
+        self._reader, self._opened = ToolCallReader(self._tools.names), ""
         self._say(text)
         self._place = self.content
 

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 
 from skiff_runtime import log
 from skiff_runtime.bench import report
-from skiff_runtime.bench.path.figures import Loads, PathBench
-from skiff_runtime.bench.path.fronts import Fronts
-from skiff_runtime.bench.path.steps import scheduler_steps
-from skiff_runtime.bench.results import Figures
-from skiff_runtime.bench.values import natural_int, positive_float, positive_int
+from skiff_runtime.bench.flag_types import natural_int, positive_float, positive_int
+from skiff_runtime.bench.online.results import Figures
+from skiff_runtime.bench.path.frontend_processes import FrontendProcesses
+from skiff_runtime.bench.path.scheduler_steps import scheduler_steps
+from skiff_runtime.bench.path.serving_path import Loads, PathBench
 from skiff_runtime.config import Config, TokenizerBackend
 from skiff_runtime.contract import EXIT_OK
-from skiff_runtime.resolve import resolve
+from skiff_runtime.processes.resolve import resolve
 
 DESCRIPTION: Final = """\
 What the serving path costs, the engine apart: the real API, tokenizer and detokenizer processes,
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         long_prompt_tokens=arguments.long_input_len,
         step_seconds=arguments.step_ms / 1e3,
     )
-    with Fronts(
+    with FrontendProcesses(
         arguments.model,
         tokenizers=arguments.tokenizers,
         tokenizer_backend=arguments.tokenizer_backend,

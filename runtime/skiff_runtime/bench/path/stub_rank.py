@@ -13,7 +13,7 @@ import numpy as np
 
 from skiff_runtime.messages import (
     AbortRequest,
-    Finish,
+    FinishReason,
     FlushCache,
     GenerateRequest,
     StepStats,
@@ -22,10 +22,10 @@ from skiff_runtime.messages import (
     ToScheduler,
     Wire,
 )
-from skiff_runtime.transport import Endpoints, Receiver, Sender
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 
 TOKEN_BYTES: Final = Wire.TOKEN.itemsize
-TURN_MESSAGES: Final = 4096
+MAX_MESSAGES_PER_TURN: Final = 4096
 
 
 class StubRank:
@@ -52,7 +52,7 @@ class StubRank:
     def _take_until(self, moment: float) -> None:
         while (wait := moment - time.monotonic()) > 0:
             if self._inbox.socket.poll(int(wait * 1e3)):
-                for message in self._inbox.drain(TURN_MESSAGES):
+                for message in self._inbox.drain(MAX_MESSAGES_PER_TURN):
                     self._take(message)
             elif wait < 1e-3:
                 time.sleep(wait)
@@ -69,7 +69,7 @@ class StubRank:
         uids = np.fromiter(self._left, Wire.UID, len(self._left))
         left = np.fromiter(self._left.values(), np.int64, len(self._left)) - 1
         self._left = {uid: count for uid, count in zip(uids.tolist(), left.tolist(), strict=True) if count}
-        finishes = np.where(left > 0, Finish.RUNNING, Finish.LENGTH).astype(Wire.FINISH)
+        finishes = np.where(left > 0, FinishReason.RUNNING, FinishReason.LENGTH).astype(Wire.FINISH)
         stats = StepStats(running=len(uids), step_seconds=seconds, decode_tokens=len(uids))
         self._detokenizer.send(
             TokenBatch(

@@ -1,0 +1,1 @@
+"""HTTP: the protocol, its limits, access control, request bodies and responses."""

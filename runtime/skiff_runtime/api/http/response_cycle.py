@@ -1,0 +1,102 @@
+"""uvicorn's request/response cycle, as adapted to this API: chunks without ASGI messages, head and body in one write.
+
+``uvicorn_internals`` names what it needs of uvicorn.
+"""
+
+from collections.abc import Callable
+
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, Message
+from skiff_runtime.api.http.uvicorn_internals import RequestResponseCycle
+
+
+class CycleTransport:
+    """The connection as a reply sees it; to close it is left to the protocol."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(
+        self, write: Callable[[bytes], None], close: Callable[[], None], is_closing: Callable[[], bool]
+    ) -> None:
+        """``write`` is the socket's own: what a token passes on its way is no place for a detour."""
+        self.write = write
+        self.close = close
+        self.is_closing = is_closing
+
+
+class CloseDelimited:
+    """The ASGI ``send`` of a reply to an HTTP/1.0 client, which knows no chunks: the body ends with the connection."""
+
+    __slots__ = ("_cycle", "_send")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+
+    async def __call__(self, message: Message) -> None:
+        """Send ``message`` without chunks; a Content-Length that the reply has is sent as it is."""
+        self._cycle.chunked_encoding = False
+        self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)  # type: ignore[arg-type]
+
+
+class ChunkedBody:
+    """One response's body, past the ASGI messages that begin and end it."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        """Write ``data``, not empty, as one chunk; False while the connection is full, or where that cannot be."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+class HeadCoalescer:
+    """A connection, as one response sees it, until its body begins: the head goes out with the first piece of the body.
+
+    One system call instead of two, and one wake-up of the client. What is written before the head (100 Continue) is not
+    held back.
+    """
+
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        """Keep the head; then write it, and step aside."""
+        if not self._cycle.response_started:
+            self._transport.write(data)
+        elif self._head is None:
+            self._head = data
+        else:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closing."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Write what was kept, for no body came, and close."""
+        if self._head is not None:
+            self._transport.write(self._head)
+        self._transport.close()
+
+
+def adapt(cycle: RequestResponseCycle, transport: CycleTransport) -> None:
+    """Prepare a cycle whose application has not started."""
+    cycle.transport = transport  # type: ignore[assignment]
+    if cycle.scope["http_version"] == "1.0":
+        cycle.send = CloseDelimited(cycle)  # type: ignore[method-assign, assignment]
+        cycle.waiting_for_100_continue = False
+    if cycle.scope["method"] != "HEAD":
+        cycle.transport = HeadCoalescer(cycle)  # type: ignore[assignment]
+    cycle.scope["extensions"] = {CHUNK_WRITER_EXTENSION: ChunkedBody(cycle).write}  # type: ignore[dict-item]

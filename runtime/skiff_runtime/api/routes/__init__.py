@@ -1,0 +1,1 @@
+"""Path operations of the API."""

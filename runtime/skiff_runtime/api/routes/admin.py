@@ -1,0 +1,77 @@
+"""Administration: POST /abort ends requests early, POST /flush_cache empties the prefix cache."""
+
+from typing import Annotated, Literal, Self
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from skiff_runtime import contract, log
+from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.rpc import RpcClient
+from skiff_runtime.api.principal import get_principal
+from skiff_runtime.api.routes.json_body import BoundedRoute, JsonBody
+from skiff_runtime.api.routes.openapi import failures
+from skiff_runtime.api.strict import Strict, exactly_one
+from skiff_runtime.messages import FlushCache, Flushed
+
+
+class AbortBody(Strict):
+    """POST /abort. ``request_id``: the X-Request-Id of a request, or the id of its reply; or ``all`` of them."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one("request_id", "all"))
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    all: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if (self.request_id is None) == (self.all is None):
+            raise PydanticCustomError("target", "send either 'request_id' or \"all\": true")
+        return self
+
+
+class AbortResponse(BaseModel):
+    """The number of requests that were ended."""
+
+    aborted: int
+
+
+class FlushCacheResponse(BaseModel):
+    """Pages of the KV cache that were freed, and requests that still hold some."""
+
+    pages: int
+    running: int
+
+
+def make_admin_routes(dispatcher: Dispatcher, queries: RpcClient) -> APIRouter:
+    """Return the operations that act on everybody's requests."""
+    router = APIRouter(tags=["administration"], route_class=BoundedRoute)
+
+    @router.post(contract.PATH_ABORT, summary="End requests early", responses=failures(400, 403, 408, 413))
+    async def abort(body: JsonBody[AbortBody], request: Request) -> AbortResponse:
+        """End a request, known by its X-Request-Id or by the id of its reply, or all. Clients get the text so far.
+
+        A key may end its own requests; those of others need an admin key. Without keys, clients cannot be told apart.
+        """
+        principal = get_principal(request.scope)
+        if body.all or not principal.key:
+            principal.require_admin()
+        count = dispatcher.abort_requests(body.request_id, key=None if principal.admin else principal.key)
+        log.event("abort", request_id=body.request_id or "all", aborted=count)
+        return AbortResponse(aborted=count)
+
+    @router.post(
+        contract.PATH_FLUSH_CACHE,
+        summary="Forget cached prefixes",
+        responses=failures(403, 408, 413, 429, 500, 503),
+    )
+    async def flush_cache(request: Request) -> FlushCacheResponse:
+        """Free every page of the prefix cache that no request holds. Needs an admin key. There is no body to send."""
+        get_principal(request.scope).require_admin()
+        flushed = await queries.ask(FlushCache)
+        assert isinstance(flushed, Flushed)
+        log.event("cache_flushed", pages=flushed.pages, running=flushed.running)
+        return FlushCacheResponse(pages=flushed.pages, running=flushed.running)
+
+    return router

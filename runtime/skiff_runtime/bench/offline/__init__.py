@@ -1,0 +1,1 @@
+"""Benchmarks of the engine and its parts, without HTTP."""

@@ -1,0 +1,111 @@
+"""Micro-benchmark of the radix cache: match and insert of 8k-token prompts, and eviction.
+
+``python -m skiff_runtime.bench.offline.radix_cache`` prints a table of medians; it needs no model and no device.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from skiff_runtime.kvcache.page_pool import PagePool
+from skiff_runtime.kvcache.prefix_cache import Int32
+
+PROMPT_TOKENS: Final = 8192
+PROMPTS: Final = 64
+ROUNDS: Final = 40
+PAGE_SIZES: Final = (1, 16, 64, 256)
+VOCABULARY: Final = 150_000
+SHARED: Final = PROMPT_TOKENS // 2
+MICROSECONDS: Final = 1e6
+
+
+class Tree:
+    """A memory whose cache holds ``PROMPTS`` prompts that share their first half."""
+
+    def __init__(self, page_size: int, seed: int = 0) -> None:
+        self.page_size = page_size
+        self._random = np.random.default_rng(seed)
+        self._stem = self._tokens(SHARED)
+        self.prompts = [self.prompt() for _ in range(PROMPTS)]
+        pages = 2 * PROMPTS * PROMPT_TOKENS // page_size
+        self.memory = PagePool(num_pages=pages, page_size=page_size, cache="radix")
+        for prompt in self.prompts:
+            self.insert(prompt)
+
+    def prompt(self) -> Int32:
+        """The shared half and a half of its own."""
+        return np.concatenate([self._stem, self._tokens(PROMPT_TOKENS - SHARED)])
+
+    def match(self, prompt: Int32) -> int:
+        """Match, lock and unlock, as admission does; how many pages were cached."""
+        match = self.memory.cache.match(prompt)
+        self.memory.cache.lock(match.handle)
+        self.memory.cache.unlock(match.handle)
+        return match.handle.depth
+
+    def insert(self, prompt: Int32) -> None:
+        """What a request does whose prompt was computed: match, allocate the rest, insert."""
+        cache = self.memory.cache
+        match = cache.match(prompt)
+        cache.lock(match.handle)
+        missing = len(prompt) // self.page_size - match.handle.depth
+        pages = np.concatenate([match.pages, self.memory.allocate(missing)])
+        inserted = cache.insert(prompt, pages, after=match.handle)
+        cache.unlock(match.handle)
+        assert not len(inserted.columns)
+
+    def evict(self) -> None:
+        """One prompt's pages go, the least recently used first."""
+        self.memory.free(self.memory.cache.evict((PROMPT_TOKENS - SHARED) // self.page_size))
+
+    def _tokens(self, count: int) -> Int32:
+        return self._random.integers(0, VOCABULARY, count, dtype=np.int32)
+
+
+def measure(page_size: int) -> dict[str, float]:
+    """Median microseconds of each operation."""
+    tree = Tree(page_size)
+    whole = PROMPT_TOKENS // page_size
+    stranger = tree.prompt()
+    assert tree.match(tree.prompts[0]) == whole and tree.match(stranger) == whole // 2
+    figures = {
+        "match, all cached": _time(lambda round_: tree.match(tree.prompts[round_ % PROMPTS])),
+        "match, half cached": _time(lambda round_: tree.match(stranger)),
+    }
+    fresh = [tree.prompt() for _ in range(ROUNDS)]
+    figures["insert, half new"] = _time(lambda round_: tree.insert(fresh[round_]))
+    figures["evict 4k tokens"] = _time(lambda round_: tree.evict())
+    tree.memory.check(np.empty(0, np.int32))
+    return figures
+
+
+def _time(operation: Callable[[int], object]) -> float:
+    seconds = []
+    for round_ in range(ROUNDS):
+        started = perf_counter()
+        operation(round_)
+        seconds.append(perf_counter() - started)
+    return median(seconds) * MICROSECONDS
+
+
+def main() -> None:
+    """Measure every page size and print the table."""
+    columns = {page_size: measure(page_size) for page_size in PAGE_SIZES}
+    table = Table(
+        title=f"radix cache, {PROMPT_TOKENS}-token prompts, {PROMPTS} in the tree (median microseconds)"
+    )
+    table.add_column("operation")
+    for page_size in PAGE_SIZES:
+        table.add_column(f"page {page_size}", justify="right")
+    for name in columns[PAGE_SIZES[0]]:
+        table.add_row(name, *(f"{figures[name]:.1f}" for figures in columns.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Recorded traffic: when requests came, and how long prompts and answers were. Never what they said."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from skiff_runtime.bench.online.dataset import read_bounded
+from skiff_runtime.errors import ConfigError
+
+UNITS: Final = {"s": 1.0, "ms": 1e-3}
+MAX_LENGTH: Final = 10_000_000
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "timestamp": ("timestamp", "arrived_at", "arrival_time"),
+    "input_length": ("input_length", "input_tokens", "contexttokens", "request_tokens", "num_prefill_tokens"),
+    "output_length": (
+        "output_length",
+        "output_tokens",
+        "generatedtokens",
+        "response_tokens",
+        "num_decode_tokens",
+    ),
+}
+"""What published traces call the three columns, in lower case and with underscores for blanks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One recorded request. ``at_seconds`` counts from the first one."""
+
+    at_seconds: float
+    input_tokens: int
+    output_tokens: int
+
+
+def read_trace(path: Path, unit: str) -> list[Arrival]:
+    """The requests of a ``.csv`` file with a head line, or of JSON lines; sorted by time.
+
+    Each has a timestamp (a number in ``unit``, or a date and time as in ISO 8601), an input length and an output
+    length in tokens, under any of the names that published traces use. Rows without output are left out, for
+    they record failures. ConfigError names the line that is malformed.
+    """
+    data = read_bounded(path, "--trace")
+    rows = _csv_rows(path, data) if path.suffix.lower() == ".csv" else _json_rows(path, data)
+    found = [_arrival(f"--trace {path}, line {line}", row, UNITS[unit]) for line, row in rows]
+    kept = sorted((each for each in found if each.output_tokens > 0), key=lambda each: each.at_seconds)
+    if not kept:
+        raise ConfigError(f"--trace {path} holds no request")
+    first = kept[0].at_seconds
+    return [Arrival(each.at_seconds - first, each.input_tokens, each.output_tokens) for each in kept]
+
+
+def at_rate(arrivals: list[float], per_second: float) -> list[float]:
+    """The same pattern of arrivals, stretched or pressed to a mean of ``per_second``; at once for ``inf``."""
+    span = arrivals[-1]
+    if span == 0:
+        return [0.0] * len(arrivals)
+    factor = (len(arrivals) - 1) / per_second / span
+    return [each * factor for each in arrivals]
+
+
+def _csv_rows(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--trace {path} is not UTF-8 text: {error}") from error
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from error
+
+
+def _json_rows(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    for number, line in enumerate(data.splitlines(), 1):
+        if line.strip():
+            try:
+                yield number, decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"--trace {path}, line {number}: {error}") from error
+
+
+def _arrival(where: str, row: Mapping[str, Any], unit_seconds: float) -> Arrival:
+    named = {str(key).strip().lower().replace(" ", "_"): value for key, value in row.items()}
+    found = {wanted: next((named[n] for n in names if n in named), None) for wanted, names in _NAMES.items()}
+    for wanted, value in found.items():
+        if value is None:
+            raise ConfigError(f"{where}: {wanted!r} is missing; known names are {', '.join(_NAMES[wanted])}")
+    return Arrival(
+        _moment(where, found["timestamp"], unit_seconds),
+        _length(where, "input_length", found["input_length"], 1),
+        _length(where, "output_length", found["output_length"], 0),
+    )
+
+
+def _moment(where: str, value: Any, unit_seconds: float) -> float:
+    try:
+        moment = float(value) * unit_seconds
+    except (TypeError, ValueError):
+        try:
+            read = datetime.fromisoformat(_six_digits(str(value).strip()))
+            moment = (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
+        except ValueError:
+            moment = float("nan")
+    if not abs(moment) < float("inf"):
+        raise ConfigError(f"{where}: timestamp must be a number or an ISO 8601 date and time, not {value!r}")
+    return moment
+
+
+def _six_digits(text: str) -> str:
+    """Python knows microseconds at most; some traces tell tenths of them."""
+    whole, dot, fraction = text.partition(".")
+    digits = len(fraction) - len(fraction.lstrip("0123456789"))
+    return whole + dot + fraction[: min(6, digits)] + fraction[digits:]
+
+
+def _length(where: str, name: str, value: Any, least: int) -> int:
+    try:
+        length = int(value) if float(value).is_integer() else -1
+    except (TypeError, ValueError, OverflowError):
+        length = -1
+    if not least <= length <= MAX_LENGTH:
+        raise ConfigError(
+            f"{where}: {name} must be a whole number from {least} to {MAX_LENGTH}, not {value!r}"
+        )
+    return length

@@ -1,0 +1,69 @@
+"""A picture of a sweep: latencies over request rate. Needs matplotlib, from the extra ``bench``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from skiff_runtime.bench.online.results import PERCENTILES, Figures
+from skiff_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PANELS: Final = {"ttft_ms": "Time to first token", "itl_ms": "Inter-token latency"}
+_COLOURS: Final = ("#2a6f97", "#e09f3e", "#9e2a2b")
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError, before anything is measured, where no picture could be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; in Skiff's sources, pip install '.[bench]'") from None
+
+
+def draw(path: Path, runs: Sequence[Figures], title: str) -> None:
+    """Draw percentiles of TTFT and ITL over the finite rates of ``runs``; the ending names the format.
+
+    ConfigError where the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    rated = sorted(
+        (run for run in runs if _rate(run) is not None), key=lambda run: float(run["request_rate"])
+    )
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(title)
+    for axes, (key, name) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        _panel(axes, rated, key, name)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+def _panel(axes: "Axes", runs: Sequence[Figures], key: str, name: str) -> None:
+    told: list[tuple[float, dict[str, Any]]] = [
+        (float(run["request_rate"]), run[key]) for run in runs if run[key] is not None
+    ]
+    for point, colour in zip(PERCENTILES, _COLOURS, strict=True):
+        values = [figures[f"p{point}"] for _, figures in told]
+        axes.plot([rate for rate, _ in told], values, marker="o", color=colour, label=f"p{point}")
+    limit = runs[0]["slo"][key] if runs else None
+    if limit is not None:
+        axes.axhline(limit, color="grey", linestyle="--", label=f"limit {limit:g} ms")
+    axes.set(title=name, xlabel="requests per second", ylabel="milliseconds")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+
+
+def _rate(run: Figures) -> float | None:
+    try:
+        rate = float(run["request_rate"])
+    except ValueError:
+        return None
+    return rate if rate != float("inf") else None

@@ -1,0 +1,139 @@
+"""Front processes of a service without ranks: started as the supervisor starts them, and watched from here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+import psutil
+import zmq
+
+from skiff_runtime import contract
+from skiff_runtime.bench.cpu_time import Process
+from skiff_runtime.config import Config, TokenizerBackend
+from skiff_runtime.errors import StartupError
+from skiff_runtime.messages import Heartbeat, PhaseReport, Ready, ServiceReady, ToSupervisor
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
+from skiff_runtime.processes.child_process import process_name
+from skiff_runtime.processes.children import Children, make_run_dir
+from skiff_runtime.processes.launch import Launch, Role
+from skiff_runtime.processes.resolve import resolve
+
+CONTEXT: Final = 1 << 16
+READY_SECONDS: Final = 60.0
+END_SECONDS: Final = 5.0
+_STUB: Final = "skiff_runtime.bench.path.stub_rank"
+
+
+class FrontendProcesses:
+    """The api, ``tokenizers`` tokenizers and the detokenizer of one model, whose context counts as 65,536 tokens.
+
+    ``watched`` are the front processes; the stub of rank 0 is not among them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizers: int,
+        tokenizer_backend: TokenizerBackend,
+        step_milliseconds: float,
+        token: int,
+    ) -> None:
+        self._files = tempfile.TemporaryDirectory(prefix="skiff-bench-")
+        self._stub = [str(step_milliseconds), str(token)]
+        directory = _with_context(resolve(Config(model=model))[1].path, Path(self._files.name))
+        config = Config(
+            model=str(directory),
+            port=0,
+            tokenizers=tokenizers,
+            tokenizer_backend=tokenizer_backend,
+            max_running_requests=4096,
+            log_level="warning",
+        )
+        resolved, described = resolve(config)
+        self.launch = Launch(config=resolved, model=described, run_dir=make_run_dir())
+        self.launch.write()
+        self.watched: list[Process] = []
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        endpoints = Endpoints(self.launch.run_dir)
+        self._inbox: Receiver[Heartbeat | PhaseReport | Ready] = Receiver(endpoints.supervisor, ToSupervisor)
+        self._api = Sender(endpoints.api)
+        self._children = Children(self.launch, zmq.Poller())
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        roles = [(Role.API, 0), (Role.DETOKENIZER, 0)]
+        roles += [(Role.TOKENIZER, index) for index in range(self.launch.config.tokenizers)]
+        names = {self._children.spawn(role, index) for role, index in roles}
+        self._rank = subprocess.Popen([sys.executable, "-m", _STUB, str(self.launch.run_dir), *self._stub])
+        ports = self._await_ready(names)
+        self.url = f"http://127.0.0.1:{ports[process_name(Role.API, 0)]}"
+        self._api.send(ServiceReady(kv_tokens=1 << 30))
+        while httpx.get(f"{self.url}{contract.PATH_READYZ}").status_code != HTTPStatus.OK:
+            time.sleep(0.01)
+        found = filter(None, map(_front, psutil.Process(os.getpid()).children()))
+        self.watched = sorted(found, key=lambda each: each.name)
+
+    def _await_ready(self, awaited: set[str]) -> dict[str, int]:
+        ports: dict[str, int] = {}
+        deadline = time.monotonic() + READY_SECONDS
+        while awaited - ports.keys():
+            ended = self._children.reap()
+            if ended or time.monotonic() > deadline:
+                missing = ", ".join(sorted(awaited - ports.keys()))
+                raise StartupError(f"not ready: {missing} {' '.join(map(str, ended))}".rstrip())
+            message = self._inbox.receive(0.2)
+            if isinstance(message, Ready):
+                ports[message.process] = message.port
+        return ports
+
+    def close(self) -> None:
+        """End every process and remove their files."""
+        self._children.terminate(END_SECONDS)
+        if hasattr(self, "_rank"):
+            self._rank.kill()
+            self._rank.wait()
+        self._inbox.close()
+        self._api.close()
+        shutil.rmtree(self.launch.run_dir, ignore_errors=True)
+        self._files.cleanup()
+
+
+def _front(child: psutil.Process) -> Process | None:
+    words = child.cmdline()
+    if "skiff_runtime.processes.child_process" not in words:
+        return None
+    role, index = Role(words[3]), int(words[4])
+    return Process(process_name(role, index), role, child)
+
+
+def _with_context(model: Path, copy: Path) -> Path:
+    """The model's small files in ``copy``, with a context long enough for long prompts."""
+    for each in model.iterdir():
+        if each.is_file() and each.suffix != ".safetensors":
+            (copy / each.name).write_bytes(each.read_bytes())
+    path = copy / "config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps({**described, "max_position_embeddings": CONTEXT}))
+    return copy

@@ -1,0 +1,157 @@
+"""Flags and environment variables, both derived from the fields of ``Config``.
+
+A flag wins over its environment variable, which wins over the default. Whatever is
+unknown or malformed is one ConfigError that names it.
+"""
+
+import argparse
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any, Final, Literal
+
+from skiff_runtime.config import Config, flag
+from skiff_runtime.contract import ENV_PREFIX
+from skiff_runtime.errors import ConfigError
+
+FOREIGN_PREFIXES: Final = ("SKIFF_CLUSTER_", "SKIFF_OPERATOR_", "SKIFF_TEST_")
+"""Variables of the operator and of the test tooling, which a server leaves alone."""
+
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+_HINTS: Final = typing.get_type_hints(Config)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors, and which takes no abbreviated flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
+    """Add one flag for each field of Config, in help groups; ``skip`` names fields to leave out."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in fields(Config):
+        if each.name in skip:
+            continue
+        title = each.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_argument(groups[title], each)
+
+
+def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
+    text = each.metadata["help"].replace("%", "%%")
+    if each.default not in (None, ()) and not isinstance(each.default, bool):
+        text += f" (default: {each.default})" if "(default" not in text else ""
+    text += f" [{env_var_name(each.name)}]"
+    kind, choices = _kind(each.name)
+    if kind is bool:
+        group.add_argument(
+            flag(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+        return
+    if kind is tuple:
+        group.add_argument(
+            flag(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
+        )
+        return
+    metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+    group.add_argument(flag(each.name), dest=each.name, default=None, metavar=metavar, help=text)
+
+
+def build_config(
+    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **fixed: Any
+) -> Config:
+    """The validated configuration of a command line and an environment; ``fixed`` wins over both."""
+    environment = _without_service_links(environment)
+    _refuse_unknown(environment)
+    values: dict[str, Any] = {}
+    for each in fields(Config):
+        given = getattr(arguments, each.name, None)
+        variable = env_var_name(each.name)
+        if isinstance(given, list):
+            values[each.name] = tuple(given)
+        elif given is not None:
+            values[each.name] = given if isinstance(given, bool) else parse(each.name, given, flag(each.name))
+        elif variable in environment:
+            values[each.name] = parse(each.name, environment[variable], variable)
+    if {"max_total_tokens", "mem_fraction_static"} <= values.keys():
+        raise ConfigError(
+            "--max-total-tokens and --mem-fraction-static both size the KV cache; give one of them"
+        )
+    return Config(**{**values, **fixed})
+
+
+def env_var_name(name: str) -> str:
+    """``max_model_len`` -> ``SKIFF_MAX_MODEL_LEN``."""
+    return ENV_PREFIX + name.upper()
+
+
+def parse(name: str, text: str, source: str) -> Any:
+    """One field's value from text; ``source`` (flag or variable) is named in the error."""
+    kind, choices = _kind(name)
+    if choices:
+        if text not in choices:
+            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {text!r}")
+        return text
+    if kind is bool:
+        if text.lower() not in _TRUE | _FALSE:
+            raise ConfigError(f"{source} must be true or false, not {text!r}")
+        return text.lower() in _TRUE
+    if kind is tuple:
+        parts = tuple(part for each in text.split(",") if (part := each.strip()))
+        if not parts:
+            raise ConfigError(f"{source} is empty; unset it, or give values separated by commas")
+        return parts
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{source} must be {wanted}, not {text!r}") from None
+
+
+def _kind(name: str) -> tuple[type, tuple[str, ...]]:
+    """A field's scalar type, or tuple for one that may be repeated, and its choices if it is a Literal."""
+    hint = _HINTS[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint)
+    return typing.get_origin(hint) or hint, ()
+
+
+def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` less what Kubernetes tells each container about the namespace's Services.
+
+    One that is called ``skiff-llama`` comes as ``SKIFF_LLAMA_SERVICE_HOST`` with a dozen others, one that
+    is called ``skiff`` even as ``SKIFF_PORT``, with an address for a value.
+    """
+    host = "_SERVICE_HOST"
+    services = [name.removesuffix(host) for name in environment if name.endswith(host)]
+    prefixes = tuple(f"{service}{part}" for service in services for part in ("_SERVICE_", "_PORT_"))
+    addresses = [f"{service}_PORT" for service in services]
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(prefixes) and not (name in addresses and "://" in value)
+    }
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    known = [env_var_name(each.name) for each in fields(Config)]
+    for variable in sorted(environment):
+        if not variable.startswith(ENV_PREFIX) or variable in known:
+            continue
+        if variable.startswith(FOREIGN_PREFIXES):
+            continue
+        near = difflib.get_close_matches(variable, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"unknown environment variable {variable}{hint}")

@@ -1,0 +1,234 @@
+"""The child process that converts one model's tokenizer: ``python -m`` MODEL SOURCE TARGET.
+
+transformers converts; what it made is compared with the library that reads the source's own format, and is refused
+where it encodes anything of a probe differently: a model that is given other tokens answers nonsense, and nothing
+else would show it. Code of a repository is never run.
+"""
+
+import base64
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer, normalizers
+
+from skiff_runtime.vocabulary.probe_texts import PROBE
+
+_SPACE: Final = "\u2581"
+_TIKTOKEN_NAME: Final = "tiktoken.model"
+_TEKKEN_NAME: Final = "tekken.json"
+_USER_DEFINED: Final = 4
+"""SentencePiece's type of a piece that is never divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A tokenizer of the library that reads the source's own format."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+
+class ConversionError(Exception):
+    """The files are not what they seem, or something is missing; the message says what to change."""
+
+
+def main() -> int:
+    """Convert, or write one line on why not."""
+    model, source, target = map(Path, sys.argv[1:])
+    try:
+        convert(model, source, target)
+    except ConversionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Exception as error:  # noqa: BLE001 (the end of the process; transformers raises anything)
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(model: Path, source: Path, target: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into ``target``."""
+    if source.name == _TEKKEN_NAME:
+        _require("tiktoken")
+        _save(_load_staged(model, source, source.name), target, _tekken(source))
+    elif _is_tiktoken(source):
+        _require("tiktoken")
+        _check_special_tokens(model, source)
+        _save(_load_staged(model, source, _TIKTOKEN_NAME), target, _tiktoken(source))
+    elif source.suffix == ".model":
+        _require("sentencepiece", "google.protobuf")
+        _convert_sentencepiece(model, source, target)
+    else:
+        _save(_load_staged(model, source, source.name), target, None)
+
+
+def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
+    """Take the first of the forms that transformers gives such a tokenizer which encodes as SentencePiece does.
+
+    Its general form forgets the blank that SentencePiece puts before a text, and Llama's drops one that is there.
+    """
+    reference, undivided = _sentencepiece(source)
+    named = str(_read_config(model).get("tokenizer_class", "Llama")).startswith("Llama")
+    failure: ConversionError | None = None
+    for load in (_load_llama, _load_staged) if named else (_load_staged, _load_llama):
+        tokenizer = load(model, source, source.name)
+        _keep_whole(tokenizer, undivided)
+        for change in (None, _put_blank_before):
+            if change is not None:
+                change(tokenizer)
+            try:
+                _save(tokenizer, target, reference)
+            except ConversionError as error:
+                failure = failure or error
+            else:
+                return
+    assert failure is not None
+    raise failure
+
+
+def _load_staged(model: Path, source: Path, name: str) -> Any:
+    """Load the tokenizer as transformers sees fit, from a directory in which the source has the ``name`` it expects."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as staged:
+        for path in model.iterdir():
+            if path.is_file() and path.suffix in (".json", ".txt", ".jinja") and path.name != _TEKKEN_NAME:
+                (Path(staged) / path.name).symlink_to(path.resolve())
+        (Path(staged) / name).symlink_to(source.resolve())
+        return AutoTokenizer.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
+
+
+def _load_llama(model: Path, source: Path, name: str) -> Any:
+    from transformers import LlamaTokenizer
+
+    config = _read_config(model)
+    with tempfile.TemporaryDirectory() as staged:
+        for path in (source, model / "tokenizer_config.json", model / "special_tokens_map.json"):
+            if path.is_file():
+                (Path(staged) / path.name).symlink_to(path.resolve())
+        return LlamaTokenizer.from_pretrained(
+            staged,
+            local_files_only=True,
+            add_bos_token=config.get("add_bos_token", True),
+            add_eos_token=config.get("add_eos_token", False),
+        )
+
+
+def _put_blank_before(tokenizer: Any) -> None:
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+
+
+def _keep_whole(tokenizer: Any, pieces: list[str]) -> None:
+    known = {token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
+    missing = [AddedToken(piece, normalized=False) for piece in pieces if piece not in known]
+    if missing:
+        tokenizer.backend_tokenizer.add_tokens(missing)
+
+
+def _save(tokenizer: Any, target: Path, reference: Reference | None) -> None:
+    """Save it; Unconvertible where what was saved treats any text of the probe unlike ``reference``."""
+    tokenizer.save_pretrained(target)
+    saved = Tokenizer.from_file(str(target / "tokenizer.json"))
+    added = [token.content for token in saved.get_added_tokens_decoder().values()]
+    for text in PROBE:
+        if reference is None or any(content in text for content in added):
+            continue  # nothing to compare with, or a special token in one of the two
+        ids = saved.encode(text, add_special_tokens=False).ids
+        if ids != reference.encode(text):
+            raise ConversionError(f"transformers' conversion encodes {text[:60]!r} differently")
+        if saved.decode(ids) != reference.decode(ids):
+            raise ConversionError(f"transformers' conversion decodes {text[:60]!r} differently")
+
+
+def _sentencepiece(source: Path) -> tuple[Reference, list[str]]:
+    """Return SentencePiece's own tokenizer, and the pieces that it never divides."""
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    try:
+        processor = SentencePieceProcessor(model_file=str(source))
+    except (RuntimeError, OSError):
+        raise ConversionError("it is neither a SentencePiece model nor a list of tiktoken's tokens") from None
+    proto = sentencepiece_model_pb2.ModelProto.FromString(source.read_bytes())  # type: ignore[attr-defined]
+    undivided = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
+    return Reference(processor.encode, processor.decode), undivided
+
+
+def _tiktoken(source: Path) -> Reference:
+    from tiktoken import Encoding
+    from tiktoken.load import load_tiktoken_bpe
+
+    from skiff_runtime.conversion.transformers_internals import TikTokenConverter
+
+    ranks = load_tiktoken_bpe(str(source))
+    pattern = TikTokenConverter().pattern
+    plain = Encoding(source.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return Reference(plain.encode_ordinary, plain.decode)
+
+
+def _tekken(source: Path) -> Reference:
+    """Return tiktoken's tokenizer of the same tokens, whose ids begin behind the special ones."""
+    from tiktoken import Encoding
+
+    file = json.loads(source.read_text())
+    config = file["config"]
+    special = int(config["default_num_special_tokens"])
+    entries = file["vocab"][: config["default_vocab_size"] - special]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries}
+    plain = Encoding(source.name, pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
+    return Reference(
+        encode=lambda text: [special + token for token in plain.encode_ordinary(text)],
+        decode=lambda ids: plain.decode([token - special for token in ids]),
+    )
+
+
+def _is_tiktoken(source: Path) -> bool:
+    """Return whether each line is a token in base64 and its rank, to judge by the first."""
+    with source.open("rb") as stream:
+        words = stream.readline(4096).split()
+    return len(words) == 2 and words[1].isdigit() and source.suffix in (".model", ".tiktoken")
+
+
+def _check_special_tokens(model: Path, source: Path) -> None:
+    """Refuse a vocabulary whose special tokens are named nowhere: a chat would write them as plain text."""
+    config = _read_config(model)
+    named = any(
+        config.get(key)
+        for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens")
+    )
+    size = json.loads((model / "config.json").read_text()).get("vocab_size", 0)
+    with source.open("rb") as stream:
+        plain = sum(1 for line in stream if line.strip())
+    if not named and size > plain:
+        raise ConversionError(
+            f"it holds {plain} of the model's {size} tokens, and no tokenizer_config.json names the special ones "
+            "(added_tokens_decoder); take that file from the model's repository"
+        )
+
+
+def _read_config(model: Path) -> dict[str, Any]:
+    path = model / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return config
+
+
+def _require(*modules: str) -> None:
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            package = {"google.protobuf": "protobuf"}.get(module, module)
+            raise ConversionError(f"that needs the package {package}: pip install {package}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

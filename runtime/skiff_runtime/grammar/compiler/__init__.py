@@ -1,0 +1,1 @@
+"""Grammar compilation by xgrammar, in a process of its own."""

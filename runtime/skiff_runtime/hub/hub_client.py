@@ -1,0 +1,182 @@
+"""huggingface_hub for one model: its listing and its files, with bounded retries and errors that say what to change."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from skiff_runtime import __version__, log
+from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
+from skiff_runtime.errors import FetchError
+from skiff_runtime.hub.hub_reference import HubReference, is_commit
+from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
+
+T = TypeVar("T")
+
+ATTEMPTS: Final = 5
+BASE_WAIT_SECONDS: Final = 1.0
+"""Before the second attempt; it doubles from there."""
+LONGEST_WAIT_SECONDS: Final = 310
+"""The hub counts requests over five minutes and may ask to wait for their end. Beyond that a fetch fails."""
+MAX_FILES: Final = 10_000
+_LISTING_TIMEOUT_SECONDS: Final = 20.0
+_BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
+_PRODUCT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}
+
+
+class HubUnavailable(FetchError):
+    """The hub does not answer, or the user forbids the network; the cache may hold the model all the same."""
+
+
+class Transient(HubUnavailable):
+    """A failure that may pass by itself."""
+
+
+class HubClient:
+    """One hub and one model."""
+
+    def __init__(self, reference: HubReference, endpoint: str | None = None) -> None:
+        self._reference = reference
+        self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self._host = _host_of(self._endpoint)
+        if not self._host:
+            raise FetchError(
+                f"{ENV_HUB_ENDPOINT} must be an http:// or https:// address, not {self._endpoint!r}"
+            )
+        self._token = get_token()
+        # Checked here because an HTTP library's complaint about a header would quote it.
+        if self._token and not (
+            self._token.isascii() and self._token.isprintable() and " " not in self._token
+        ):
+            raise FetchError(f"{ENV_HUB_TOKEN} holds characters that no token has (it is not shown here)")
+        self.stop = threading.Event()
+
+    def listing(self) -> RepositoryListing:
+        """Return the repository's top-level files at the reference's revision."""
+        api = HfApi(endpoint=self._endpoint, **_PRODUCT)
+        options: dict[str, Any] = {"files_metadata": True, "timeout": _LISTING_TIMEOUT_SECONDS}
+        name, revision = self._reference.model_id, self._reference.revision
+        info = self._attempt(str(self._reference), lambda: api.model_info(name, revision=revision, **options))
+        siblings = info.siblings or []
+        if not is_commit(info.sha or "") or len(siblings) > MAX_FILES:
+            raise FetchError(
+                f"the hub's description of {self._reference} names no commit, or more than {MAX_FILES} files"
+            )
+        files = [
+            RemoteFile(each.rfilename, each.lfs.size, each.lfs.sha256)
+            if each.lfs
+            else RemoteFile(each.rfilename, each.size or 0, each.blob_id or "")
+            for each in siblings
+            if "/" not in each.rfilename
+        ]
+        return RepositoryListing(info.sha or "", sorted(files, key=lambda file: file.name))
+
+    def bring(self, commit: str, name: str, cache_dir: Path) -> Path:
+        """Return the file's path in the cache, downloaded if it is not there."""
+        options: dict[str, Any] = {"cache_dir": cache_dir, "endpoint": self._endpoint, **_PRODUCT}
+        model = self._reference.model_id
+        return Path(self._attempt(name, lambda: hf_hub_download(model, name, revision=commit, **options)))
+
+    @contextmanager
+    def bounded_retry_after(self) -> Iterator[None]:
+        """Fail, while the block runs, where a server asks to come back late: the library would obey any Retry-After."""
+        session = get_session()
+        hooks = session.event_hooks
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_waits]}
+        try:
+            yield
+        finally:
+            session.event_hooks = hooks
+
+    def _attempt(self, what: str, act: Callable[[], T]) -> T:
+        """Return what ``act`` returns, tried until it succeeds; FetchError when it does not."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return act()
+            except FetchError:
+                raise
+            except Exception as error:
+                meaning = self._meaning(error)
+                if not isinstance(meaning, Transient):
+                    raise meaning from error
+                if attempt == ATTEMPTS:
+                    raise HubUnavailable(f"{what}: {meaning}; gave up after {attempt} attempts") from error
+                # Jittered, so that many pods do not return as one.
+                wait = BASE_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                log.warning("fetch_attempt_failed", what=what, reason=str(meaning), wait_seconds=wait)
+            if self.stop.wait(wait):
+                break
+        raise FetchError(f"{what}: stopped while waiting to try again")
+
+    def _meaning(self, error: Exception) -> Exception:
+        """Return the error that says what to change; ``error`` itself where the hub has no part in it."""
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        match error:
+            case OfflineModeIsEnabled():
+                return HubUnavailable(
+                    f"{self._reference} is not complete in the cache, and HF_HUB_OFFLINE forbids to download it: "
+                    "unset it, or fetch the model beforehand"
+                )
+            case HfHubHTTPError():
+                return self._refusal(error.response)
+            case httpx2.TooManyRedirects():
+                return FetchError(f"{self._host} redirects in a circle")
+            case httpx2.HTTPError():
+                return Transient(
+                    f"no answer from {self._host} ({str(error) or type(error).__name__}); "
+                    f"check the network, the proxy and {ENV_HUB_ENDPOINT}"
+                )
+            case OSError() if error.errno is None:  # a length or a header that is not the hub's
+                first_line = str(error).partition("\n")[0]
+                return Transient(f"{self._host} does not answer as a hub: {first_line}")
+            case ValueError() | TypeError() | KeyError() | AttributeError():
+                return FetchError(f"the hub's description of {self._reference} is malformed: {error!r}")
+            case _:
+                return error
+
+    def _refusal(self, response: httpx2.Response) -> FetchError:
+        status, host = response.status_code, response.request.url.host
+        if status in _BUSY:
+            return Transient(f"{host} answered {status} {response.reason_phrase}")
+        model, revision = self._reference.model_id, self._reference.revision
+        if status in (401, 403):
+            remedy = (
+                f"the token in {ENV_HUB_TOKEN} has no access to it: accept the model's terms on {host}, or use another"
+                if self._token
+                else f"if it is gated or private, set {ENV_HUB_TOKEN} (in an InferenceService: model.credentialsSecretRef)"
+            )
+            return FetchError(f"{host} refuses {model} ({status}): check its name; {remedy}")
+        code = response.headers.get("X-Error-Code", "")
+        if status == 404 and code == "EntryNotFound":
+            return FetchError(f"{host} lists a file of {model} that it does not have (404)")
+        if status == 404 and code == "RevisionNotFound":
+            return FetchError(f"{model} has no revision {revision!r} on {host} (404): correct the revision")
+        if status == 404:
+            return FetchError(
+                f"{host} has no model {model} with revision {revision!r} (404): correct the name or the revision"
+            )
+        return FetchError(f"{host} answered {status} to a request for {model}")
+
+
+def _host_of(endpoint: str) -> str:
+    """Return the host of an http address, without any password in it; empty where it is none."""
+    try:
+        parts = urlsplit(endpoint)
+    except ValueError:
+        return ""
+    return parts.hostname or "" if parts.scheme in ("http", "https") else ""
+
+
+def _refuse_long_waits(response: httpx2.Response) -> None:
+    asked = response.headers.get("Retry-After", "")
+    if response.status_code in _BUSY and asked.isdigit() and int(asked) > LONGEST_WAIT_SECONDS:
+        host, status = response.request.url.host, f"{response.status_code} {response.reason_phrase}"
+        raise FetchError(f"{host} answered {status} and asks to come back in {asked} s")

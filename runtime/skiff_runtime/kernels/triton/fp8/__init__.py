@@ -1,0 +1,1 @@
+"""FP8 kernels: quantization, dequantization, GEMV and stream-K GEMM."""

@@ -1,0 +1,1 @@
+"""Matrix-product kernels in the model's own type."""

@@ -1,0 +1,1 @@
+"""RMSNorm and gated activation kernels."""

@@ -1,0 +1,59 @@
+"""Gated activations."""
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.triton.runtime.dependent_launch import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
+
+BLOCK = 1024
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    gate_up: tl.tensor,
+    output: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = silu_mul(gate_up + row * stride, columns, WIDTH)
+    tl.store(output + row * WIDTH + columns, value, columns < WIDTH)
+
+
+@triton.jit
+def silu_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Of some columns of a row that holds ``WIDTH`` gates and as many numbers beside them, in the row's type; 0 beyond."""
+    inside = columns < WIDTH
+    kind = row.dtype.element_ty
+    gate = tl.load(row + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(row + WIDTH + columns, inside, 0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return (active * up).to(kind)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As ``kernels.activation.silu_and_mul``."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        silu_and_mul_kernel[grid](
+            gate_up,
+            output,
+            gate_up.stride(0),
+            WIDTH=width,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **pdl_options(gate_up.device),
+        )
+    return output

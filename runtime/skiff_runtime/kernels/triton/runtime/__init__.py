@@ -1,0 +1,1 @@
+"""Launching and compiling Triton kernels: cache keys, cached launches, programmatic dependent launch."""

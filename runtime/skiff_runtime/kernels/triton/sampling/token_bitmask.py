@@ -1,0 +1,51 @@
+"""Masks with one bit for each token, applied in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from skiff_runtime.kernels.token_bitmask import BITS_PER_WORD
+from skiff_runtime.kernels.triton.runtime.dependent_launch import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
+
+BLOCK = 4096
+"""Logits of a row that one program masks."""
+_WORD = tl.constexpr(BITS_PER_WORD)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "masks"])
+def apply_token_bitmask_kernel(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    masks: tl.tensor,
+    stride: tl.tensor,
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
+    mask = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCAB
+    word = tl.load(masks + mask * WORDS + token // _WORD, inside, 0)
+    refused = (word >> (token % _WORD)) & 1 == 0
+    tl.store(logits + tl.load(rows + mask) * stride + token, -float("inf"), inside & refused)
+
+
+def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """As ``kernels.bitmask.apply_token_bitmask``; logits with rows at any stride."""
+    count, words = masks.shape
+    vocab = logits.shape[1]
+    apply_token_bitmask_kernel[(count, triton.cdiv(vocab, BLOCK))](
+        *(logits, rows, masks, logits.stride(0)),
+        VOCAB=vocab,
+        WORDS=words,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **pdl_options(logits.device),
+    )

@@ -1,0 +1,44 @@
+"""The allocator of KV pages: a stack of free page ids, the same on every rank."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skiff_runtime.kvcache.prefix_cache import Int32
+
+
+class PageAllocator:
+    """Hands out pages ``0 .. total - 1``; the order depends on nothing but the calls made."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free_count = total
+        # The top of the stack is its end: fresh pages come out in ascending order.
+        self._stack: Int32 = np.arange(total - 1, -1, -1, dtype=np.int32)
+        self._taken: NDArray[np.bool_] = np.zeros(total, np.bool_)
+        self._marks: Int32 = np.zeros(total, np.int32)
+
+    def allocate(self, count: int) -> Int32:
+        """Take ``count`` pages int32[count]; the caller has made sure that there are as many."""
+        assert 0 <= count <= self.free_count, f"{count} pages asked of {self.free_count}"
+        bottom = self.free_count - count
+        pages = self._stack[bottom : self.free_count][::-1].copy()
+        self.free_count = bottom
+        self._taken[pages] = True
+        return pages
+
+    def free(self, pages: Int32) -> None:
+        """Give pages back. To free what is free already is a programmer's error."""
+        count = len(pages)
+        if not count:
+            return
+        # A page that occurs twice keeps only the last of its marks: cheaper than sorting.
+        marks = np.arange(count, dtype=np.int32)
+        self._marks[pages] = marks
+        assert self._taken[pages].all() and (self._marks[pages] == marks).all(), f"double free in {pages}"
+        self._taken[pages] = False
+        self._stack[self.free_count : self.free_count + count] = pages[::-1]
+        self.free_count += count
+
+    def free_pages(self) -> Int32:
+        """Ids of the free pages int32[free_count]."""
+        return self._stack[: self.free_count].copy()

@@ -1,0 +1,59 @@
+"""Between the supervisor and its children: start, life and end of a service."""
+
+from msgspec import Struct
+
+
+class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
+    """child -> supervisor, about once a second, from the child's main loop."""
+
+    process: str
+
+
+class PhaseReport(Struct, frozen=True, tag="phase", array_like=True):
+    """child -> supervisor -> api: a start phase was entered (``seconds`` spent in the one before it)."""
+
+    process: str
+    phase: str
+    seconds: float
+    progress: float = 0.0
+
+
+class Ready(Struct, frozen=True, tag="ready", array_like=True):
+    """child -> supervisor: this process serves. Ranks tell their KV capacity in tokens, fronts 0."""
+
+    process: str
+    kv_tokens: int = 0
+    port: int = 0
+
+
+class ProcessHealth(Struct, frozen=True, tag="beats", array_like=True):
+    """supervisor -> api, about once a second: each process that has spoken, seconds since it did, whether it runs."""
+
+    processes: list[str]
+    ages: list[float]
+    running: list[bool]
+
+
+class ProcessFailed(Struct, frozen=True, tag="process_failed", array_like=True):
+    """child -> supervisor: why this process ends; the last that is heard of it."""
+
+    process: str
+    message: str
+
+
+class ServiceReady(Struct, frozen=True, tag="service_ready", array_like=True):
+    """supervisor -> api: every process is ready."""
+
+    kv_tokens: int
+
+
+class Drain(Struct, frozen=True, tag="drain", array_like=True):
+    """supervisor -> api: refuse new requests, finish the others, then exit."""
+
+    timeout_seconds: float
+
+
+class ServiceFailed(Struct, frozen=True, tag="service_failed", array_like=True):
+    """supervisor -> api: end every request with this message, then exit."""
+
+    message: str

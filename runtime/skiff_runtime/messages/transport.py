@@ -1,0 +1,120 @@
+"""ZeroMQ PUSH/PULL over ipc:// in the service's private directory.
+
+The receiver binds, senders connect. A send never waits for ever: a peer that stopped
+reading for ``SEND_TIMEOUT_SECONDS`` is an error, which ends the process at its boundary.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from skiff_runtime.errors import SkiffError
+from skiff_runtime.messages import MAX_MESSAGE_BYTES, decoder, encode
+
+QUEUE_MESSAGES: Final = 100_000
+SEND_TIMEOUT_SECONDS: Final = 20.0
+LINGER_SECONDS: Final = 1.0
+
+T = TypeVar("T")
+
+
+class TransportError(SkiffError):
+    """A peer process does not read what it is sent."""
+
+
+class Endpoints:
+    """Addresses of the sockets of one service."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._base = f"ipc://{run_dir}"
+
+    @property
+    def supervisor(self) -> str:
+        return f"{self._base}/supervisor"
+
+    @property
+    def api(self) -> str:
+        return f"{self._base}/api"
+
+    @property
+    def detokenizer(self) -> str:
+        return f"{self._base}/detokenizer"
+
+    def tokenizer(self, index: int) -> str:
+        return f"{self._base}/tokenizer{index}"
+
+    def rank(self, index: int) -> str:
+        return f"{self._base}/rank{index}"
+
+
+def bind(address: str) -> zmq.Socket[bytes]:
+    """A bounded PULL socket that listens at ``address``."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(address)
+    return socket
+
+
+class Sender:
+    """Sends messages to one address."""
+
+    def __init__(self, address: str, *, timeout_seconds: float = SEND_TIMEOUT_SECONDS) -> None:
+        self._address = address
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_seconds * 1000))
+        self._socket.setsockopt(zmq.LINGER, int(LINGER_SECONDS * 1000))
+        self._socket.connect(address)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; TransportError when the peer has stopped reading."""
+        try:
+            self._socket.send(encode(message))
+        except zmq.Again:
+            name = self._address.rsplit("/", 1)[-1]
+            raise TransportError(f"{name} does not read its messages; it hangs or is overloaded") from None
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Queue one message, unless the queue is full: for news that nobody misses who does not read."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def close_sockets() -> None:
+    """Close every socket of this process once what it sent has left, but wait for ``LINGER_SECONDS`` at most."""
+    zmq.Context.instance().destroy(linger=int(LINGER_SECONDS * 1000))
+
+
+class Receiver(Generic[T]):
+    """Receives messages of one union type at one address."""
+
+    def __init__(self, address: str, kind: object) -> None:
+        self.socket = bind(address)
+        self._decode: msgspec.msgpack.Decoder[T] = decoder(kind)
+
+    def receive(self, timeout_seconds: float) -> T | None:
+        """The next message, or None when none came in time."""
+        if not self.socket.poll(int(timeout_seconds * 1000)):
+            return None
+        return self._decode.decode(self.socket.recv())
+
+    def drain(self, limit: int) -> list[T]:
+        """What is there already, in order of arrival, ``limit`` messages at most; never waits."""
+        messages: list[T] = []
+        while len(messages) < limit:
+            try:
+                messages.append(self._decode.decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()

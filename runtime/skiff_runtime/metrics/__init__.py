@@ -1,0 +1,1 @@
+"""Prometheus metrics of the runtime: definitions, labels, families and exposition."""

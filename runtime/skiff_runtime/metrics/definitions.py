@@ -1,0 +1,264 @@
+"""Every metric of the runtime, defined once, and collected for the page that Prometheus reads."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from skiff_runtime import contract
+from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.metrics.families import Counter, Family, Gauge, Histogram, HistogramSeries
+from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome, RejectionReason, StepKind
+
+_TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_DURATION: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEP: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_QUEUE: Final = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_LENGTHS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+_REFUSALS: Final = {
+    401: RejectionReason.UNAUTHORIZED,
+    403: RejectionReason.FORBIDDEN,
+    404: RejectionReason.NOT_FOUND,
+    408: RejectionReason.TOO_SLOW,
+    413: RejectionReason.TOO_LARGE,
+    429: RejectionReason.QUEUE_FULL,
+    503: RejectionReason.UNAVAILABLE,
+}
+"""By HTTP status; any other is ``INVALID``."""
+
+
+class _Gauges:
+    """What is set anew for each page."""
+
+    def __init__(self) -> None:
+        self.queued = Gauge(contract.METRIC_QUEUED, "Requests that wait for a place in the batch.")
+        self.running = Gauge(contract.METRIC_RUNNING, "Requests that are being computed.")
+        self.in_flight = Gauge(contract.METRIC_IN_FLIGHT, "Requests that were accepted and have not ended.")
+        self.queued_tokens = Gauge(contract.METRIC_QUEUED_TOKENS, "Prompt tokens of requests that wait.")
+        self.connections = Gauge(contract.METRIC_CONNECTIONS, "Open HTTP connections.")
+        self.ready = Gauge(contract.METRIC_READY, "1 while new requests are served, else 0.")
+        self.usage = Gauge(
+            contract.METRIC_KV_CACHE_USAGE, "Share of the KV pages that running requests hold."
+        )
+        self.pages = Gauge(contract.METRIC_KV_CACHE_PAGES, "Pages of the KV cache by state.", ("state",))
+        self.phases = Gauge(
+            contract.METRIC_START_PHASE, "Seconds that each phase of the start took.", ("phase",)
+        )
+        self.up = Gauge(contract.METRIC_PROCESS_UP, "1 while the process runs, else 0.", ("process",))
+        self.silent = Gauge(
+            contract.METRIC_HEARTBEAT_AGE, "Seconds since the process was last heard of.", ("process",)
+        )
+        self.routing_queued = Gauge(contract.ROUTING_QUEUED, "Requests that wait, for routers.")
+        self.routing_running = Gauge(contract.ROUTING_RUNNING, "Requests that run, for routers.")
+        self.routing_usage = Gauge(contract.ROUTING_USAGE, "Share of the KV cache in use, for routers.")
+        self.routing_cache = Gauge(
+            contract.ROUTING_CACHE_INFO, "Shape of the KV cache, for routers.", ("page_size", "num_pages")
+        )
+
+    def set(self, stats: StepStats) -> None:
+        """Take over the scheduler's gauges."""
+        used = stats.pages_total - stats.pages_free - stats.pages_cached
+        usage = used / stats.pages_total if stats.pages_total else 0.0
+        for queued in (self.queued, self.routing_queued):
+            queued.set(stats.queued)
+        self.queued_tokens.set(stats.queued_tokens)
+        for running in (self.running, self.routing_running):
+            running.set(stats.running)
+        for share in (self.usage, self.routing_usage):
+            share.set(usage)
+        for state, pages in (("free", stats.pages_free), ("cached", stats.pages_cached), ("used", used)):
+            self.pages.set(pages, state)
+        self.routing_cache.clear()
+        self.routing_cache.set(1, str(stats.page_size), str(stats.pages_total))
+
+
+class Metrics(Collector):
+    """The numbers of one service. The callables give, at the moment of a scrape, those that others keep."""
+
+    def __init__(
+        self,
+        *,
+        in_flight: Callable[[], int],
+        connections: Callable[[], int],
+        ready: Callable[[], bool],
+        phase_seconds: Callable[[], dict[str, float]],
+        heartbeats: Callable[[], list[tuple[str, bool, float]]],
+    ) -> None:
+        self._in_flight = in_flight
+        self._connections = connections
+        self._ready = ready
+        self._heartbeats = heartbeats
+        self._phase_seconds = phase_seconds
+        self._stats = StepStats()
+        self._gauges = _Gauges()
+        self._define_requests()
+        self._define_tokens()
+        self._define_steps()
+        self.ttft: HistogramSeries = self._ttft.of()
+        self.itl: HistogramSeries = self._itl.of()
+
+    def _define_requests(self) -> None:
+        self._requests = Counter(
+            contract.METRIC_REQUESTS, "Requests by outcome and endpoint.", ("outcome", "endpoint")
+        )
+        for outcome in Outcome:
+            for endpoint in Endpoint:
+                self._requests.add(0, outcome, endpoint)
+        self._refused = Counter(
+            contract.METRIC_REJECTED, "Requests that were refused, by reason.", ("reason",)
+        )
+        for reason in RejectionReason:
+            self._refused.add(0, reason)
+        self._duration = Histogram(
+            contract.METRIC_E2E_LATENCY,
+            "Time from request to last token, of finished requests.",
+            _DURATION,
+            ("endpoint",),
+            [(endpoint,) for endpoint in Endpoint],
+        )
+        self._ttft = Histogram(contract.METRIC_TTFT, "Time from request to first token.", _TTFT)
+        self._itl = Histogram(contract.METRIC_ITL, "Time between two tokens of a request.", _ITL)
+        self._queue_time = Histogram(
+            contract.METRIC_QUEUE_TIME, "Time that a request waited for its first place in a batch.", _QUEUE
+        )
+        self._aborted = Counter(
+            contract.METRIC_ABORTS, "Requests that were ended early, by who wanted it.", ("reason",)
+        )
+        for why in AbortReason:
+            self._aborted.add(0, why)
+
+    def _define_tokens(self) -> None:
+        self._prompt = Counter(contract.METRIC_PROMPT_TOKENS, "Prompt tokens of ended requests.")
+        self._cached = Counter(
+            contract.METRIC_CACHED_TOKENS, "Prompt tokens of ended requests that the KV cache held already."
+        )
+        self._generated = Counter(contract.METRIC_GENERATION_TOKENS, "Tokens generated.")
+        self._prompt_lengths = Histogram(
+            contract.METRIC_REQUEST_PROMPT_TOKENS, "Prompt tokens of an ended request.", _LENGTHS
+        )
+        self._answer_lengths = Histogram(
+            contract.METRIC_REQUEST_GENERATION_TOKENS, "Tokens generated for an ended request.", _LENGTHS
+        )
+        self._lookup = Counter(
+            contract.METRIC_PREFIX_CACHE_QUERIES, "Prompt tokens that were looked up in the prefix cache."
+        )
+        self._hit = Counter(contract.METRIC_PREFIX_CACHE_HITS, "Prompt tokens that the prefix cache held.")
+
+    def _define_steps(self) -> None:
+        kinds = [(kind,) for kind in StepKind]
+        self._steps = Histogram(contract.METRIC_STEP_DURATION, "Time of one step.", _STEP, ("kind",), kinds)
+        self._step_tokens = Histogram(contract.METRIC_STEP_TOKENS, "Tokens computed in one step.", _TOKENS)
+        self._prefill_rows = Histogram(
+            contract.METRIC_PREFILL_BATCH,
+            "Requests whose prompt was computed in one step, of such steps.",
+            _ROWS,
+        )
+        self._decode_rows = Histogram(
+            contract.METRIC_DECODE_BATCH, "Requests that got a next token in one step, of such steps.", _ROWS
+        )
+        self._retracted = Counter(
+            contract.METRIC_PREEMPTIONS, "Running requests that were put back to make room."
+        )
+        self._evicted = Counter(
+            contract.METRIC_EVICTED_PAGES, "Cached pages that were given up to make room."
+        )
+        self._corrupted = Counter(
+            contract.METRIC_CORRUPTED, "Requests that failed because their logits contained NaN."
+        )
+
+    def record_request(self, endpoint: Endpoint, outcome: Outcome, seconds: float) -> None:
+        """A request ended after ``seconds``."""
+        self._requests.add(1, outcome, endpoint)
+        if outcome is Outcome.FINISHED:
+            self._duration.of(endpoint).observe(seconds)
+
+    def record_rejection(self, status: int) -> None:
+        """A request was refused with this HTTP status."""
+        self._refused.add(1, _REFUSALS.get(status, RejectionReason.INVALID))
+
+    def record_abort(self, reason: AbortReason) -> None:
+        """A request is ended early."""
+        self._aborted.add(1, reason)
+
+    def record_usage(self, usage: Usage) -> None:
+        """A request ended with these token counts."""
+        self._prompt.add(usage.prompt_tokens)
+        self._cached.add(usage.cached_tokens)
+        self._prompt_lengths.of().observe(usage.prompt_tokens)
+        self._answer_lengths.of().observe(usage.completion_tokens)
+
+    def record_kv_capacity(self, kv_tokens: int, page_size: int) -> None:
+        """The KV cache was made; until the first step all of it is free."""
+        if not self._stats.pages_total:
+            pages = kv_tokens // page_size
+            self._stats = StepStats(pages_total=pages, pages_free=pages, page_size=page_size)
+
+    def note_step(self, stats: StepStats, *, generated: int) -> None:
+        """A step ended: its gauges, what it adds to the counters, and how many tokens it gave."""
+        self._stats = stats
+        self._generated.add(generated)
+        self._retracted.add(stats.preempted)
+        self._evicted.add(stats.evicted_pages)
+        self._corrupted.add(stats.corrupted)
+        self._lookup.add(stats.lookup_tokens)
+        self._hit.add(stats.hit_tokens)
+        for seconds in stats.queue_seconds:
+            self._queue_time.of().observe(seconds)
+        if stats.prefill_rows:
+            self._prefill_rows.of().observe(stats.prefill_rows)
+        if stats.decode_tokens:
+            self._decode_rows.of().observe(stats.decode_tokens)
+        kind = step_kind(stats)
+        if kind is not None:
+            self._steps.of(kind).observe(stats.step_seconds)
+            self._step_tokens.of().observe(stats.prefill_tokens + stats.decode_tokens)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family, gauges set to this moment."""
+        self._gauges.set(self._stats)
+        self._gauges.in_flight.set(self._in_flight())
+        self._gauges.ready.set(int(self._ready()))
+        self._gauges.connections.set(self._connections())
+        for phase, seconds in self._phase_seconds().items():
+            self._gauges.phases.set(seconds, phase)
+        for process, running, silent in self._heartbeats():
+            self._gauges.up.set(int(running), process)
+            self._gauges.silent.set(silent, process)
+        for family in self.families():
+            yield family.collect()
+
+    def families(self) -> list[Family]:
+        """Every metric."""
+        owners = (vars(self), vars(self._gauges))
+        return [each for owner in owners for each in owner.values() if isinstance(each, Family)]
+
+
+def step_kind(stats: StepStats) -> StepKind | None:
+    """What a step computed; None for a batch that reports no computed step."""
+    if stats.prefill_tokens:
+        return StepKind.MIXED if stats.decode_tokens else StepKind.PREFILL
+    return StepKind.DECODE if stats.decode_tokens else None

@@ -1,0 +1,1 @@
+"""The offline LLM class: generation in the caller's process, without HTTP."""

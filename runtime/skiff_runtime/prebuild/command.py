@@ -1,0 +1,121 @@
+"""Compiles the GPU kernels of a model ahead: where an image is built, with nvcc perhaps, but with no GPU.
+
+Triton's kernels are those that the engine launches in a rehearsal of its steps. FlashInfer's prefill is compiled where
+``--attention`` names it, or is left to us and nvcc is there; that takes a minute.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, cast
+
+from skiff_runtime import log
+from skiff_runtime.config import AUTO, Config, Dtype
+from skiff_runtime.config.arguments import add_config_arguments, build_config
+from skiff_runtime.contract import EXIT_OK
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.processes.resolve import resolve
+
+_USED: Final = (
+    "cache_dir",
+    "revision",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "tp",
+    "attention",
+    "kernel_cache_dir",
+    "max_running_requests",
+    "max_num_batched_tokens",
+    "page_size",
+    "kv_cache_dtype",
+)
+_FLASHINFER: Final = "flashinfer"
+_ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags, among them those of ``skiff serve`` that change what is launched."""
+    parser.add_argument(
+        "--model-config",
+        required=True,
+        metavar="MODEL",
+        help="a directory with config.json, hf://org/name, or shape://name; no weights are read",
+    )
+    parser.add_argument(
+        "--arch",
+        type=_architecture,
+        default="9.0a",
+        metavar="X.Y",
+        help="compute capability to compile for (default: 9.0a, that of H100 and H200)",
+    )
+    every = tuple(Config.__dataclass_fields__)
+    add_config_arguments(parser, skip=tuple(name for name in every if name not in _USED))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fill the kernel cache; the exit code."""
+    config = build_config(arguments, model=arguments.model_config, load_format="dummy", device="cpu")
+    log.configure("prebuild", config.log_level)
+    resolved, model = resolve(config)
+    resolved = replace(resolved, dtype=cast(Dtype, model.dtype) if config.dtype == AUTO else config.dtype)
+    assert resolved.kernel_cache_dir is not None
+    directory = Path(resolved.kernel_cache_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    cache.activate(directory, directory)
+    started = time.monotonic()
+    _compile_triton(resolved, model, arguments.arch)
+    if _wants_flashinfer(resolved):
+        _compile_flashinfer(resolved, model.head_dim, arguments.arch)
+    log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
+    return EXIT_OK
+
+
+def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> None:
+    from skiff_runtime.engine.fp8_support import check_fp8_support
+    from skiff_runtime.prebuild.ahead_of_time import compile_ahead_of_time
+    from skiff_runtime.prebuild.launcher_cache import build_launchers, stub_libcuda
+
+    major, minor = map(int, re.findall(r"\d+", architecture))
+    check_fp8_support(config, (major, minor))
+    with stub_libcuda():
+        build_launchers(compile_ahead_of_time(config, model, major * 10 + minor))
+
+
+def _wants_flashinfer(config: Config) -> bool:
+    if config.attention != AUTO:
+        return _FLASHINFER in config.attention
+    plain = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
+    return plain and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
+
+
+def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> None:
+    os.environ[_ARCHITECTURES] = architecture
+    import torch
+
+    from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
+
+    dtype = getattr(torch, config.dtype)
+    modules = [
+        gen_batch_prefill_module(
+            kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
+        )
+        for kind in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
+    ]
+    with ThreadPoolExecutor(len(modules)) as pool:  # each is a build of its own, by ninja
+        for built in [pool.submit(module.build, verbose=False) for module in modules]:
+            built.result()
+
+
+def _architecture(text: str) -> str:
+    if not re.fullmatch(r"\d+\.\d[af]?", text):
+        raise ConfigError(f"--arch must be a compute capability such as 9.0a, not {text!r}")
+    return text

@@ -1,0 +1,1 @@
+"""The processes of one service: supervisor, children, and how they are launched."""

@@ -1,0 +1,122 @@
+"""The frame of every child process: ``python -m skiff_runtime.processes.child_process ROLE INDEX RUN_DIR``.
+
+A child dies with its parent, leaves SIGINT to it, takes SIGTERM as a request to stop,
+and tells the supervisor its start phases and heartbeats.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime import log
+from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK, PHASES
+from skiff_runtime.errors import SkiffError
+from skiff_runtime.messages import Heartbeat, PhaseReport, ProcessFailed, Ready
+from skiff_runtime.messages.transport import Endpoints, Sender, TransportError, close_sockets
+from skiff_runtime.processes.launch import Launch, Role
+
+HEARTBEAT_INTERVAL_SECONDS: Final = 1.0
+_PR_SET_PDEATHSIG: Final = 1
+_MAINS: Final[dict[Role, tuple[str, str]]] = {
+    Role.API: ("skiff_runtime.api.server", "run"),
+    Role.TOKENIZER: ("skiff_runtime.tokenizer.tokenizer_worker", "run"),
+    Role.DETOKENIZER: ("skiff_runtime.tokenizer.detokenizer", "run"),
+    Role.RANK: ("skiff_runtime.worker.rank", "run"),
+}
+
+
+class Child:
+    """One process as its own main function sees it."""
+
+    def __init__(self, role: Role, index: int, launch: Launch) -> None:
+        self.role = role
+        self.index = index
+        self.launch = launch
+        self.name = process_name(role, index)
+        self.endpoints = Endpoints(launch.run_dir)
+        self.stopping = False
+        self._supervisor = Sender(self.endpoints.supervisor)
+        self._last_beat = 0.0
+        self._phase_started = time.monotonic()
+
+    def beat(self) -> None:
+        """Tell the supervisor, at most once a second, that the main loop turns."""
+        now = time.monotonic()
+        if now - self._last_beat >= HEARTBEAT_INTERVAL_SECONDS:
+            self._last_beat = now
+            self._supervisor.offer(Heartbeat(process=self.name))
+
+    def phase(self, name: str, progress: float = 0.0) -> None:
+        """Enter a start phase (or report progress within it, 0 to 1)."""
+        assert name in PHASES, name
+        now = time.monotonic()
+        self._supervisor.send(
+            PhaseReport(process=self.name, phase=name, seconds=now - self._phase_started, progress=progress)
+        )
+        if progress == 0.0:
+            self._phase_started = now
+
+    def ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
+        """Tell the supervisor that this process serves; what stands by now is looked at by no collection again."""
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
+        self.beat()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the supervisor why this process ends; nothing can be sent afterwards."""
+        with contextlib.suppress(TransportError):
+            self._supervisor.send(ProcessFailed(process=self.name, message=str(error)))
+        close_sockets()
+
+    def stop(self, _signal: int, _frame: object) -> None:
+        """Signal handler of SIGTERM."""
+        self.stopping = True
+
+
+def process_name(role: Role, index: int) -> str:
+    """``rank0``, ``tokenizer1``, ``api``."""
+    return f"{role}{index}" if role in (Role.RANK, Role.TOKENIZER) else str(role)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when ``parent`` ends, or end at once if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_FAILURE)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one role until it is told to stop; the boundary where its errors become an exit code."""
+    role, index, launch = Role(arguments[0]), int(arguments[1]), Launch.read(Path(arguments[2]))
+    die_with_parent(int(arguments[3]))
+    gc.disable()  # until ready: a sixth of the time of imports would go to looking at what modules are made of
+    log.configure(process_name(role, index), launch.config.log_level)
+    child = Child(role, index, launch)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, child.stop)
+    module, function = _MAINS[role]
+    try:
+        run: Callable[[Child], None] = getattr(importlib.import_module(module), function)
+        run(child)
+    except SkiffError as error:
+        log.error("process_failed", error=type(error).__name__, message=str(error))
+        child.fail(error)
+        os._exit(EXIT_FAILURE)
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
+        log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))
+        os._exit(EXIT_FAILURE)  # at once: a thread of this process may hang
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""From what the user asked for to what is served: every derived value, before any weight is read."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, cast
+
+from skiff_runtime import demo, shapes
+from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
+from skiff_runtime.config.api_keys import read_api_keys
+from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
+from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.hub.fetch import default_hub_cache
+from skiff_runtime.hub.fetch import resolve as resolve_hub
+from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+
+DEMO_NAME: Final = "skiff-demo"
+_DEMO: Final = "demo://"
+_FILE: Final = "file://"
+_HUB: Final = "hf://"
+_SCHEME: Final = "://"
+
+
+def resolve(config: Config) -> tuple[Config, ModelConfig]:
+    """Find the model and fill in everything that was left to be derived.
+
+    Raises ConfigError, ModelError or FetchError; each names what to change.
+    """
+    if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
+        raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
+    keys = config.api_key + read_api_keys(config.api_key_file, "--api-key-file")
+    admin_keys = config.admin_api_key + read_api_keys(config.admin_api_key_file, "--admin-api-key-file")
+    model = read_model_config(locate(config), max_model_len=config.max_model_len)
+    model = replace(
+        model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.cache_dir))
+    )
+    device = _device(config)
+    check_tp_size(model, config.tp)
+    resolved = replace(
+        config,
+        api_key=keys,
+        admin_api_key=admin_keys,
+        device=device,
+        dtype=_dtype(config, model, device),
+        quantization=_quantization(config, model),
+        max_model_len=_max_model_len(config, model),
+        served_model_name=config.served_model_name or _name(config.model),
+        kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
+        cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
+    )
+    return resolved, model
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the cgroup's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_cores()
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def locate(config: Config) -> Path:
+    """The model's directory; an ``hf://`` model is downloaded if need be."""
+    uri = config.model
+    if uri == _DEMO:
+        return demo.DIRECTORY
+    if uri.startswith(shapes.SCHEME):
+        return shapes.find(uri)
+    if uri.startswith(_HUB):
+        cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
+        return resolve_hub(uri, config.revision, cache)
+    if config.revision is not None:
+        raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
+    if uri.startswith(_FILE):
+        return Path(uri.removeprefix(_FILE))
+    if _SCHEME in uri:
+        raise ConfigError(
+            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
+        )
+    return Path(uri)
+
+
+def _name(uri: str) -> str:
+    if uri == _DEMO:
+        return DEMO_NAME
+    path = uri.partition(_SCHEME)[2] or uri
+    return path.rstrip("/").rpartition("/")[2] or "model"
+
+
+def _device(config: Config) -> Device:
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
+    if device == "cuda" and gpus < config.tp:
+        raise ConfigError(
+            f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}"
+        )
+    return device
+
+
+def _dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
+    if config.dtype != AUTO:
+        return config.dtype
+    own = cast(Dtype, model.dtype)
+    return "float32" if device == "cpu" and own == "float16" else own
+
+
+def _quantization(config: Config, model: ModelConfig) -> Quantization:
+    if config.quantization == "none" and model.quantization != "none":
+        raise ConfigError(
+            f"--quantization none: the weights in {model.path} are in {model.quantization} already; leave the option out"
+        )
+    return model.quantization if config.quantization == AUTO else config.quantization
+
+
+def _max_model_len(config: Config, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} exceeds the {longest} positions that the model was made for"
+        )
+    return config.max_model_len
+
+
+def _cgroup_cores() -> float | None:
+    """The cgroup's CPU quota in cores (v2, then v1), or None for no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except OSError:
+        pass
+    try:
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
+    except OSError:
+        return None
+    return quota_us / period_us if quota_us > 0 else None

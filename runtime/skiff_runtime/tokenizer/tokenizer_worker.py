@@ -1,0 +1,141 @@
+"""The tokenizer process: requests of the API in, requests of the scheduler out, in order."""
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import zmq
+from msgspec.structs import replace
+
+from skiff_runtime import log
+from skiff_runtime.errors import RequestError
+from skiff_runtime.grammar.compiler.compile_queue import GrammarCompileQueue
+from skiff_runtime.messages import (
+    AbortRequest,
+    DecodeRequest,
+    EncodeRequest,
+    FlushCache,
+    GenerateRequest,
+    RequestFailed,
+    TokenizeRequest,
+    ToTokenizer,
+)
+from skiff_runtime.messages.transport import Receiver, Sender
+from skiff_runtime.processes.child_process import Child
+from skiff_runtime.processes.launch import Launch
+from skiff_runtime.tokenizer.grammar_queue import Grammars
+from skiff_runtime.tokenizer.prompt_builder import PromptBuilder
+from skiff_runtime.vocabulary.chat_template import ChatTemplate
+from skiff_runtime.vocabulary.encoder import Encoder, load_tokenizer
+from skiff_runtime.vocabulary.fastokens_encoder import load_fastokens_encoder
+from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
+
+WAIT_SECONDS: Final = 0.5
+NICENESS: Final = 5
+"""Where cores are few, streams that run come before prompts that wait: a huge one may take seconds to encode."""
+_HALF: Final = 1 << 63
+
+TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
+
+
+class TokenizerWorker:
+    """Serves one tokenizer endpoint."""
+
+    def __init__(self, builder: PromptBuilder, grammars: Grammars, *, scheduler: Sender, api: Sender) -> None:
+        self._builder = builder
+        self._grammars = grammars
+        self._scheduler = scheduler
+        self._api = api
+
+    def turn(self) -> None:
+        """Let requests go on whose grammar has been compiled, or refused."""
+        for decided in self._grammars.collect():
+            receiver = self._scheduler if isinstance(decided, GenerateRequest) else self._api
+            receiver.send(decided)
+
+    def serve(self, message: TokenizerMessage) -> None:
+        """Pass one message on; a request that cannot be served is answered, and harms nobody else."""
+        if isinstance(message, AbortRequest) and (ended := self._grammars.abort(message)) is not None:
+            self._api.send(ended)
+            return
+        if isinstance(message, AbortRequest | FlushCache):
+            self._scheduler.send(message)
+            return
+        try:
+            self._answer(message)
+        except RequestError as error:
+            for uid in _uids(message):
+                self._api.send(RequestFailed.of(uid, error))
+
+    def _answer(self, message: TokenizeRequest | EncodeRequest | DecodeRequest) -> None:
+        if isinstance(message, EncodeRequest):
+            self._api.send(self._builder.encode(message))
+        elif isinstance(message, DecodeRequest):
+            self._api.send(self._builder.decode(message))
+        else:
+            self._generate(message)
+
+    def _generate(self, message: TokenizeRequest) -> None:
+        requests = copies(self._builder.build(message), message.copies)
+        if message.grammar is not None:
+            requests = iter(self._grammars.attach(requests, message.grammar))
+        for request in requests:
+            self._scheduler.send(request)
+
+
+def copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
+    """``count`` requests like ``request``, whose uids and seeds count upwards (seeds within 64 bits)."""
+    yield request
+    for index in range(1, count):
+        seed = (request.sampling.seed + index + _HALF) % (2 * _HALF) - _HALF
+        sampling = replace(request.sampling, seed=seed)
+        yield replace(request, uid=request.uid + index, sampling=sampling)
+
+
+def _uids(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
+    count = message.copies if isinstance(message, TokenizeRequest) else 1
+    return range(message.uid, message.uid + count)
+
+
+def load_prompt_builder(launch: Launch) -> PromptBuilder:
+    """Read the model's tokenizer and chat template. Raises ``ModelError``."""
+    files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
+    template = ChatTemplate(files.template, files.special_tokens)
+    if not template.usable:
+        log.warning("chat_disabled", reason=template.fault)
+    max_model_len = launch.config.max_model_len
+    assert max_model_len is not None, "the configuration is resolved before processes start"
+    tokenizer = load_tokenizer(files.tokenizer)
+    fast = launch.config.tokenizer_backend == "fastokens"
+    encoder = Encoder(
+        tokenizer,
+        vocab_size=launch.model.vocab_size,
+        max_model_len=max_model_len,
+        encode_text=load_fastokens_encoder(files.tokenizer, tokenizer) if fast else None,
+    )
+    return PromptBuilder(template=template, encoder=encoder, max_model_len=max_model_len)
+
+
+def run(child: Child) -> None:
+    """Main function of a tokenizer process."""
+    os.nice(NICENESS)
+    child.phase("config")
+    inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
+    poller = zmq.Poller()
+    poller.register(inbox.socket, zmq.POLLIN)
+    grammars = Grammars(GrammarCompileQueue(child.launch, poller))
+    worker = TokenizerWorker(
+        load_prompt_builder(child.launch),
+        grammars,
+        scheduler=Sender(child.endpoints.rank(0)),
+        api=Sender(child.endpoints.api),
+    )
+    child.phase("ready")
+    child.ready()
+    while not child.stopping:
+        poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
+        for message in inbox.drain(1):
+            worker.serve(message)
+        worker.turn()
+        child.beat()
+    grammars.close()

@@ -1,0 +1,1 @@
+"""The model's tokenizer files: encoder, streaming decoder, byte-level table, chat template."""

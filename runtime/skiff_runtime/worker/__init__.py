@@ -1,0 +1,1 @@
+"""One tensor-parallel rank: a scheduler and its engine in one process."""

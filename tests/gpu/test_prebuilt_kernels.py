@@ -1,0 +1,47 @@
+"""A start with kernels that were compiled ahead, as if there were no GPU: nothing more is compiled, nor could it be."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from bf16_engine import make_wide_model
+from compiling import run_compiling
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: Final[dict[str, Any]] = {"dtype": "bfloat16", "attention": "triton", "max_running_requests": 17}
+"""So many that steps may share prefixes. Kernels are prebuilt and used with the same."""
+SERVE: Final = """
+import json, sys
+from skiff_runtime.offline.llm import LLM
+from skiff_runtime.offline.sampling_params import Sampling
+
+asked = [{}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"logit_bias": {40: 2.0}},
+         {"min_p": 0.1, "logprobs": 3, "prompt_logprobs": 2}, {"regex": "[a-f]{9}"}, {"presence_penalty": 1.0}] * 2
+with LLM(sys.argv[1], device="cuda", max_total_tokens=2048, **json.loads(sys.argv[2])) as llm:
+    prompts = [list(range(5, 5 + length)) for length in (1, 70, 3, 33, 200, 17, 64, 5)] * 2
+    done = llm.generate(prompts, [Sampling(max_tokens=24, seed=at, **each) for at, each in enumerate(asked)])
+    assert len(done) == len(asked) and all(each.token_ids for each in done)
+"""
+
+
+def files(directory: Path) -> set[Path]:
+    return {path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("quantization", "cache"), [("none", "auto"), ("fp8", "auto"), ("fp8", "fp8_e4m3")])
+def test_a_start_compiles_nothing(tmp_path: Path, quantization: str, cache: str) -> None:
+    model, directory = str(make_wide_model(tmp_path / "model", "qwen3")), tmp_path / "kernels"
+    eight = {"quantization": quantization, "kv_cache_dtype": cache}
+    options = {**OPTIONS, **eight, "kernel_cache_dir": str(directory)}
+    flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    major, minor = torch.cuda.get_device_capability()
+    command = ["-m", "skiff_runtime", "prebuild", "--model-config", model, "--arch", f"{major}.{minor}"]
+    built = run_compiling(*command, *flags, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert built.returncode == 0, built.stderr
+    before = files(directory)
+    started = run_compiling("-c", SERVE, model, json.dumps(options), variables={"CC": "/nowhere/cc"})
+    assert started.returncode == 0 and "kernel_compiled" not in started.stderr, started.stderr
+    assert files(directory) == before

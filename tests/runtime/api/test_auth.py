@@ -1,0 +1,206 @@
+"""Who may ask, and from where: API keys, other origins, request ids on every response."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from frontend import NAME, TIMEOUT_SECONDS, Echo, Frontend, running_frontend, write_model
+from openai import AuthenticationError, OpenAI
+
+from skiff_runtime.config import Config
+from skiff_runtime.config.api_keys import KeyRing, read_api_keys
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.processes.resolve import resolve
+
+CHAT = "/v1/chat/completions"
+KEYS = ("sk-first-key", "sk-second-key")
+ORIGIN = "https://chat.example.org"
+PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    with running_frontend(model, api_key=KEYS, allowed_origins=(ORIGIN,)) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
+def client(front: Frontend, key: str) -> OpenAI:
+    return OpenAI(base_url=front.url + "/v1", api_key=key, timeout=TIMEOUT_SECONDS, max_retries=0)
+
+
+def ask(front: Frontend, method: str, path: str, **headers: str) -> httpx.Response:
+    return front.http.request(
+        method, front.url + path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(front: Frontend, key: str) -> None:
+    assert [model.id for model in client(front, key).models.list()] == [NAME]
+    reply = client(front, key).chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "x"}]
+    )
+    assert reply.choices[0].message.content
+
+
+def test_a_wrong_key_is_told_so(front: Frontend) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        client(front, "sk-wrong").models.list()
+    assert caught.value.code == "invalid_api_key"
+    assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    assert front.metric('skiff_rejected_requests_total{reason="unauthorized"}') >= 1
+
+
+@pytest.mark.parametrize("header", ["", "Basic abc", "Bearer", "Bearer  ,", KEYS[0], f"Bearer {KEYS[0]} x"])
+@pytest.mark.parametrize("path", [CHAT, "/generate", "/server_info", "/v1/models", "/nothing/here"])
+def test_nothing_is_told_without_a_key(front: Frontend, path: str, header: str) -> None:
+    method = "GET" if path in ("/server_info", "/v1/models") else "POST"
+    response = ask(front, method, path, authorization=header)
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_probes_need_no_key(front: Frontend, path: str) -> None:
+    assert front.get(path).status_code == 200
+
+
+def test_keys_are_never_shown(front: Frontend) -> None:
+    shown = ask(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
+    assert '"allowed_origins"' in shown and "sk-" not in shown and "api_key_file" in shown
+    assert "sk-" not in repr(Config(api_key=KEYS))
+    [launch] = Path(front.endpoints.api.removeprefix("ipc://")).parent.glob("launch.json")
+    assert launch.stat().st_mode & 0o777 == 0o600
+
+
+def test_every_response_has_the_request_id(front: Frontend) -> None:
+    key = f"Bearer {KEYS[0]}"
+    for method, path in [("GET", path) for path in (*PROBES, "/nope", "/v1/models")] + [
+        ("POST", CHAT),
+        ("PUT", CHAT),
+    ]:
+        given = ask(front, method, path, x_request_id="trace.7", authorization=key)
+        assert given.headers["x-request-id"] == "trace.7", (path, given.status_code)
+        made = ask(front, method, path, x_request_id="not a word", authorization=key).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{24}", made)
+
+
+def test_the_description_names_the_keys(front: Frontend) -> None:
+    document = front.get("/openapi.json").json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    keyed = {
+        path
+        for path, methods in document["paths"].items()
+        if all(each.get("security") and "401" in each["responses"] for each in methods.values())
+    }
+    assert set(document["paths"]) - keyed == set(PROBES)
+    assert front.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", [*PROBES, "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
+)
+def test_head_is_get_without_a_body(front: Frontend, path: str) -> None:
+    response = ask(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
+    assert (response.status_code, response.content) == (200, b"")
+    assert int(response.headers["content-length"]) > 0
+    assert response.headers.get_list("x-request-id") == ["trace.8"]
+
+
+def test_an_allowed_origin_may_read(front: Frontend) -> None:
+    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,x-own"}
+    preflight = ask(front, "OPTIONS", CHAT, origin=ORIGIN, **asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-own"
+    for status, response in (
+        (401, ask(front, "GET", "/v1/models", origin=ORIGIN)),
+        (200, ask(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
+    ):
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, ORIGIN)
+
+
+def test_another_origin_may_not(front: Frontend) -> None:
+    for method in ("OPTIONS", "GET"):
+        response = ask(
+            front, method, "/v1/models", origin="https://evil.example", access_control_request_method="GET"
+        )
+        assert "access-control-allow-origin" not in response.headers
+        assert response.headers["vary"] == "origin"
+
+
+def test_without_origins_there_is_no_cors(tmp_path: Path) -> None:
+    with running_frontend(write_model(tmp_path)) as front:
+        response = ask(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
+        assert response.status_code == 405
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert ask(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    model = write_model(tmp_path_factory.mktemp("keyless"))
+    with running_frontend(model, allowed_origins=(ORIGIN,), allowed_host=("skiff.example",)) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
+def flush(front: Frontend, **headers: str) -> httpx.Response:
+    """A post that a page may send without asking first."""
+    return ask(front, "POST", "/flush_cache", content_type="text/plain", **headers)
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1", "http://127.0.0.1:1"])
+def test_without_keys_other_origins_make_nothing_happen(keyless: Frontend, origin: str) -> None:
+    before = keyless.metric('skiff_rejected_requests_total{reason="forbidden"}')
+    for path in ("/flush_cache", "/abort", CHAT, "/generate", "/nothing/here"):
+        response = ask(keyless, "POST", path, origin=origin)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert origin in response.json()["error"]["message"] and response.headers["connection"] == "close"
+    assert keyless.metric('skiff_rejected_requests_total{reason="forbidden"}') == before + 5
+    assert ask(keyless, "GET", "/v1/models", origin=origin).status_code == 200
+
+
+def test_own_pages_and_named_origins_may_act(keyless: Frontend) -> None:
+    assert flush(keyless).status_code == 200
+    assert flush(keyless, origin=keyless.url).status_code == 200
+    assert flush(keyless, origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
+    assert flush(keyless, origin="https://Skiff.example", host="skiff.example").status_code == 200
+    assert flush(keyless, origin="https://Skiff.example", host="evil.example").status_code == 403
+
+
+def test_who_has_a_key_may_come_from_anywhere(front: Frontend) -> None:
+    evil = "https://evil.example"
+    assert flush(front, origin=evil).status_code == 401
+    assert flush(front, origin=evil, authorization=f"Bearer {KEYS[0]}").status_code == 200
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsk-a\n\n  sk-b  \n")
+    assert read_api_keys(str(file), "--api-key-file") == ("sk-a", "sk-b")
+    resolved, _ = resolve(Config(model="demo://", device="cpu", api_key=("sk-c",), api_key_file=str(file)))
+    ring = KeyRing(resolved.api_key)
+    assert all(ring.find(key) == hashlib.sha256(key).digest() for key in (b"sk-a", b"sk-b", b"sk-c"))
+    assert not any(ring.find(key) for key in (b"sk-", b"", b"# ours"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("# none\n", "holds no key"), ("two words\n", "key 1 must"), (None, "cannot be read")]
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_api_keys(str(file), "--api-key-file")
+    assert "two words" not in str(caught.value)

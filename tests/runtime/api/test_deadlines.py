@@ -1,0 +1,116 @@
+"""Deadlines: a request that takes too long ends with what it has; each gets exactly one terminal reply."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+from frontend import NAME, TIMEOUT_SECONDS, Frontend, answer, running_frontend, write_model
+
+from skiff_runtime.messages import AbortRequest, FinishReason, GenerateRequest, RequestFailed
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
+LIMIT = 2.0
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    with running_frontend(model, request_timeout_seconds=LIMIT) as front:
+        yield front
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def submit(
+    front: Frontend, pool: ThreadPoolExecutor, seconds: str | None, **body: object
+) -> Future[httpx.Response]:
+    headers = {} if seconds is None else {"X-Request-Timeout-Seconds": seconds}
+    return pool.submit(front.http.post, front.url + CHAT, json={**BODY, **body}, headers=headers)
+
+
+def expired(front: Frontend, request: GenerateRequest) -> None:
+    """The scheduler is told of a deadline, and of nothing else."""
+    message = front.rank.receive()
+    assert isinstance(message, AbortRequest)
+    assert (message.uid, message.finish) == (request.uid, FinishReason.TIMEOUT)
+
+
+@pytest.mark.parametrize(("seconds", "stream"), [("0.2", False), ("0.2", True), (None, False), ("100", True)])
+def test_what_there_is_is_told(
+    front: Frontend, pool: ThreadPoolExecutor, seconds: str | None, stream: bool
+) -> None:
+    before = front.metric('skiff_aborted_requests_total{reason="deadline"}')
+    asked = submit(front, pool, seconds, stream=stream)
+    request = front.rank.request()
+    front.rank.open(request)
+    front.rank.say(request.uid, "boat")
+    expired(front, request)
+    front.rank.end(request.uid, FinishReason.TIMEOUT)
+    assert answer(asked.result()) == ("boat", "length")
+    assert front.metric('skiff_aborted_requests_total{reason="deadline"}') == before + 1
+    assert front.metric("skiff_requests_in_flight") == 0
+
+
+def test_a_request_that_never_ran_gets_an_empty_answer(front: Frontend, pool: ThreadPoolExecutor) -> None:
+    asked = submit(front, pool, "0.1")
+    request = front.rank.request()
+    expired(front, request)
+    front.rank.end(request.uid, FinishReason.TIMEOUT)
+    [choice] = asked.result().json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+
+
+def test_a_request_in_time_is_left_alone(front: Frontend, pool: ThreadPoolExecutor) -> None:
+    asked = submit(front, pool, "60")
+    request = front.rank.request()
+    front.rank.open(request)
+    front.rank.say(request.uid, "boat", FinishReason.STOP)
+    assert asked.result().json()["choices"][0]["finish_reason"] == "stop"
+    assert front.rank.poll() == []
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9", "soon", ""])
+def test_a_bad_header_is_refused(front: Frontend, pool: ThreadPoolExecutor, value: str) -> None:
+    response = submit(front, pool, value).result()
+    assert response.status_code == 400
+    assert "x-request-timeout-seconds" in response.json()["error"]["message"]
+
+
+def test_a_scheduler_that_does_not_confirm(front: Frontend, pool: ThreadPoolExecutor) -> None:
+    """Its clients get an error, and what it says too late is nobody's."""
+    whole, stream = submit(front, pool, "0.2"), submit(front, pool, "0.2", stream=True, n=2)
+    requests = [front.rank.request() for _ in range(3)]
+    front.rank.open(*requests)
+    for request in requests:
+        front.rank.say(request.uid, "boat")
+    response = whole.result(TIMEOUT_SECONDS)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    events = stream.result(TIMEOUT_SECONDS).text.strip().split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert sum("error" in event for event in events) == 1
+    assert front.metric("skiff_requests_in_flight") == 0
+    assert len([each for each in front.rank.poll() if isinstance(each, AbortRequest)]) >= 3
+    for request in requests:
+        front.rank.say(request.uid, "late", FinishReason.TIMEOUT)
+    assert front.get("/readyz").status_code == 200
+
+
+def test_a_scheduler_that_refuses_is_told_with_a_time_to_retry(
+    front: Frontend, pool: ThreadPoolExecutor
+) -> None:
+    asked = submit(front, pool, None)
+    request = front.rank.request()
+    refusal = RequestFailed(request.uid, 429, "rate_limit_error", "too many tokens wait", "queue_full")
+    before = front.metric('skiff_rejected_requests_total{reason="queue_full"}')
+    front.rank.step([], failed=[refusal])
+    response = asked.result()
+    assert response.status_code == 429
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert front.metric('skiff_rejected_requests_total{reason="queue_full"}') == before + 1

@@ -1,0 +1,220 @@
+"""Start, drain and failure as clients and probes see them."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from frontend import NAME, Echo, Frontend, running_frontend, write_model
+
+from skiff_runtime.api.server import listen
+from skiff_runtime.errors import ConfigError
+from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def status(front: Frontend, path: str) -> int:
+    return front.get(path).status_code
+
+
+def wait_for(front: Frontend, path: str, code: int) -> None:
+    deadline = time.monotonic() + 20
+    while status(front, path) != code:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def await_progress(front: Frontend, process: str, progress: float) -> dict[str, Any]:
+    """What /startupz tells once a process has come so far."""
+    deadline = time.monotonic() + 20
+    while True:
+        start: dict[str, Any] = front.get("/startupz").json()
+        if start["processes"].get(process, {}).get("progress") == progress:
+            return start
+        assert time.monotonic() < deadline, start
+        time.sleep(0.01)
+
+
+def test_start(model: Path) -> None:
+    with running_frontend(model, ready=False) as front:
+        assert [status(front, path) for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
+        refused = front.post(CHAT, **BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert "still being loaded" in refused.json()["error"]["message"]
+        assert status(front, "/health_generate") == 503
+        front.api.send(PhaseReport(process="rank0", phase="config", seconds=0.5))
+        front.api.send(PhaseReport(process="rank0", phase="weights", seconds=1.5))
+        front.api.send(PhaseReport(process="rank0", phase="weights", seconds=0.2, progress=0.25))
+        start = await_progress(front, "rank0", 0.25)
+        assert start["status"] == "starting"
+        assert start["processes"]["rank0"] == {
+            "phase": "weights",
+            "progress": 0.25,
+            "seconds": {"spawn": 0.5, "config": 1.5},
+        }
+        assert front.metric("skiff_ready") == 0
+        front.api.send(ServiceReady(kv_tokens=2048))
+        wait_for(front, "/readyz", 200)
+        assert [status(front, path) for path in ("/livez", "/startupz")] == [200, 200]
+        assert front.metric('skiff_start_phase_seconds{phase="config"}') == 1.5
+        assert front.metric('skiff_kv_cache_pages{state="free"}') == 128
+        info = front.get("/server_info").json()
+        assert (info["kv_tokens"], info["model"]["name"], info["config"]["tokenizers"]) == (2048, NAME, 1)
+
+
+def test_drain_lets_running_requests_finish(model: Path) -> None:
+    with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in asked]
+        front.rank.open(*requests)
+        front.api.send(Drain(timeout_seconds=60))
+        wait_for(front, "/readyz", 503)
+        assert status(front, "/livez") == 200
+        refused = front.post(CHAT, **BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "shutting down" in refused.json()["error"]["message"]
+        for request in requests:
+            front.rank.say(request.uid, "boat", FinishReason.LENGTH)
+        assert asked[0].result().json()["choices"][0]["message"]["content"] == "boat"
+        assert "[DONE]" in asked[1].result().text
+        assert front.wait_exit() == 0
+
+
+def test_a_drain_ends_at_its_deadline(model: Path) -> None:
+    with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in asked]
+        front.rank.open(*requests)
+        for request in requests:
+            front.rank.say(request.uid, "boat")
+        front.api.send(Drain(timeout_seconds=0.5))
+        replies = [each.result() for each in asked]
+        assert [reply.status_code for reply in replies] == [503, 200]
+        assert all("shut down before" in reply.text for reply in replies)
+        assert front.wait_exit() == 0
+
+
+def test_sigterm_drains_too(model: Path) -> None:
+    with running_frontend(model) as front:
+        front.processes["api"].terminate()
+        assert front.wait_exit() == 0
+        for name in ("tokenizer0", "detokenizer"):
+            front.processes[name].terminate()
+            assert front.wait_exit(name) == 0
+
+
+def test_failure_is_told_to_every_client(model: Path) -> None:
+    with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
+        requests = [front.rank.request() for _ in asked]
+        front.rank.open(*requests[:2])
+        for request in requests[:2]:
+            front.rank.say(request.uid, "boat")
+        time.sleep(0.2)
+        front.api.send(ServiceFailed(message="rank0 was killed by SIGKILL"))
+        replies = [each.result() for each in asked]
+        assert all("rank0 was killed by SIGKILL" in reply.text for reply in replies)
+        assert all("internal_server_error" in reply.text for reply in replies)
+        assert sorted(reply.status_code for reply in replies)[-1] == 500
+        assert front.wait_exit() == 0
+
+
+def test_after_a_failure_new_clients_are_refused(model: Path) -> None:
+    with running_frontend(model) as front:
+        with httpx.Client(base_url=front.url) as client:
+            assert client.get("/livez").status_code == 200
+            front.api.send(ServiceFailed(message="gone"))
+            deadline = time.monotonic() + 10
+            while client.get("/livez").status_code == 200:
+                assert time.monotonic() < deadline
+            assert client.post(CHAT, json=BODY).status_code == 503
+        assert front.wait_exit() == 0
+
+
+def test_a_silent_scheduler_does_not_stop_the_probes(model: Path) -> None:
+    with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(front.post, CHAT, **BODY)
+        front.rank.request()
+        assert [status(front, path) for path in ("/livez", "/readyz", "/metrics")] == [200, 200, 200]
+        front.api.send(ServiceFailed(message="gone"))
+        assert asked.result().status_code == 500
+
+
+def test_a_small_step_budget_bounds_what_is_accepted(model: Path) -> None:
+    """One request runs at a time, whatever --max-running-requests says, and one may wait."""
+    with (
+        running_frontend(
+            model, max_num_batched_tokens=1, max_running_requests=8, max_queued_requests=1
+        ) as front,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        asked = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
+        requests = [front.rank.request() for _ in asked]
+        assert front.post(CHAT, **BODY).status_code == 429
+        for request in requests:
+            front.rank.end(request.uid)
+        assert [each.result().status_code for each in asked] == [200, 200]
+
+
+def test_a_port_that_is_taken() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another"):
+            listen("127.0.0.1", port)
+
+
+def test_a_tokenizer_survives_what_it_refuses(model: Path) -> None:
+    with running_frontend(model, tokenizers=0) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        for _ in range(20):
+            assert (
+                front.post(
+                    CHAT, **{**BODY, "messages": [{"role": "user", "content": "x " * 900}]}
+                ).status_code
+                == 400
+            )
+        assert front.post(CHAT, **BODY).status_code == 200
+        echo.stop()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no chats on Sundays') }}", "refused these messages: no chats on Sundays"),
+        ("{% for m in messages %}", "chat template is malformed: line 1"),
+    ],
+)
+def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str, says: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with running_frontend(tmp_path) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        for stream in (False, True):
+            refused = front.post(CHAT, **BODY, stream=stream)
+            found = refused.json()["error"]
+            assert (refused.status_code, found["code"]) == (400, "chat_template_error")
+            assert says in found["message"]
+        assert front.post("/v1/completions", model=NAME, prompt="boat").status_code == 200
+        echo.stop()
+
+
+@pytest.mark.parametrize(
+    "module", ["api.server", "tokenizer.worker", "tokenizer.detokenizer", "llm", "bench.offline"]
+)
+def test_front_processes_stay_light(module: str) -> None:
+    code = f"import sys, skiff_runtime.{module}; print([m for m in ('torch', 'transformers', 'skiff_runtime.engine') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,64 @@
+"""The end of a connection: the last reply arrives, and no client holds its connection for ever."""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Final
+
+import pytest
+from frontend import TIMEOUT_SECONDS
+from plain_server import GET, LARGE_BYTES, LEFT, connect, listen, serving, until_closed
+from raw_http import Address
+
+from skiff_runtime.api.http import lingering_close
+
+LINGER_SECONDS: Final = 0.2
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    """A server that does not linger for long."""
+    monkeypatch.setattr(lingering_close, "LINGER_SECONDS", LINGER_SECONDS)
+    listener = listen()
+    with serving(listener):
+        yield listener.getsockname()
+
+
+def test_the_request_being_served_learns_that_its_client_left(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
+        connection.sendall(GET.format("/v1/models").encode())
+    assert LEFT.wait(TIMEOUT_SECONDS)
+
+
+def test_a_client_that_never_closes_is_closed(address: Address) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(GET.format("/v1/models").replace("host:", "connection: close\r\nhost:").encode())
+        assert until_closed(connection).endswith(b"hello")
+        with pytest.raises(OSError):
+            while True:  # until the kernel learns that the other side is gone
+                connection.sendall(b"x")
+                time.sleep(LINGER_SECONDS / 10)
+
+
+def test_a_client_that_sends_on_without_end_is_cut_off(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering_close, "LINGER_BYTES", 1 << 20)
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(bytes(100_000))
+
+
+def test_a_last_reply_may_take_longer_than_the_connection_lingers(
+    address: Address,
+) -> None:
+    with closing(connect(address)) as connection:
+        connection.sendall(b"POST /large HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
+        received = 0
+        while piece := connection.recv(LARGE_BYTES // 20):
+            received += len(piece)
+            time.sleep(LINGER_SECONDS / 10)
+    assert received > LARGE_BYTES

@@ -1,0 +1,160 @@
+"""The API's description: valid, complete, and true of what is served."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from frontend import NAME, Echo, Frontend, running_frontend, write_model
+from jsonschema.protocols import Validator
+
+from skiff_runtime import contract
+
+CHAT, TEXT = contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS
+MESSAGES = [{"role": "user", "content": "boat"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "boat"}]}]
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"model": NAME, "messages": MESSAGES}),
+    (CHAT, {"model": NAME, "messages": PARTS, "stop": "x", "temperature": 0, "n": 2}),
+    (CHAT, {"model": NAME, "messages": MESSAGES, "stop": ["x", "y"], "max_completion_tokens": 3}),
+    (TEXT, {"model": NAME, "prompt": "boat", "max_tokens": 2}),
+    (TEXT, {"model": NAME, "prompt": ["boat", "row"], "echo": True}),
+    (TEXT, {"model": NAME, "prompt": [5, 6]}),
+    (TEXT, {"model": NAME, "prompt": [[5, 6], [7]]}),
+    (contract.PATH_GENERATE, {"text": "boat"}),
+    (contract.PATH_GENERATE, {"token_ids": [5, 6]}),
+    (contract.PATH_TOKENIZE, {"prompt": "boat", "return_token_strs": True}),
+    (contract.PATH_TOKENIZE, {"messages": MESSAGES}),
+    (contract.PATH_DETOKENIZE, {"tokens": [5, 6]}),
+    (contract.PATH_ABORT, {"request_id": "x"}),
+]
+BAD: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"model": NAME, "messages": []}),
+    (CHAT, {"model": NAME, "messages": MESSAGES, "temperature": 3}),
+    (CHAT, {"model": NAME, "messages": MESSAGES, "stop": [1]}),
+    (CHAT, {"model": NAME, "messages": MESSAGES, "nonsense": 1}),
+    (CHAT, {"messages": MESSAGES}),
+    (TEXT, {"model": NAME, "prompt": {"a": 1}}),
+    (contract.PATH_DETOKENIZE, {"tokens": "x"}),
+    (contract.PATH_ABORT, {"all": False}),
+    (contract.PATH_ABORT, {"all": None}),
+    (contract.PATH_ABORT, {"all": True, "request_id": "x"}),
+    (contract.PATH_TOKENIZE, {"prompt": "x", "messages": MESSAGES}),
+    (contract.PATH_GENERATE, {"text": None}),
+]
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with running_frontend(write_model(tmp_path_factory.mktemp("model"))) as front:
+        echo = Echo(front.rank)
+        echo.start()
+        yield front
+        echo.stop()
+
+
+@pytest.fixture(scope="module")
+def document(front: Frontend) -> dict[str, Any]:
+    found: dict[str, Any] = front.get(contract.PATH_OPENAPI).json()
+    return found
+
+
+def validator(document: dict[str, Any], schema: dict[str, Any]) -> Validator:
+    return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+
+
+def body_validator(document: dict[str, Any], path: str) -> Validator:
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    return validator(document, content["application/json"]["schema"])
+
+
+def test_it_is_valid(document: dict[str, Any]) -> None:
+    assert document["openapi"] == "3.1.0"
+    for name, schema in document["components"]["schemas"].items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema.get("description") or name == "JsonValue", name
+    ids = [each["operationId"] for methods in document["paths"].values() for each in methods.values()]
+    assert len(set(ids)) == len(ids)
+    references = re.findall(r"'\$ref': '#/components/schemas/(\w+)'", str(document))
+    assert set(references) <= set(document["components"]["schemas"])
+
+
+def test_every_path_is_described_and_served(front: Frontend, document: dict[str, Any]) -> None:
+    told = set(document["paths"])
+    promised = {value for name, value in vars(contract).items() if name.startswith("PATH_")}
+    assert promised - told == {contract.PATH_OPENAPI, contract.PATH_DOCS}
+    for path, methods in document["paths"].items():
+        for method in methods:
+            response = front.http.request(method, front.url + path.replace("{name}", NAME), content=b"?")
+            assert response.status_code not in (404, 405), (method, path)
+            assert str(response.status_code) in methods[method]["responses"]
+
+
+@pytest.mark.parametrize(("path", "body"), GOOD)
+def test_what_it_allows_is_served_as_it_says(
+    front: Frontend, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    body_validator(document, path).validate(body)
+    response = front.post(path, **body)
+    assert response.status_code == 200, response.text
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    validator(document, content["application/json"]["schema"]).validate(response.json())
+    for header in document["paths"][path]["post"]["responses"]["200"]["headers"]:
+        assert header in response.headers
+
+
+@pytest.mark.parametrize(("path", "body"), BAD)
+def test_what_it_forbids_is_refused_as_it_says(
+    front: Frontend, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    assert list(body_validator(document, path).iter_errors(body))
+    response = front.post(path, **body)
+    assert response.status_code == 400
+    told = document["paths"][path]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    validator(document, told).validate(response.json())
+
+
+@pytest.mark.parametrize(
+    "path", [contract.PATH_MODELS, contract.PATH_SERVER_INFO, contract.PATH_STARTUPZ, "/livez"]
+)
+def test_what_is_asked_with_get(front: Frontend, document: dict[str, Any], path: str) -> None:
+    told = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    validator(document, told).validate(front.get(path).json())
+
+
+def test_the_page_for_people_shows_it(front: Frontend) -> None:
+    response = front.get(contract.PATH_DOCS)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "SwaggerUIBundle" in response.text and f"url: '{contract.PATH_OPENAPI}'" in response.text
+
+
+def test_operations_are_grouped_by_subject(document: dict[str, Any]) -> None:
+    tags = {
+        path: tag
+        for path, methods in document["paths"].items()
+        for each in methods.values()
+        for tag in each["tags"]
+    }
+    assert tags[CHAT] == tags[TEXT] == tags[contract.PATH_GENERATE] == "generation"
+    assert tags[contract.PATH_ABORT] == tags[contract.PATH_FLUSH_CACHE] == "administration"
+    assert set(tags.values()) == {"generation", "tokens", "administration", "service", "probes"}
+
+
+def test_a_stream_s_events_are_described(document: dict[str, Any]) -> None:
+    content = document["paths"][CHAT]["post"]["responses"]["200"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletionResponse"}
+    schema = content["text/event-stream"]["schema"]["contentSchema"]
+    assert schema == {"$ref": "#/components/schemas/ChatChunk"}
+    deadline = next(
+        each
+        for each in document["paths"][CHAT]["post"]["parameters"]
+        if each["name"] == "x-request-timeout-seconds"
+    )
+    assert (deadline["required"], deadline["schema"]["type"]) == (False, "number")
+    assert (deadline["schema"]["exclusiveMinimum"], deadline["schema"]["maximum"]) == (0, 86400)
+
+
+def test_without_keys_there_is_no_security_scheme(document: dict[str, Any]) -> None:
+    assert "securitySchemes" not in document["components"]
+    assert "403" in document["paths"][CHAT]["post"]["responses"]

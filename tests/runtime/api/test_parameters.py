@@ -1,0 +1,215 @@
+"""Every parameter of the generation endpoints reaches the scheduler as it was meant, and shows in the reply where it should."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frontend import NAME, TIMEOUT_SECONDS, Echo, Frontend, running_frontend, write_model
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from skiff_runtime.messages import FinishReason, GenerateRequest, SamplingSpec
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+NATIVE = "/generate"
+INPUTS: dict[str, dict[str, Any]] = {
+    CHAT: {"model": NAME, "messages": [{"role": "user", "content": "hi"}]},
+    TEXT: {"model": NAME, "prompt": "hi"},
+    NATIVE: {"text": "hi"},
+}
+TEMPLATE = (
+    "{{ bos_token }}{% if enable_thinking is defined %}thinking={{ enable_thinking }} {% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose template has an option."""
+    directory = write_model(tmp_path_factory.mktemp("model"))
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def front(model: Path) -> Iterator[Frontend]:
+    with running_frontend(model, allow_priority=True) as front:
+        yield front
+
+
+@pytest.fixture
+def client(front: Frontend) -> Iterator[OpenAI]:
+    with OpenAI(base_url=front.url + "/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0) as client:
+        yield client
+
+
+def received(front: Frontend, path: str, **options: Any) -> GenerateRequest:
+    """What the scheduler is told of a request, which is then ended."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(front.post, path, **{**INPUTS[path], **options})
+        request = front.rank.request()
+        front.rank.end(request.uid, FinishReason.LENGTH)
+        assert asked.result().status_code == 200
+    return request
+
+
+@pytest.mark.parametrize("path", INPUTS)
+@pytest.mark.parametrize(
+    ("options", "meaning"),
+    [
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 7}, {"top_k": 7}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"min_p": 0.25}, {"min_p": 0.25}),
+        ({"seed": -5}, {"seed": -5}),
+        ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"min_tokens": 3, "max_tokens": 9}, {"min_tokens": 3}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"stop_token_ids": [5, 9]}, {"stop_token_ids": (5, 9)}),
+        ({"presence_penalty": -1.5}, {"presence_penalty": -1.5}),
+        ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
+        ({"repetition_penalty": 1.25}, {"repetition_penalty": 1.25}),
+        ({"logit_bias": {"388": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (388, -100.0))}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_sampling(front: Frontend, path: str, options: dict[str, Any], meaning: dict[str, Any]) -> None:
+    sampling = received(front, path, **options).sampling
+    assert {name: getattr(sampling, name) for name in meaning} == meaning
+
+
+@pytest.mark.parametrize(("path", "most"), [(CHAT, 0), (TEXT, 16), (NATIVE, 0)])
+def test_a_request_that_asks_for_nothing_special(front: Frontend, path: str, most: int) -> None:
+    """Without a limit, a chat answer may fill the context (0), a completion has 16 tokens."""
+    request = received(front, path)
+    assert request.sampling == SamplingSpec(max_tokens=most, seed=request.sampling.seed)
+    assert (request.priority, request.text.stop, request.text.include_stop_str_in_output) == (0, (), False)
+
+
+@pytest.mark.parametrize("path", INPUTS)
+def test_text_options_and_priority(front: Frontend, path: str) -> None:
+    request = received(
+        front,
+        path,
+        stop=["END", "\n"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        priority=-3,
+        user="someone",
+    )
+    text = request.text
+    assert (text.stop, text.include_stop_str_in_output, text.skip_special_tokens) == (
+        ("END", "\n"),
+        True,
+        False,
+    )
+    assert request.priority == -3
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "told", "of_prompt"),
+    [
+        (CHAT, {"logprobs": True}, 0, None),
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, 20, None),
+        (CHAT, {"logprobs": False}, None, None),
+        (TEXT, {"logprobs": 0}, 0, None),
+        (TEXT, {"logprobs": 5}, 5, None),
+        (TEXT, {"logprobs": 5, "echo": True}, 5, 5),
+        (NATIVE, {"logprobs": 2}, 2, None),
+        (NATIVE, {"prompt_logprobs": 1}, None, 1),
+    ],
+)
+def test_how_many_log_probabilities_are_computed(
+    front: Frontend, path: str, options: dict[str, Any], told: int | None, of_prompt: int | None
+) -> None:
+    sampling = received(front, path, **options).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (told, of_prompt)
+
+
+@pytest.mark.parametrize("bias", [{"389": 1}, {"x": 1}, {"-1": 1}, {"05": 1}, {"٣": 1}, {"9" * 5000: 1}])
+def test_biases_are_for_tokens_of_the_vocabulary(front: Frontend, bias: dict[str, int]) -> None:
+    error = front.post(TEXT, **INPUTS[TEXT], logit_bias=bias).json()["error"]
+    assert error["param"] == "logit_bias" and "from 0 to 388" in error["message"]
+    assert len(error["message"]) < 300
+
+
+def rendered(front: Frontend, **options: Any) -> str:
+    ids = front.rank.prompt(received(front, CHAT, **options))
+    return front.rank.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_an_answer_that_continues_the_final_message(front: Frontend) -> None:
+    messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "The small"}]
+    plain = rendered(front, messages=messages)
+    assert plain.endswith("The small<|end|><|assistant|>")
+    assert rendered(front, messages=messages, continue_final_message=True) == plain.removesuffix(
+        "<|end|><|assistant|>"
+    )
+    no_prompt = rendered(front, messages=messages, add_generation_prompt=False)
+    assert no_prompt == plain.removesuffix("<|assistant|>")
+
+
+def test_options_of_the_chat_template(front: Frontend) -> None:
+    assert "thinking" not in rendered(front)
+    assert "thinking=False " in rendered(front, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_content_as_parts(front: Frontend) -> None:
+    parts = [{"type": "text", "text": "The small"}, {"type": "text", "text": " boat"}]
+    whole = rendered(front, messages=[{"role": "user", "content": "The small boat"}])
+    assert rendered(front, messages=[{"role": "user", "content": parts}]) == whole
+
+
+@pytest.fixture
+def echo(front: Frontend) -> Iterator[None]:
+    """Answers with the prompt."""
+    thread = Echo(front.rank)
+    thread.start()
+    yield
+    thread.stop()
+
+
+def test_the_fingerprint_tells_configurations_apart(
+    front: Frontend, client: OpenAI, model: Path, echo: None
+) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(model=NAME, messages=messages)
+    stream = list(client.chat.completions.create(model=NAME, messages=messages, stream=True))
+    text = client.completions.create(model=NAME, prompt="hi")
+    prints = {
+        whole.system_fingerprint,
+        text.system_fingerprint,
+        *(each.system_fingerprint for each in stream),
+    }
+    assert len(prints) == 1
+    [mine] = prints
+    assert mine is not None and mine.startswith("fp_")
+    with running_frontend(model, page_size=32) as other:
+        second = Echo(other.rank)
+        second.start()
+        assert other.post(TEXT, **INPUTS[TEXT]).json()["system_fingerprint"] != mine
+        second.stop()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_continuous_usage(client: OpenAI, echo: None, copies: int) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = list(
+        client.completions.create(
+            model=NAME, prompt="The small boat", n=copies, stream=True, stream_options=options
+        )
+    )
+    assert last.usage is not None and last.choices == []
+    counts = []
+    for chunk in chunks:
+        assert chunk.usage is not None and chunk.usage.prompt_tokens == last.usage.prompt_tokens
+        counts.append(chunk.usage.completion_tokens)
+    assert counts == sorted(counts) and 1 <= counts[0] < counts[-1] == last.usage.completion_tokens
+    assert last.usage.completion_tokens == copies * last.usage.prompt_tokens

@@ -1,0 +1,276 @@
+"""Request bodies: what is accepted, and one clear sentence about what is not."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+
+from skiff_runtime.api.refusals import UNSUPPORTED_FIELDS
+from skiff_runtime.api.schemas.request_bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    Strict,
+)
+from skiff_runtime.api.schemas.validation import parse
+from skiff_runtime.errors import InvalidRequest
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def parsed(kind: type[Strict], body: dict[str, Any]) -> Any:
+    return parse(kind, json.dumps(body).encode())
+
+
+def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, raw)
+    assert caught.value.status == 400
+    message = caught.value.message
+    assert len(message) < 400
+    assert "pydantic" not in message and "Traceback" not in message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatCompletionRequest, chat.CompletionCreateParamsStreaming),
+        (CompletionRequest, completions.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(kind: type[Strict], params: Any) -> None:
+    names = set(params.__annotations__)
+    for base in params.__orig_bases__:
+        names |= set(getattr(base, "__annotations__", {}))
+    assert len(names) > 15
+    assert names - set(kind.model_fields) == set()
+
+
+def test_advice_is_only_given_on_known_fields() -> None:
+    nested = {"name"}
+    assert (
+        set(UNSUPPORTED_FIELDS)
+        - set(ChatCompletionRequest.model_fields)
+        - set(CompletionRequest.model_fields)
+        == nested
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "x", "format": "wav"}),
+        ("function_call", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("metadata", {"a": "b"}),
+        ("moderation", {"model": "x"}),
+        ("prompt_cache_key", "x"),
+        ("prompt_cache_options", {"a": 1}),
+        ("prompt_cache_retention", "24h"),
+        ("safety_identifier", "x"),
+        ("modalities", ["text", "audio"]),
+        ("best_of", 2),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "low"),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(field: str, value: object) -> None:
+    error = refused(ChatCompletionRequest, json.dumps({**CHAT, field: value}).encode())
+    assert error.message.startswith(f"'{field}") and "is not supported yet: " in error.message
+    assert error.code == "unsupported_parameter"
+    assert error.param is not None and error.param.startswith(field)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {
+            "n": 1,
+            "best_of": 1,
+            "logprobs": False,
+            "top_logprobs": 0,
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+        },
+        {"tools": None, "tool_choice": "none", "logit_bias": {}, "functions": []},
+        {"tools": [], "response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]},
+        {"stop": None, "seed": None, "temperature": None, "top_p": None, "stream": None, "max_tokens": None},
+        {"stop": "x", "seed": -(2**63), "temperature": 2, "top_p": 1, "top_k": -1, "min_p": 0},
+        {"max_tokens": 7, "max_completion_tokens": 7, "stop_token_ids": [5], "ignore_eos": True, "user": "u"},
+    ],
+)
+def test_values_that_mean_the_default_are_accepted(extra: dict[str, Any]) -> None:
+    parsed(ChatCompletionRequest, {**CHAT, **extra})
+
+
+def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parsed(
+        ChatCompletionRequest, {**CHAT, "messages": [answer, {"role": "developer", "content": parts}]}
+    )
+    assert [part.text for part in body.messages[1].content or ()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"temperature": 2.1}, "temperature", "less than or equal to 2, not 2.1"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0, not 0"),
+        ({"min_p": -0.1}, "min_p", "greater than or equal to 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -5}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": 10**12}, "max_tokens", "less than or equal to"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "send only the latter"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"stop": ""}, "stop[0]", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ["a" * 257]}, "stop[0]", "at most 256 characters"),
+        ({"stop": 5}, "stop", "must be a string or a list"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 2.1}, "repetition_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5", "valid number"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "at most 1024 items"),
+        ({"top_logprobs": 2}, None, 'needs "logprobs": true'),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"min_tokens": 6, "max_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"priority": 1001}, "priority", "less than or equal to 1000"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, None, "send only one of"),
+        ({"chat_template_kwargs": {str(n): 1 for n in range(65)}}, "chat_template_kwargs", "at most 64"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "should be an object"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, None, 'needs "stream": true'),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        (
+            {"temprature": 1},
+            "temprature",
+            "unknown field 'temprature'; remove it, or did you mean 'temperature'?",
+        ),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": [5]}, "messages[0]", "object"),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages[0].role",
+            "'system', 'developer', 'user'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "needs 'content'"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0]",
+            "needs 'content', a string or a list",
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "should be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "bob"}]},
+            "messages[0].name",
+            "not supported yet",
+        ),
+        ({"model": None}, "model", "valid string"),
+    ],
+)
+def test_one_sentence_names_the_fault(changes: dict[str, Any], param: str | None, says: str) -> None:
+    error = refused(ChatCompletionRequest, json.dumps({**CHAT, **changes}).encode())
+    assert (error.param, says in error.message) == (param, True), error.message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        json.dumps({f"k{n}": n for n in range(10_000)}).encode(),
+        json.dumps({**CHAT, "messages": [1] * 10_000}).encode(),
+    ],
+)
+def test_bodies_that_are_not_even_json(raw: bytes) -> None:
+    refused(ChatCompletionRequest, raw)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "meaning"),
+    [
+        ("x", ["x"]),
+        (["x"], ["x"]),
+        (["x", "y"], ["x", "y"]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        (["x", [7]], ["x", [7]]),
+        ("", [""]),
+        ([], [[]]),
+    ],
+)
+def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
+    assert parsed(CompletionRequest, {"model": "m", "prompt": prompt}).prompt == meaning
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 items"),
+        ({"prompt": ["x"] * 513, "n": 2}, None, "ask for 1026 answers; send at most 1024"),
+        ({"prompt": ["x", 5]}, "prompt[1]", "valid string"),
+        ({"prompt": [1, -5]}, "prompt[0][1]", "greater than or equal to 0, not -5"),
+        ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),
+        ({"prompt": 5}, "prompt", "must be a string, a list of token ids, or a list of those"),
+        ({"prompt": ...}, "prompt", "is missing"),
+        ({"best_of": 3}, "best_of", "not supported yet"),
+        ({"echo": 1}, "echo", "valid boolean"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"max_tokens": 0}, None, 'needs "echo": true'),
+        ({"min_tokens": 17}, None, "no more than 16 tokens"),
+        ({"suffix": "end"}, "suffix", "not supported yet"),
+    ],
+)
+def test_completions(changes: dict[str, Any], param: str | None, says: str) -> None:
+    body = {key: value for key, value in {**TEXT, **changes}.items() if value is not ...}
+    error = refused(CompletionRequest, json.dumps(body).encode())
+    assert (error.param, says in error.message) == (param, True), error.message
+
+
+@pytest.mark.parametrize("body", [{}, {"text": "x", "token_ids": [1]}])
+def test_the_native_endpoint_takes_one_input(body: dict[str, Any]) -> None:
+    assert "either 'text' or 'token_ids'" in refused(GenerateBody, json.dumps(body).encode()).message

@@ -1,0 +1,237 @@
+"""Sweeps over request rates: traces, shared prefixes, recorded conversations, goodput, plot and comparison."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from canned_server import CannedServer, canned_server
+
+from skiff_runtime.bench.flag_types import Span
+from skiff_runtime.bench.online.arrival_trace import Arrival, at_rate, read_trace
+from skiff_runtime.bench.online.dataset import read_dataset
+from skiff_runtime.bench.online.load_generator import Limits
+from skiff_runtime.bench.online.results import Objective, summarize
+from skiff_runtime.bench.online.runner import Plan, measure
+from skiff_runtime.bench.workload import Prefixes, Sample, shared_prefixes, shared_texts
+from skiff_runtime.errors import ConfigError
+
+SHAREGPT = [
+    {
+        "conversations": [
+            {"from": "system", "value": "S"},
+            {"from": "human", "value": "Q"},
+            {"from": "gpt", "value": "A" * 40},
+        ]
+    },
+    {"conversations": [{"from": "gpt", "value": "an answer to nothing"}]},
+    {"conversations": []},
+]
+
+
+@pytest.fixture
+def server() -> Iterator[CannedServer]:
+    with canned_server() as running:
+        yield running
+
+
+def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "skiff_runtime", "bench", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "text"),
+    [
+        ("a.jsonl", "ms", '{"timestamp": 3000, "input_length": 7, "output_length": 2, "hash_ids": [1]}\n'
+                          '{"timestamp": 1000, "input_length": 5, "output_length": 3}\n'),
+        ("b.csv", "s", "Timestamp,Model,Request tokens,Response tokens\n1,m,5,3\n2,m,9,0\n3,m,7,2\n"),
+        ("c.csv", "s", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,5,3\n"
+                       "2023-11-16 18:15:48.6805900,7,2\n"),
+    ],
+)  # fmt: skip
+def test_traces_are_read_whatever_they_call_their_columns(
+    tmp_path: Path, name: str, unit: str, text: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert read_trace(file, unit) == [Arrival(0.0, 5, 3), Arrival(2.0, 7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.jsonl", "", "holds no request"),
+        ("a.jsonl", "{", "line 1"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5}', "line 1: 'output_length' is missing"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 5.5, "output_length": 1}',
+            "input_length must be a whole",
+        ),
+        ("a.jsonl", '{"timestamp": "soon", "input_length": 5, "output_length": 1}', "timestamp must be"),
+        ("a.csv", "timestamp,input_length,output_length\n1,0,1\n", "line 2: input_length"),
+        ("a.csv", "timestamp,input_length,output_length\nnan,1,1\n", "timestamp must be"),
+    ],
+)
+def test_a_malformed_trace_is_refused_by_line(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        read_trace(tmp_path / name, "s")
+
+
+def test_a_pattern_of_arrivals_keeps_its_shape_at_another_rate() -> None:
+    assert at_rate([0.0, 1.0, 1.0, 6.0], 2.0) == [0.0, 0.25, 0.25, 1.5]
+    assert at_rate([0.0, 1.0], float("inf")) == [0.0, 0.0]
+    assert at_rate([0.0], 2.0) == [0.0]
+
+
+def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
+    plan = Prefixes(groups=3, per_group=4, tokens=20)
+    samples = shared_prefixes(plan, Span(5, 9), Span(2, 2), 1000, np.random.default_rng(0))
+    prompts = [each.prompt for each in samples]
+    heads = [tuple(prompt[:20]) for prompt in prompts]
+    assert sorted(heads.count(head) for head in set(heads)) == [4, 4, 4]
+    assert len({tuple(map(str, prompt)) for prompt in prompts}) == 12
+    assert all(25 <= len(prompt) <= 29 for prompt in prompts)
+    texts = shared_texts(plan, Span(5, 5), Span(2, 2), np.random.default_rng(0))
+    assert len({each.prompt[0]["content"] for each in texts}) == 3  # type: ignore[index]
+
+
+def test_sharegpt_gives_first_questions_and_the_length_of_their_answers(tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps(SHAREGPT))
+    generator = np.random.default_rng(0)
+    [chat] = read_dataset(file, 1, None, chat=True, generator=generator)
+    asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    assert chat == Sample(asked, 10)
+    assert read_dataset(file, 1, Span(3, 3), chat=False, generator=generator) == [Sample("Q", 3)]
+    file.write_text('[{"conversations": 5}]')
+    with pytest.raises(ConfigError, match="ShareGPT"):
+        read_dataset(file, 1, None, chat=True, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("objective", "met"),
+    [
+        (Objective(), 4),
+        (Objective(ttft_ms=60_000, itl_ms=60_000), 4),
+        (Objective(ttft_ms=0.001), 0),
+        (Objective(itl_ms=1.0), 1),  # the answer of one token has no inter-token latency
+    ],
+)
+def test_goodput_counts_what_kept_both_limits(server: CannedServer, objective: Objective, met: int) -> None:
+    server.token_seconds = 0.02
+    samples = [Sample("x", count) for count in (3, 3, 3, 1)] + [Sample("busy", 1)]
+    plan = Plan(
+        url=server.url,
+        model="canned",
+        endpoint="completions",
+        samples=samples,
+        arrivals=[0.0] * 5,
+        temperature=0,
+        seed=0,
+        ignore_eos=True,
+        limits=Limits(None, 30.0, 60.0),
+    )
+    figures = summarize(*measure(plan, title="test"), objective)
+    assert (figures["slo_met"], figures["slo_met_share"]) == (met, met / 5)
+    assert figures["goodput_requests_per_second"] == met / figures["duration_seconds"]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str, list[dict[str, Any]]]:
+    """A sweep over two rates with a plot: folder, result, standard output and what the server was sent."""
+    folder = tmp_path_factory.mktemp("sweep")
+    flags = [
+        "--request-rate",
+        "50,100",
+        "--num-prompts",
+        "10",
+        "--slo-itl-ms",
+        "5000",
+        "--api-key",
+        "secret-7",
+    ]
+    files = ["--output", str(folder / "a.json"), "--plot", str(folder / "a.png")]
+    with canned_server() as server:
+        done = bench("serve", "--url", server.url, "--input-len", "4", "--output-len", "3", *flags, *files)
+        assert done.returncode == 0, done.stderr
+        assert set(server.authorizations) == {"Bearer secret-7"}
+        return folder, json.loads((folder / "a.json").read_bytes()), done.stdout, server.bodies
+
+
+def test_a_sweep_measures_each_rate_with_prompts_of_its_own(
+    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
+) -> None:
+    folder, result, shown, bodies = swept
+    assert [run["request_rate"] for run in result["runs"]] == ["50", "100"]
+    assert [run["succeeded"] for run in result["runs"]] == [10, 10]
+    assert result["options"]["request_rate"] == "50,100"
+    assert len({tuple(body["prompt"]) for body in bodies}) == len(bodies) == 22  # each rate has a warm-up
+    assert "ITL p50" in shown and "10 of 10, within ITL 5000 ms" in " ".join(shown.split())
+    assert "secret-7" not in (folder / "a.json").read_text()
+
+
+def test_a_sweep_is_drawn(swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]]) -> None:
+    picture = (swept[0] / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_two_results_are_compared_rate_by_rate(
+    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
+) -> None:
+    folder, result, _, _ = swept
+    result = json.loads(json.dumps(result))
+    result["runs"] = [result["runs"][1]]
+    result["runs"][0]["ttft_ms"]["p50"] *= 2
+    result["options"]["seed"] = 5
+    (folder / "b.json").write_text(json.dumps(result))
+    done = bench(
+        "compare", str(folder / "a.json"), str(folder / "b.json"), "--output", str(folder / "c.json")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "at 100 requests a second" in done.stdout and "at 50" not in done.stdout
+    assert "seed differs: 0 and 5" in done.stdout
+    rows = json.loads((folder / "c.json").read_bytes())["rates"]["100"]
+    assert rows["TTFT p50, ms"]["ratio"] == pytest.approx(2.0) and rows["requests/s"]["ratio"] == 1.0
+
+
+def test_what_is_no_result_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"benchmark": "offline"}')
+    done = bench("compare", str(tmp_path / "x.json"), str(tmp_path / "x.json"))
+    assert done.returncode == 2 and "x.json is no result of" in done.stderr
+
+
+def test_a_trace_keeps_its_lengths_and_its_pace(server: CannedServer, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("timestamp,input_length,output_length\n5,3,2\n5.3,6,4\n5.3,9,1\n")
+    done = bench(
+        "serve", "--url", server.url, "--trace", str(trace), "--warmup", "0", "--output", str(tmp_path / "r")
+    )
+    assert done.returncode == 0, done.stderr
+    lengths = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies]
+    assert lengths[0] == (3, 2)
+    assert sorted(lengths[1:]) == [(6, 4), (9, 1)]  # two that are sent at one moment
+    [run] = json.loads((tmp_path / "r").read_bytes())["runs"]
+    assert run["request_rate"] == "recorded" and run["duration_seconds"] >= 0.3
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--trace", "t", "--dataset", "d"), "--trace and --dataset"),
+        (("--trace", "t", "--input-len", "5"), "leave out --input-len"),
+        (("--prefix-groups", "2", "--num-prompts", "5"), "leave out --num-prompts"),
+        (("--request-rate", "1,1"), "names a rate twice"),
+        (("--request-rate", "1,zero"), "--request-rate"),
+        (("--request-rate", "inf", "--plot", "p.png"), "--plot draws"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(flags: tuple[str, ...], complaint: str) -> None:
+    done = bench("serve", "--model", "m", *flags)
+    assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,117 @@
+"""Greedy tokens of the engine equal those of transformers, whatever the steps, pages and slots."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import Driver, generate, make_engine
+from tiny_models import FAMILIES, greedy_tokens, load_reference, make_model, oracle_choices, oracle_logits
+from tiny_tokenizer import VOCAB_SIZE
+
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 7, 33)
+COUNT = 12
+
+Model = tuple[Path, Any]
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    """Prompts of mixed lengths, some of which share a prefix."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    prompts[5][:32] = prompts[8][:32]
+    return prompts
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_model(tmp_path_factory.mktemp(request.param), request.param, seed=3)
+    return path, load_reference(path)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama", seed=4)
+
+
+@pytest.mark.parametrize(("page_size", "budget", "slots"), [(1, 24, 5), (16, 1024, 8), (64, 16, 3)])
+def test_equal_to_transformers(model: Model, page_size: int, budget: int, slots: int) -> None:
+    path, reference = model
+    prompts = random_prompts(seed=5)
+    engine = make_engine(path, page_size=page_size)
+    try:
+        engine.warmup()
+        got = generate(engine, prompts, COUNT, page_size=page_size, budget=budget, slots=slots)
+    finally:
+        engine.close()
+    assert got == oracle_choices(reference, prompts, got)
+
+
+def test_rows_that_compute_nothing_else_than_their_cached_prefix_leaves(llama: Path) -> None:
+    """A second request reads the first one's pages, in a step where the first one decodes."""
+    reference = load_reference(llama)
+    first, second = random_prompts(9)[9], [*random_prompts(9)[9][:64], 5, 6, 7]
+    engine = make_engine(llama, page_size=16)
+    driver = Driver(engine, 16, seed=2)
+    a = driver.open(0, first)
+    driver.step([(a, 100)])
+    b = driver.open(1, second, shared=a, cached=64)
+    driver.step([(a, 1), (b, 3)], decode_rows=1)
+    for _ in range(6):
+        driver.step([(a, 1), (b, 1)], decode_rows=2)
+    engine.close()
+    assert a.output == greedy_tokens(reference, first, 8)
+    assert b.output == greedy_tokens(reference, second, 7)
+
+
+def test_steps_launched_ahead_read_tokens_on_the_device(llama: Path) -> None:
+    engine = make_engine(llama, page_size=4)
+    driver = Driver(engine, 4)
+    prompt = random_prompts(1)[6]
+    row = driver.open(3, prompt)
+    handles = [driver.launch([(row, len(prompt))])] + [driver.launch([(row, 1)]) for _ in range(9)]
+    tokens = [int(handle.result().tokens[0]) for handle in handles]
+    engine.close()
+    assert tokens == greedy_tokens(load_reference(llama), prompt, 10)
+
+
+def test_a_slot_and_pages_used_again(llama: Path) -> None:
+    """Preemption: output becomes part of what is known, and is computed anew in another slot."""
+    engine = make_engine(llama, page_size=16)
+    driver = Driver(engine, 16)
+    prompt = random_prompts(2)[5]
+    row = driver.open(0, prompt)
+    driver.step([(row, 40)])
+    for _ in range(4):
+        driver.step([(row, 1)], decode_rows=1)
+    driver.release(row)
+    again = driver.open(6, [*prompt, *row.output])
+    driver.step([(again, 30)])
+    driver.step([(again, 15)])
+    driver.step([(again, 1)], decode_rows=1)
+    engine.close()
+    assert row.output + again.output == greedy_tokens(load_reference(llama), prompt, 7)
+
+
+def test_bfloat16_agrees_where_the_oracle_is_sure(tmp_path: Path) -> None:
+    """In bfloat16 the two round differently: each token must be the oracle's, or nearly as likely to it."""
+    path = make_model(tmp_path, "qwen3", seed=1, dtype=torch.bfloat16)
+    engine = make_engine(path, dtype="bfloat16", page_size=16)
+    prompts = random_prompts(3)
+    got = generate(engine, prompts, COUNT, page_size=16, budget=64, slots=8)
+    engine.close()
+    chosen = torch.tensor(got).flatten()
+    logits = torch.cat(oracle_logits(load_reference(path, torch.bfloat16), prompts, got))
+    behind = logits.amax(-1) - logits.gather(1, chosen[:, None]).squeeze(1)
+    assert behind.max() < 0.25
+    assert (logits.argmax(-1) == chosen).float().mean() > 0.9
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

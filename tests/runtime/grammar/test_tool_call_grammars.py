@@ -1,0 +1,140 @@
+"""Calls that a grammar enforces are read back by the parser of their format, with arguments that are valid."""
+
+import json
+from typing import Any
+
+import pytest
+from grammar_walker import Walker
+from jsonschema import Draft202012Validator
+
+from skiff_runtime.api.parsing.answer import ChatOutputParser
+from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from skiff_runtime.api.parsing.dialects import (
+    HERMES,
+    LIST,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_V11,
+    Tool,
+    ToolCallFormat,
+    select_tool_call_format,
+)
+from skiff_runtime.api.parsing.output_parser import allow_reasoning_before
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
+from skiff_runtime.api.parsing.tool_parser import Tools
+from skiff_runtime.grammar.spec import (
+    choice_grammar,
+    json_schema_grammar,
+    regex_grammar,
+    structural_tag_grammar,
+    to_structural_tag,
+)
+
+TOOLS = [
+    Tool("now", {"type": "object", "properties": {"zone": {"type": "string", "maxLength": 8}}, "required": ["zone"]}),
+    Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "null"]}}}),
+]  # fmt: skip
+SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+DIALECTS = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral, named": MISTRAL_V11,
+    "list": LIST,
+}
+
+
+@pytest.fixture(scope="module")
+def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    return Walker(tmp_path_factory.mktemp("model"))
+
+
+def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The content and the calls of a text."""
+    parser = dialect.parser(Tools(frozenset(SCHEMAS)))
+    deltas = [*parser.push(text), *parser.finish()]
+    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            call = calls.setdefault(delta.index, [delta.name or "", ""])
+            call[1] += delta.arguments
+    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) -> None:
+    dialect = DIALECTS[name]
+    grammar = structural_tag_grammar(dialect.calls(TOOLS, several=several), "tools")
+    texts = list(walker.walk(grammar, name, 12))
+    counts = set()
+    for text in texts:
+        content, calls = calls_of(dialect, text)
+        assert not content, text
+        for tool, arguments in calls:
+            Draft202012Validator(SCHEMAS[tool]).validate(arguments)
+        counts.add(len(calls))
+    assert texts
+    assert counts == {1} if not several else min(counts) == 1
+
+
+def test_a_call_or_an_answer(walker: Walker) -> None:
+    forms = [to_structural_tag(choice_grammar(["yes", "no"], "x")), HERMES.calls(TOOLS, several=False)]
+    seen = set()
+    for text in walker.walk(structural_tag_grammar({"type": "or", "elements": forms}, "x"), "either", 12):
+        content, calls = calls_of(HERMES, text)
+        assert (content in ("yes", "no")) != bool(calls)
+        seen.add(bool(calls))
+    assert seen == {True, False}
+
+
+def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
+    form = HERMES.triggered_calls_format(TOOLS)
+    assert form is not None
+    texts = list(walker.walk(structural_tag_grammar(form, "tools"), "free", 4))
+    assert texts
+    for text in texts:
+        for tool, arguments in calls_of(HERMES, text)[1]:
+            Draft202012Validator(SCHEMAS[tool]).validate(arguments)
+    assert LLAMA3.triggered_calls_format(TOOLS) is None
+
+
+@pytest.mark.parametrize("thinking", [ReasoningStart.OPENED, ReasoningStart.FREE])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        choice_grammar(["yes", "no"], "x"),
+        regex_grammar("[ab]{3}", "x"),
+        json_schema_grammar({"type": "integer", "minimum": 0, "maximum": 9}, "x"),
+    ],
+    ids=["choice", "regex", "schema"],
+)
+def test_grammars_behind_reasoning(walker: Walker, grammar: Any, thinking: ReasoningStart) -> None:
+    whole = allow_reasoning_before(grammar, thinking)
+    for text in walker.walk(whole, str(thinking), 8):
+        parser = ChatOutputParser(ReasoningParser(thinking), None)
+        deltas = [*parser.push(text), *parser.finish()]
+        content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+        assert content in ("yes", "no") or content.isdigit() or set(content) <= set("ab")
+        assert content
+        assert all(isinstance(delta, ContentDelta | ReasoningDelta) for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("choice", "template", "found"),
+    [
+        ("auto", None, None),
+        ("auto", "{{ messages }}", None),
+        ("auto", "{% if tools %}<tool_call>{% endif %}", HERMES),
+        ("auto", "{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
+        ("auto", "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}", MISTRAL_V11),
+        ("auto", "<|start_header_id|>{% if tools %}parameters{% endif %}", LLAMA3),
+        ("none", "{% if tools %}<tool_call>{% endif %}", None),
+        ("llama3", "{% if tools %}<tool_call>{% endif %}", LLAMA3),
+    ],
+)
+def test_the_format_is_found_in_the_template(
+    choice: str, template: str | None, found: ToolCallFormat | None
+) -> None:
+    assert select_tool_call_format(choice, template) is found

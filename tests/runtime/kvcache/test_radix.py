@@ -1,0 +1,174 @@
+"""The radix tree by example: matching, splitting, duplicates, namespaces, eviction order."""
+
+import numpy as np
+import pytest
+
+from skiff_runtime.kvcache.page_allocator import PageAllocator
+from skiff_runtime.kvcache.page_pool import PagePool
+from skiff_runtime.kvcache.prefix_cache import Handle, InsertResult, Int32, PrefixCache
+from skiff_runtime.kvcache.radix import RadixCache
+
+
+def ints(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+def insert(cache: PrefixCache, tokens: Int32, pages: Int32, salt: bytes = b"") -> InsertResult:
+    """Insert as a request that matched nothing."""
+    return cache.insert(tokens, pages, after=cache.match(ints(), salt=salt).handle, salt=salt)
+
+
+def matched(cache: PrefixCache, *tokens: int, salt: bytes = b"") -> list[int]:
+    return [int(page) for page in cache.match(ints(*tokens), salt=salt).pages]
+
+
+def test_only_whole_pages_match() -> None:
+    cache = RadixCache(page_size=2)
+    insert(cache, ints(1, 2, 3, 4), ints(7, 8))
+    assert matched(cache, 1, 2, 3, 4, 5) == [7, 8]
+    assert matched(cache, 1, 2, 3) == [7]
+    assert matched(cache, 1, 2, 3, 9) == [7]
+    assert matched(cache, 1) == []
+    assert matched(cache, 2, 1) == []
+    cache.check()
+
+
+def test_a_split_keeps_handles_and_locks() -> None:
+    cache = RadixCache(page_size=1)
+    whole = insert(cache, ints(1, 2, 3), ints(0, 1, 2)).handle
+    cache.lock(whole)
+    assert insert(cache, ints(1, 5), ints(0, 4)).handle.depth == 2
+    assert whole.depth == 3
+    assert cache.evict(9).tolist() == [4]
+    cache.unlock(whole)
+    cache.check()
+    assert cache.evict(9).tolist() == [1, 2, 0]
+
+
+def test_duplicates_are_named_with_the_pages_to_use_instead() -> None:
+    cache = RadixCache(page_size=2)
+    insert(cache, ints(1, 2, 3, 4), ints(0, 1))
+    again = insert(cache, ints(1, 2, 3, 4, 5, 6), ints(0, 8, 9))
+    assert (again.columns.tolist(), again.pages.tolist()) == ([1], [1])
+    assert matched(cache, 1, 2, 3, 4, 5, 6) == [0, 1, 9]
+    assert cache.cached_pages == 3
+
+
+def test_insert_goes_on_from_a_locked_prefix() -> None:
+    cache = RadixCache(page_size=1)
+    first = insert(cache, ints(1, 2), ints(0, 1)).handle
+    cache.lock(first)
+    second = cache.insert(ints(1, 2, 3), ints(0, 1, 5), after=first)
+    assert second.handle.depth == 3
+    assert len(second.columns) == 0
+    assert matched(cache, 1, 2, 3) == [0, 1, 5]
+
+
+def test_what_is_inserted_is_copied() -> None:
+    cache = RadixCache(page_size=1)
+    tokens, pages = ints(1, 2), ints(5, 6)
+    insert(cache, tokens, pages)
+    tokens[:], pages[:] = 0, 0
+    assert matched(cache, 1, 2) == [5, 6]
+
+
+def test_salts_do_not_share() -> None:
+    cache = RadixCache(page_size=1)
+    insert(cache, ints(1, 2), ints(0, 1))
+    insert(cache, ints(1, 2), ints(2, 3), salt=b"tenant")
+    assert matched(cache, 1, 2) == [0, 1]
+    assert matched(cache, 1, 2, salt=b"tenant") == [2, 3]
+    assert matched(cache, 1, 2, salt=b"stranger") == []
+    cache.check()
+
+
+def test_the_least_recently_used_leaf_goes_first_tail_first() -> None:
+    cache = RadixCache(page_size=1)
+    insert(cache, ints(1, 2, 3), ints(0, 1, 2))
+    insert(cache, ints(4, 5), ints(3, 4))
+    matched(cache, 1, 2, 3)
+    assert cache.evict(1).tolist() == [4]
+    assert matched(cache, 4, 5) == [3]
+    assert cache.evict(2).tolist() == [1, 2]
+    assert (cache.cached_pages, cache.evictable_pages) == (2, 2)
+    assert cache.evict(10).tolist() == [0, 3]
+    cache.check()
+
+
+def test_what_was_in_use_until_now_goes_last() -> None:
+    cache = RadixCache(page_size=1)
+    used = insert(cache, ints(1), ints(0)).handle
+    cache.lock(used)
+    insert(cache, ints(2), ints(1))
+    cache.match(ints(2))
+    cache.unlock(used)
+    matched(cache, 3)
+    assert cache.evict(1).tolist() == [1]
+
+
+def test_unlocking_too_often_is_an_error() -> None:
+    cache = RadixCache(page_size=1)
+    handle: Handle = insert(cache, ints(1), ints(0)).handle
+    cache.lock(handle)
+    cache.unlock(handle)
+    with pytest.raises(AssertionError, match="unlocked more often"):
+        cache.unlock(handle)
+
+
+def test_allocator_order_and_double_free() -> None:
+    pages = PageAllocator(4)
+    assert pages.allocate(3).tolist() == [0, 1, 2]
+    pages.free(ints(1, 0))
+    assert pages.allocate(2).tolist() == [1, 0]
+    pages.free(ints(2))
+    with pytest.raises(AssertionError, match="double free"):
+        pages.free(ints(2))
+    with pytest.raises(AssertionError, match="double free"):
+        pages.free(ints(1, 1))
+    with pytest.raises(AssertionError, match="3 pages asked of 2"):
+        pages.allocate(3)
+
+
+def test_memory_evicts_only_what_is_missing() -> None:
+    memory = PagePool(num_pages=4, page_size=1, cache="radix")
+    insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
+    assert (memory.free_pages, memory.available_pages) == (1, 4)
+    assert sorted(memory.allocate(2).tolist()) == [2, 3]
+    assert memory.evicted_pages == 1
+    memory.check(ints(2, 3))
+
+
+@pytest.mark.parametrize(("owned", "fault"), [(ints(), "held 0 times"), (ints(0, 0), "held 2 times")])
+def test_check_notices_leaks_and_shares(owned: Int32, fault: str) -> None:
+    memory = PagePool(num_pages=2, page_size=1, cache="radix")
+    memory.allocate(1)
+    with pytest.raises(AssertionError, match=fault):
+        memory.check(owned)
+
+
+def test_a_flush_frees_what_nobody_holds() -> None:
+    memory = PagePool(num_pages=6, page_size=1, cache="radix")
+    insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
+    insert(memory.cache, ints(1, 5), ints(0, *memory.allocate(1)))
+    held = memory.cache.match(ints(1, 5))
+    memory.cache.lock(held.handle)
+    assert sorted(memory.flush().tolist()) == [1, 2]
+    assert (memory.free_pages, memory.evicted_pages) == (4, 0)
+    memory.cache.unlock(held.handle)
+    assert sorted(memory.flush().tolist()) == [0, 3]
+    assert (memory.free_pages, memory.cache.cached_pages) == (6, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_the_depth_is_what_a_match_finds(page_size: int) -> None:
+    random = np.random.default_rng(3)
+    cache, page = RadixCache(page_size), 0
+    for _ in range(200):
+        tokens = random.integers(0, 2, int(random.integers(0, 20))).astype(np.int32)
+        salt = [b"", b"salt"][int(random.integers(0, 2))]
+        depth = cache.depth(tokens, salt=salt)
+        assert depth == cache.match(tokens, salt=salt).handle.depth
+        count = len(tokens) // page_size
+        insert(cache, tokens[: count * page_size], ints(*range(page, page + count)), salt)
+        assert cache.depth(tokens, salt=salt) == count
+        page += count

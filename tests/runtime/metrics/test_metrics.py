@@ -1,0 +1,223 @@
+"""The exposition: well formed, true to what was noted, every metric of the contract on it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from skiff_runtime import contract
+from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.metrics.definitions import Metrics
+from skiff_runtime.metrics.exposition import MAX_FORMATS, METRICS_TTL_SECONDS, MetricsExposition
+from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
+
+STATS = StepStats(
+    queued=3,
+    running=2,
+    pages_total=100,
+    pages_free=60,
+    pages_cached=15,
+    page_size=16,
+    step_seconds=0.02,
+    prefill_tokens=30,
+    decode_tokens=2,
+    preempted=1,
+    evicted_pages=4,
+    prefill_rows=3,
+    queued_tokens=900,
+    lookup_tokens=40,
+    hit_tokens=16,
+    queue_seconds=[0.001, 0.2],
+)
+
+
+def make() -> Metrics:
+    return Metrics(
+        in_flight=lambda: 7,
+        connections=lambda: 9,
+        ready=lambda: True,
+        phase_seconds=lambda: {"weights": 1.5},
+        heartbeats=lambda: [("rank0", True, 0.5), ("tokenizer0", False, 61.0)],
+    )
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    page, _ = MetricsExposition(metrics).read()
+    for family in text_string_to_metric_families(page.decode()):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in found, "a series appears twice"
+            found[key] = sample.value
+    return found
+
+
+def test_every_metric_of_the_contract_is_exposed() -> None:
+    names = {
+        value
+        for name, value in vars(contract).items()
+        if name.startswith(("METRIC_", "ROUTING_")) and isinstance(value, str)
+    }
+    exposed = {key.partition("{")[0] for key in samples(make())}
+    plain = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in exposed}
+    assert names - plain == set()
+    assert plain - names == set()
+
+
+def test_the_documentation_tells_each_metric_s_type_and_labels() -> None:
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    told = {
+        row[0].strip("`"): (row[1], tuple(re.findall(r"`(\w+)`", row[2]))) for row in rows if len(row) == 4
+    }
+    families = [family for family in make().families() if not family.name.startswith("sglang:")]
+    assert len(families) > 25
+    for family in families:
+        assert told.get(family.name) == (family.kind, family.labels), family.name
+
+
+def test_gauges_are_those_of_the_last_step() -> None:
+    metrics = make()
+    metrics.note_step(StepStats(running=50), generated=0)
+    metrics.note_step(STATS, generated=2)
+    found = samples(metrics)
+    assert found["skiff_requests_queued"] == found["sglang:num_queue_reqs"] == 3
+    assert found["skiff_requests_running"] == found["sglang:num_running_reqs"] == 2
+    assert found["skiff_kv_cache_usage_ratio"] == found["sglang:token_usage"] == 0.25
+    assert found["sglang:cache_config_info{num_pages=100,page_size=16}"] == 1
+    assert [found[f"skiff_kv_cache_pages{{state={state}}}"] for state in ("free", "cached", "used")] == [
+        60,
+        15,
+        25,
+    ]
+    assert found["skiff_requests_in_flight"] == 7
+    assert found["skiff_ready"] == 1
+    assert (found["skiff_http_connections"], found["skiff_queued_prompt_tokens"]) == (9, 900)
+    assert [found[f"skiff_process_up{{process={name}}}"] for name in ("rank0", "tokenizer0")] == [1, 0]
+    assert found["skiff_process_heartbeat_age_seconds{process=tokenizer0}"] == 61
+    assert found["skiff_start_phase_seconds{phase=weights}"] == 1.5
+
+
+def test_counters_add_up() -> None:
+    metrics = make()
+    for _ in range(3):
+        metrics.note_step(STATS, generated=2)
+        metrics.record_usage(Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4))
+    metrics.record_request(Endpoint.CHAT, Outcome.FINISHED, 0.3)
+    metrics.record_request(Endpoint.CHAT, Outcome.REJECTED, 0.0)
+    metrics.record_abort(AbortReason.DEADLINE)
+    for status in (400, 422, 429, 503, 401):
+        metrics.record_rejection(status)
+    found = samples(metrics)
+    assert found["skiff_generation_tokens_total"] == 6
+    assert found["skiff_prompt_tokens_total"] == 30
+    assert found["skiff_cached_tokens_total"] == 12
+    assert found["skiff_preemptions_total"] == 3
+    assert found["skiff_evicted_pages_total"] == 12
+    assert found["skiff_requests_total{endpoint=chat,outcome=finished}"] == 1
+    assert found["skiff_requests_total{endpoint=chat,outcome=rejected}"] == 1
+    assert found["skiff_requests_total{endpoint=generate,outcome=failed}"] == 0
+    assert found["skiff_e2e_request_latency_seconds_count{endpoint=chat}"] == 1
+    assert found["skiff_aborted_requests_total{reason=deadline}"] == 1
+    assert found["skiff_aborted_requests_total{reason=disconnect}"] == 0
+    reasons = ("invalid", "queue_full", "unavailable", "unauthorized", "too_large")
+    assert [found[f"skiff_rejected_requests_total{{reason={each}}}"] for each in reasons] == [2, 1, 1, 1, 0]
+    assert (found["skiff_request_prompt_tokens_sum"], found["skiff_request_generation_tokens_sum"]) == (
+        30,
+        15,
+    )
+    assert (found["skiff_prefix_cache_queries_total"], found["skiff_prefix_cache_hits_total"]) == (120, 48)
+    assert found["skiff_request_queue_time_seconds_count"] == 6
+
+
+def test_steps_are_told_apart_by_kind() -> None:
+    metrics = make()
+    metrics.note_step(STATS, generated=2)
+    metrics.note_step(StepStats(step_seconds=0.5, prefill_tokens=9), generated=0)
+    metrics.note_step(StepStats(step_seconds=0.5, decode_tokens=9), generated=9)
+    metrics.note_step(StepStats(), generated=0)
+    found = samples(metrics)
+    counts = [
+        found[f"skiff_step_duration_seconds_count{{kind={kind}}}"] for kind in ("prefill", "decode", "mixed")
+    ]
+    assert counts == [1, 1, 1]
+    assert found["skiff_step_tokens_sum"] == 32 + 9 + 9
+    assert (found["skiff_prefill_batch_requests_sum"], found["skiff_prefill_batch_requests_count"]) == (3, 1)
+    assert (found["skiff_decode_batch_requests_sum"], found["skiff_decode_batch_requests_count"]) == (11, 2)
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    metrics = make()
+    values = [0.0005, 0.001, 0.0011, 0.0011, 0.02, 100.0]
+    for value in values:
+        metrics.itl.observe(value)
+    found = samples(metrics)
+    buckets = {
+        float(key.partition("le=")[2].rstrip("}")): value
+        for key, value in found.items()
+        if key.startswith("skiff_inter_token_latency_seconds_bucket")
+    }
+    assert buckets == {bound: sum(v <= bound for v in values) for bound in buckets}
+    assert buckets[float("inf")] == found["skiff_inter_token_latency_seconds_count"] == len(values)
+    assert found["skiff_inter_token_latency_seconds_sum"] == sum(values)
+
+
+def test_capacity_is_known_before_the_first_step() -> None:
+    metrics = make()
+    metrics.record_kv_capacity(1024, 16)
+    assert samples(metrics)["skiff_kv_cache_pages{state=free}"] == 64
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_page_is_kept_for_a_moment() -> None:
+    metrics, clock = make(), Clock()
+    page = MetricsExposition(metrics, clock=clock)
+    before, _ = page.read()
+    metrics.note_step(STATS, generated=2)
+    clock.now = 0.9 * METRICS_TTL_SECONDS
+    assert page.read()[0] == before
+    clock.now = METRICS_TTL_SECONDS
+    assert b"skiff_generation_tokens_total 2.0\n" in page.read()[0]
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8"),
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/plain;version=abc", "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/openmetrics-text;version=x, */*", "text/plain; version=0.0.4; charset=utf-8"),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.5,*/*;q=0.1",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores",
+        ),
+    ],
+)
+def test_a_scraper_gets_the_format_that_it_accepts(accept: str, kind: str) -> None:
+    page, content_type = MetricsExposition(make()).read(accept)
+    assert content_type == kind
+    parse = text_string_to_metric_families if "plain" in kind else openmetrics.text_string_to_metric_families
+    found = {sample.name: sample.value for family in parse(page.decode()) for sample in family.samples}
+    assert found["skiff_requests_in_flight"] == 7 and found["skiff_generation_tokens_total"] == 0
+    assert not [name for name in found if name.endswith("_created")]
+
+
+def test_formats_are_kept_in_a_bounded_number() -> None:
+    page = MetricsExposition(make(), clock=Clock())
+    for minor in range(3 * MAX_FORMATS):
+        page.read(f"text/plain;version=1.{minor}.0;escaping=dots")
+        page.read(f"application/openmetrics-text;version=1.{minor}.0")
+    assert len(page._pages) <= MAX_FORMATS

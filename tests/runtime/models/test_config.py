@@ -1,0 +1,167 @@
+"""Reading a model directory: what is understood, and what is refused with one clear message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import FAMILIES, edit_json, make_model
+
+from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.models.config import FAMILIES as ARCHITECTURES
+from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.models.rope import LinearScaling, Llama3Scaling
+
+OLD_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_model(tmp_path, request.param)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_model(tmp_path, "llama")
+
+
+def edited(path: Path, **changes: Any) -> ModelConfig:
+    edit_json(path / "config.json", **changes)
+    return read_model_config(path)
+
+
+def test_every_family_is_read(model: Path) -> None:
+    config = read_model_config(model)
+    assert config.architecture in ARCHITECTURES
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
+    assert config.eos_token_ids == (1,)
+    assert config.head_dim == (32 if config.architecture == "Qwen3ForCausalLM" else 16)
+
+
+def test_rope_of_both_styles(llama: Path) -> None:
+    assert read_model_config(llama).rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    old = edited(llama, rope_parameters=..., rope_theta=500000.0, rope_scaling=OLD_LLAMA3)
+    assert (old.rope_theta, old.rope_scaling) == (500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    linear = edited(llama, rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope_scaling == LinearScaling(2.0)
+    plain = edited(llama, rope_scaling=None)
+    assert plain.rope_scaling is None
+
+
+def test_dtype_of_both_styles(llama: Path) -> None:
+    assert edited(llama, dtype="bfloat16").dtype == "bfloat16"
+    assert edited(llama, dtype=..., torch_dtype="float16").dtype == "float16"
+    assert edited(llama, torch_dtype=...).dtype == "float32"
+
+
+def test_end_tokens_of_both_files_are_united(llama: Path) -> None:
+    edit_json(llama / "generation_config.json", eos_token_id=[7, 1, 9], temperature=0.6, top_k=20, top_p=0.95)
+    config = edited(llama, eos_token_id=[5, 1])
+    assert config.eos_token_ids == (1, 5, 7, 9)
+    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.6, 20, 0.95)
+    assert config.sampling.min_p is None
+
+
+def test_generation_config_may_be_absent(llama: Path) -> None:
+    (llama / "generation_config.json").unlink()
+    assert read_model_config(llama).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; supported are LlamaForCausal",
+        ),
+        ({"architectures": ...}, "must name the model's class"),
+        ({"vocab_size": ...}, "lacks 'vocab_size'"),
+        ({"hidden_size": "big"}, "'hidden_size' must be a positive whole number, not 'big'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive"),
+        ({"num_key_value_heads": 3}, "3 KV heads do not divide 4"),
+        ({"head_dim": 15}, "must be even"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"dtype": "float8"}, "dtype 'float8' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"by the method 'awq'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "'factor' must be above 0"),
+        ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"eos_token_id": "<end>"}, "must be a token id or a list"),
+        ({"tie_word_embeddings": "yes"}, "must be true or false"),
+    ],
+)
+def test_what_cannot_be_served_is_named(llama: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        edited(llama, **changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_k", 1e300), ("top_k", -2), ("temperature", -0.5), ("top_p", 1.5), ("min_p", -1), ("top_p", "x")],
+)
+def test_impossible_recommendations_are_named(llama: Path, key: str, value: object) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelError, match=rf"generation_config\.json: '{key}' must be"):
+        read_model_config(llama)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\ufffe", "[" * 100_000])
+def test_malformed_config_json(llama: Path, text: str) -> None:
+    (llama / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_config(llama)
+
+
+def test_missing_directory_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        read_model_config(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: No such file"):
+        read_model_config(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="is not a directory"):
+        read_model_config(tmp_path / "file")
+
+
+def test_sliding_window_of_mistral(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "mistral", sliding_window=128)
+    with pytest.raises(ModelError, match=r"sliding_window': 128.*--max-model-len 128 or less"):
+        read_model_config(path)
+    assert read_model_config(path, max_model_len=128).max_position_embeddings == 512
+    assert edited(path, sliding_window=512).architecture == "MistralForCausalLM"
+    with pytest.raises(ModelError, match="4096"):
+        edited(path, sliding_window=..., max_position_embeddings=8192)
+
+
+def test_sliding_window_of_qwen2(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen2")
+    assert edited(path, sliding_window=64, use_sliding_window=False).num_layers == 3
+    assert edited(path, layer_types=..., use_sliding_window=True, max_window_layers=3).num_layers == 3
+    with pytest.raises(ModelError, match="sliding-window"):
+        edited(path, max_window_layers=2)
+    with pytest.raises(ModelError, match="sliding-window"):
+        edited(path, layer_types=["full_attention", "sliding_attention", "full_attention"])
+
+
+def test_check_parallel(llama: Path) -> None:
+    config = read_model_config(llama)
+    check_tp_size(config, 2)
+    check_tp_size(config, 4)
+    with pytest.raises(ConfigError, match="--tp 3 does not divide the model's 4 attention heads"):
+        check_tp_size(config, 3)
+    with pytest.raises(ConfigError, match="--tp 8"):
+        check_tp_size(config, 8)
+
+
+def test_front_processes_can_read_it_without_torch() -> None:
+    code = "import sys, skiff_runtime.models.config as c; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

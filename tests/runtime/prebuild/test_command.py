@@ -1,0 +1,178 @@
+"""Kernels compiled ahead without a GPU, and where they are found."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from compiling import run_compiling
+from tiny_models import make_model
+
+from skiff_runtime.kernels import kernel_cache as cache
+
+pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
+
+
+def prebuild(
+    model: Path, directory: Path, *flags: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    command = ["-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
+    command += ["--kernel-cache-dir", str(directory), "--dtype", "bfloat16", "--max-running-requests", "1"]
+    return run_compiling(*command, *flags, variables=variables)
+
+
+def kernels(directory: Path) -> list[str]:
+    return sorted(path.stem for path in (directory / cache.TRITON_FOLDER).glob("*/*.cubin"))
+
+
+def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    directory = tmp_path / "kernels"
+    done = prebuild(model, directory, "--quantization", "fp8")
+    assert done.returncode == 0, done.stderr
+    found = kernels(directory)
+    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", done.stderr)) == found
+    for name in (
+        "decode_rows",
+        "_prefill",
+        "_place",
+        "prepare_inputs_kernel",
+        "sample_chunks_kernel",
+        "_one_token",
+        "_round",
+    ):
+        assert name in found
+    for name in (
+        "add_rms_norm_quantize_kernel",
+        "silu_and_mul_quantize_kernel",
+        "silu_and_mul_amax_kernel",
+        "quantize_chunk_kernel",
+    ):
+        assert name in found
+    for name in (
+        "chunk_maxima_kernel",
+        "partial_sums_kernel",
+        "gather_candidates_kernel",
+        "find_thresholds_kernel",
+        "_choose",
+    ):
+        assert name in found
+    for name in ("count_tokens_kernel", "_penalize", "apply_token_bitmask_kernel"):
+        assert name in found
+    assert_links(directory)
+    written = times(directory)
+    again = prebuild(model, directory, "--quantization", "fp8")
+    assert again.returncode == 0 and "kernel_compiled" not in again.stderr
+    assert times(directory) == written
+
+
+def times(directory: Path) -> dict[Path, int]:
+    return {
+        path: path.stat().st_mtime_ns for kind in ("cubin", "so") for path in directory.rglob(f"*.{kind}")
+    }
+
+
+def assert_links(directory: Path) -> None:
+    """What launches kernels is compiled, too, and asks for the driver's library by the name that it has where there is one."""
+    libraries = list(directory.rglob("*.so"))
+    assert {path.name.split(".")[0] for path in libraries} == {"cuda_utils", "__triton_launcher"}
+    for path in libraries:
+        needed = {part for part in path.read_bytes().split(b"\0") if part.startswith(b"libcuda")}
+        assert needed == {b"libcuda.so.1"}
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
+def test_a_compiler_that_is_missing_or_fails_is_named(tmp_path: Path, compiler: str) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", CC=compiler)
+    assert done.returncode == 2 and compiler in done.stderr and "python3-dev" in done.stderr
+    assert not kernels(tmp_path / "kernels")
+
+
+def test_heads_of_sixteen_numbers_over_a_cache_in_eight_bits(tmp_path: Path) -> None:
+    """Of which the tensor cores would have to multiply eight at a time."""
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    done = prebuild(model, tmp_path / "kernels", "--kv-cache-dtype", "fp8_e4m3")
+    assert done.returncode == 0, done.stderr
+    assert "decode_rows" in kernels(tmp_path / "kernels")
+
+
+def test_a_rank_of_several_has_kernels_of_its_own(tmp_path: Path) -> None:
+    """Where its sizes are in them; the others it has in common with a rank that is alone."""
+    model = make_model(tmp_path / "model", num_hidden_layers=1, head_dim=16)
+    compiled = []
+    for ranks in ("1", "2"):
+        done = prebuild(model, tmp_path / ranks, "--tp", ranks)
+        assert done.returncode == 0, done.stderr
+        folder = tmp_path / ranks / cache.TRITON_FOLDER
+        compiled.append({(path.stem, path.parent.name) for path in folder.glob("*/*.cubin")})
+    assert {name for name, _ in compiled[0]} == {name for name, _ in compiled[1]}
+    own = {name for name, _ in compiled[1] - compiled[0]}
+    assert own >= {"decode_rows", "_prefill", "_place", "_one_token", "silu_and_mul_kernel"}
+    assert not own & {"rms_norm_kernel", "prepare_inputs_kernel", "_write_cells"}
+
+
+def test_ranks_that_the_model_cannot_be_cut_over_are_refused(tmp_path: Path) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", "--tp", "3")
+    assert done.returncode == 2 and "--tp 3 does not divide" in done.stderr
+
+
+def test_architectures_are_checked(tmp_path: Path) -> None:
+    done = prebuild(tmp_path, tmp_path, "--arch", "hopper")
+    assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--quantization", "fp8"), ("--kv-cache-dtype", "fp8_e4m3")], ids=str)
+def test_eight_bits_are_refused_where_gpus_do_not_know_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", "--arch", "8.6", *flags)
+    assert done.returncode == 2 and "need compute capability 8.9 or more" in done.stderr, done.stderr
+    assert not kernels(tmp_path / "kernels")
+
+
+KEYS = """
+import sys
+from skiff_runtime.kernels.triton.runtime import cache_keys as keys
+from skiff_runtime.kernels.triton.attention.decode_attention import shared_prefix_attention_kernel, decode_rows
+
+settled = keys.compute_cache_keys()
+asked = (decode_rows, shared_prefix_attention_kernel) if sys.argv[1] == "rows" else (shared_prefix_attention_kernel, decode_rows)
+assert {each.cache_key for each in asked} < set(settled.values())
+print(*(f"{each.__name__} {each.cache_key}" for each in asked), *settled.items(), sep="\\n")
+"""
+
+
+def test_keys_do_not_depend_on_what_is_asked_for_first() -> None:
+    """A start launches the largest step first, and rehearsals the smallest."""
+    told = []
+    for first in ("rows", "prefixes"):
+        done = run_compiling("-c", KEYS, first, timeout_seconds=60)
+        assert done.returncode == 0, done.stderr
+        told.append(sorted(done.stdout.splitlines()))
+    assert told[0] == told[1] and len(told[0]) > 40
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(name, "unset")
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_writable_cache_is_used_in_place(tmp_path: Path) -> None:
+    cache.activate(tmp_path / "new", tmp_path / "scratch")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "new" / "triton")
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path / "new" / "flashinfer")
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_read_only_cache_is_read_and_new_kernels_go_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, scratch = tmp_path / "image", tmp_path / "scratch"
+    (image / "triton" / "KEY").mkdir(parents=True)
+    (image / "triton" / "KEY" / "k.cubin").write_bytes(b"code")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != image)  # root may write anywhere
+    cache.activate(image, scratch)
+    assert os.environ["TRITON_CACHE_DIR"] == str(scratch / "triton")
+    assert (scratch / "triton" / "KEY" / "k.cubin").read_bytes() == b"code"
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(scratch / "flashinfer")

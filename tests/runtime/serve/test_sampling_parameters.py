@@ -1,0 +1,232 @@
+"""What the parameters do to the tokens: the official client, a whole service, transformers as the oracle."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from openai import OpenAI
+from service import Service, running_service, wait_until
+from tiny_models import load_reference, make_model, oracle_logits
+from tiny_tokenizer import EOS_ID
+from tokenizers import Tokenizer
+
+NAME: Final = "tiny"
+PROMPT: Final = "The small boat crosses the harbour"
+CONTEXT: Final = 128
+COUNT: Final = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    return load_reference(model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[Service]:
+    flags = ("--served-model-name", NAME, "--max-model-len", str(CONTEXT), "--max-total-tokens", "4096")
+    with running_service(model, *flags) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[OpenAI]:
+    with OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def generate(service: Service, prompt: list[int], **options: Any) -> dict[str, Any]:
+    body = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, **options, "token_ids": prompt}
+    response = service.http.post(service.url + "/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def logits_after(reference: Any, tokens: list[int]) -> torch.Tensor:
+    [logits] = oracle_logits(reference, [tokens], [[0]])
+    return logits[0].clone()
+
+
+def greedy(reference: Any, prompt: list[int], change: Callable[[torch.Tensor, list[int]], None]) -> list[int]:
+    """Greedy tokens of logits that ``change`` has changed, given the output so far."""
+    output: list[int] = []
+    for _ in range(COUNT):
+        logits = logits_after(reference, prompt + output)
+        change(logits, output)
+        output.append(int(logits.argmax()))
+    return output
+
+
+def test_seeded_choices_are_the_requests_with_the_following_seeds(client: OpenAI) -> None:
+    together = client.completions.create(model=NAME, prompt=PROMPT, n=3, seed=40, temperature=1.0)
+    alone = [
+        client.completions.create(model=NAME, prompt=PROMPT, seed=40 + n, temperature=1.0).choices[0].text
+        for n in range(3)
+    ]
+    assert [choice.text for choice in together.choices] == alone
+    assert len(set(alone)) == 3
+
+
+def test_penalties(service: Service, reference: Any, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT).ids
+
+    def presence(logits: torch.Tensor, output: list[int]) -> None:
+        logits[sorted(set(output))] -= 2.0
+
+    def frequency(logits: torch.Tensor, output: list[int]) -> None:
+        for token, count in Counter(output).items():
+            logits[token] -= 1.5 * count
+
+    def repetition(logits: torch.Tensor, output: list[int]) -> None:
+        seen = sorted({*prompt, *output})
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.8, logits[seen] * 1.8)
+
+    def none(logits: torch.Tensor, output: list[int]) -> None:
+        pass
+
+    plain = generate(service, prompt)["token_ids"]
+    assert plain == greedy(reference, prompt, none)
+    for change, options in (
+        (presence, {"presence_penalty": 2.0}),
+        (frequency, {"frequency_penalty": 1.5}),
+        (repetition, {"repetition_penalty": 1.8}),
+    ):
+        told = generate(service, prompt, **options)["token_ids"]
+        assert told == greedy(reference, prompt, change)
+
+
+def test_biases_force_and_forbid(client: OpenAI, service: Service, tokenizer: Tokenizer) -> None:
+    boat = tokenizer.encode(" boat", add_special_tokens=False).ids[0]
+    answer = client.completions.create(
+        model=NAME, prompt=PROMPT, logit_bias={str(boat): 100}, max_tokens=4, temperature=1
+    )
+    assert answer.choices[0].text == tokenizer.decode([boat] * 4)
+    prompt = tokenizer.encode(PROMPT).ids
+    first = generate(service, prompt)["token_ids"][0]
+    assert first not in generate(service, prompt, logit_bias={str(first): -100})["token_ids"]
+
+
+def test_the_least_and_the_most_tokens(client: OpenAI) -> None:
+    """With the end forced by a bias, it comes as soon as it may, unless it is ignored."""
+    ends: Any = {"model": NAME, "prompt": PROMPT, "logit_bias": {str(EOS_ID): 100}, "temperature": 0}
+    for least in (0, 5):
+        answer = client.completions.create(**ends, extra_body={"min_tokens": least})
+        assert answer.usage is not None
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", least + 1)
+    answer = client.completions.create(**ends, max_tokens=7, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 7)
+
+
+def test_narrow_sampling_is_greedy(service: Service, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT).ids
+    plain = generate(service, prompt)["token_ids"]
+    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        assert generate(service, prompt, temperature=2.0, **narrow)["token_ids"] == plain
+    assert generate(service, prompt, temperature=2.0, seed=1)["token_ids"] != plain
+
+
+def test_stops(service: Service, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT).ids
+    tokens = generate(service, prompt)["token_ids"]
+    place = next(n for n in range(3, COUNT) if tokens[n] not in tokens[:n])
+    for shown in (False, True):
+        told = generate(service, prompt, stop_token_ids=[tokens[place]], include_stop_str_in_output=shown)
+        assert (told["finish_reason"], told["usage"]["completion_tokens"]) == ("stop", place + 1)
+        assert told["text"] == tokenizer.decode(tokens[: place + shown])
+    whole = tokenizer.decode(tokens)
+    stop = whole[5:9]
+    begin = whole.index(stop)
+    for shown in (False, True):
+        told = generate(service, prompt, stop=[stop], include_stop_str_in_output=shown)
+        assert (told["finish_reason"], told["text"]) == ("stop", whole[: begin + len(stop) * shown])
+
+
+def test_log_probabilities_of_the_answer(client: OpenAI, reference: Any, tokenizer: Tokenizer) -> None:
+    """They are the model's own, whatever the temperature."""
+    answer = client.completions.create(
+        model=NAME, prompt=PROMPT, logprobs=5, seed=3, temperature=1.7, max_tokens=COUNT,
+        extra_body={"ignore_eos": True, "skip_special_tokens": False},
+    )  # fmt: skip
+    told = answer.choices[0].logprobs
+    assert told is not None and told.tokens is not None and told.token_logprobs is not None
+    assert told.top_logprobs is not None and len(told.tokens) == COUNT
+    ids = native_ids(told.tokens, tokenizer)
+    [logits] = oracle_logits(reference, [tokenizer.encode(PROMPT).ids], [ids])
+    expected = logits.log_softmax(-1)
+    for row, token, value, top in zip(expected, ids, told.token_logprobs, told.top_logprobs, strict=True):
+        assert value == pytest.approx(float(row[token]), abs=2e-3)
+        assert sorted(top.values())[-5:] == pytest.approx(sorted(row.topk(5).values.tolist()), abs=2e-3)
+
+
+def native_ids(tokens: list[str], tokenizer: Tokenizer) -> list[int]:
+    """The ids of tokens as completions write them."""
+    by_text = {
+        tokenizer.decode([token], skip_special_tokens=False): token
+        for token in range(tokenizer.get_vocab_size())
+    }
+    found = []
+    for text in tokens:
+        if text.startswith("bytes:"):
+            text = "".join(_BYTE_LETTERS[int(code, 16)] for code in text[6:].split("\\x")[1:])
+            token = tokenizer.token_to_id(text)
+            assert token is not None, text
+        else:
+            token = by_text[text]
+        found.append(token)
+    return found
+
+
+def _byte_letters() -> list[str]:
+    """How byte-level BPE writes each byte in its vocabulary."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+_BYTE_LETTERS: Final = _byte_letters()
+
+
+def test_log_probabilities_of_an_echoed_prompt(client: OpenAI, reference: Any, tokenizer: Tokenizer) -> None:
+    """As evaluation harnesses ask for them: token ids in, nothing generated, twice because of the prefix cache."""
+    ids = tokenizer.encode(PROMPT).ids
+    [logits] = oracle_logits(reference, [ids[:1]], [ids[1:]])
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    for _ in range(2):
+        answer = client.completions.create(model=NAME, prompt=ids, echo=True, logprobs=1, max_tokens=0)
+        [choice] = answer.choices
+        assert choice.text == "<|begin|>" + PROMPT and choice.logprobs is not None
+        values = choice.logprobs.token_logprobs
+        assert values is not None and values[0] is None
+        assert values[1:] == pytest.approx(expected, abs=2e-3)
+        assert answer.usage is not None and answer.usage.total_tokens == len(ids)
+
+
+def test_a_chat_without_limit_fills_the_context(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (CONTEXT, "length")
+
+
+def test_cached_tokens_and_the_user(client: OpenAI, service: Service) -> None:
+    """A prompt is cached once it was served; who asked stands in the log."""
+    for expected in (0, 32):
+        answer = client.completions.create(model=NAME, prompt=[[7, 8, 9] * 12], max_tokens=1, user="walrus")
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == expected
+    wait_until(lambda: service.log_text().count("user=walrus") == 2)

@@ -1,0 +1,74 @@
+"""A rank beats while it waits for a step, and gives up on one that hangs."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from skiff_runtime.step import StepPlan, StepResult
+from skiff_runtime.worker import step_watchdog as patience
+from skiff_runtime.worker.step_watchdog import StepTimeout, StepWatchdog
+
+
+class Slow:
+    """An engine whose only step runs until ``done`` is set."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def launch(self, plan: StepPlan) -> "Slow":
+        return self
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self.done.wait(timeout_seconds)
+
+    def result(self) -> StepResult:
+        assert self.done.is_set()
+        return StepResult(np.array([7], np.int32))
+
+
+@pytest.fixture
+def plan() -> StepPlan:
+    none, one = np.empty(0, np.int32), np.ones(1, np.int32)
+    return StepPlan(
+        number=3,
+        slots=0 * one,
+        starts=0 * one,
+        lengths=5 * one,
+        samples=np.ones(1, np.bool_),
+        decode_rows=0,
+        opened=(),
+        page_slots=none,
+        page_columns=none,
+        page_ids=none,
+    )
+
+
+def test_a_long_step_is_no_silence(monkeypatch: pytest.MonkeyPatch, plan: StepPlan) -> None:
+    monkeypatch.setattr(patience, "HEARTBEAT_INTERVAL_SECONDS", 0.01)
+    slow, beats = Slow(), list[float]()
+
+    def beat() -> None:
+        beats.append(time.monotonic())
+        if len(beats) == 5:
+            slow.done.set()
+
+    handle = StepWatchdog(slow, timeout_seconds=60, beat=beat).launch(plan)
+    assert handle.result().tokens.tolist() == [7]
+    assert len(beats) == 5
+
+
+def test_a_step_that_hangs_is_given_up(plan: StepPlan) -> None:
+    beats = list[None]()
+    handle = StepWatchdog(Slow(), timeout_seconds=0.1, beat=lambda: beats.append(None)).launch(plan)
+    with pytest.raises(StepTimeout, match=r"step 3, of 5 tokens in 1 rows, took longer than 0\.1 s"):
+        handle.result()
+    assert beats
+
+
+def test_a_step_that_has_run_is_not_waited_for(plan: StepPlan) -> None:
+    slow, beats = Slow(), list[None]()
+    slow.done.set()
+    assert StepWatchdog(slow, timeout_seconds=60, beat=lambda: beats.append(None)).launch(plan).wait(0)
+    assert not beats

@@ -1,0 +1,25 @@
+"""Which texts a compiled grammar admits, by xgrammar itself."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import xgrammar
+
+from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
+from skiff_runtime.messages import CompiledGrammar
+from skiff_runtime.models.config import read_model_config
+
+
+def admitted(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
+    """Those of ``texts`` that may each be all of an answer of the model in this directory."""
+    assert grammar is not None
+    vocabulary = read_tokenizer_info(read_model_config(model))
+    compiled = xgrammar.CompiledGrammar.deserialize_json(grammar.data.decode(), vocabulary)
+    return {
+        text for text in texts if _may_end(xgrammar.GrammarMatcher(compiled), text, vocabulary.stop_token_ids)
+    }
+
+
+def _may_end(matcher: xgrammar.GrammarMatcher, text: str, stops: Iterable[int]) -> bool:
+    """Whether the answer may be this text, and then be over."""
+    return matcher.accept_string(text) and any(matcher.accept_token(stop) for stop in stops)

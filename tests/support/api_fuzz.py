@@ -1,0 +1,147 @@
+"""Hostile requests by the thousand, each judged, while a well-behaved client streams beside them."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import itl_client
+from fuzz_requests import PAUSE_SECONDS, Hostile, draw_request
+from raw_http import Address, Line, Reply
+
+PROGRESS_SECONDS: Final = 10.0
+MAX_EXAMPLES: Final = 10
+SHOWN_BYTES: Final = 300
+UNAVAILABLE: Final = 503
+
+
+@dataclass
+class Verdict:
+    """What was seen: replies by status, requests by kind, and the first few that were answered wrongly or not at all."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    problem_count: int = 0
+    slowest_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """For people and programs; status 0: no reply, which only what is no whole request may get."""
+        return {
+            "requests": self.kinds.total(),
+            "seconds": round(self.seconds, 1),
+            "slowest_seconds": round(self.slowest_seconds, 3),
+            "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
+            "kinds": dict(sorted(self.kinds.items())),
+            "problems": self.problem_count,
+        }
+
+
+def strike(address: Address, count: int, seed: int, concurrency: int) -> Verdict:
+    """Send the requests, from the process that calls."""
+    return asyncio.run(fuzz(address, count=count, seed=seed, concurrency=concurrency))
+
+
+async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> Verdict:
+    """Send ``count`` requests, ``concurrency`` at a time, each over a connection of its own."""
+    draw, verdict, began = random.Random(seed), Verdict(), time.monotonic()
+    progress = [began]
+
+    async def work(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            request = draw_request(draw)
+            verdict.kinds[request.kind] += 1
+            sent = time.monotonic()
+            problem = await _one(address, request, verdict)
+            verdict.slowest_seconds = max(verdict.slowest_seconds, time.monotonic() - sent)
+            if problem is not None:
+                verdict.problem_count += 1
+                if len(verdict.problems) < MAX_EXAMPLES:
+                    shown = b"".join(request.pieces)[:SHOWN_BYTES]
+                    verdict.problems.append(f"request {number}, {request.kind}: {problem}: {shown!r}")
+            if time.monotonic() - progress[0] > PROGRESS_SECONDS:
+                progress[0] = time.monotonic()
+                print(f"fuzz: {number} of {count}, {dict(verdict.statuses)}", file=sys.stderr, flush=True)
+
+    numbers = iter(range(count))
+    await asyncio.gather(*(work(numbers) for _ in range(concurrency)))
+    verdict.seconds = time.monotonic() - began
+    return verdict
+
+
+async def _one(address: Address, request: Hostile, verdict: Verdict) -> str | None:
+    """Send it; what is wrong with how it was answered."""
+    line = await Line.open(address)
+    try:
+        for number, piece in enumerate(request.pieces):
+            if number:
+                await asyncio.sleep(PAUSE_SECONDS)
+            if line.lost:
+                break
+            line.send(piece)
+        if not request.complete:
+            line.finish_sending()
+        reply = await line.reply()
+    except TimeoutError:
+        return "no reply and no end"
+    finally:
+        line.cut()
+    verdict.statuses[reply.status] += 1
+    return _judge(request, reply)
+
+
+def _judge(request: Hostile, reply: Reply) -> str | None:
+    if reply.status == 0 or not reply.whole:
+        return "no whole reply" if request.complete else None
+    if reply.status >= 500 and reply.status != UNAVAILABLE:
+        return f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
+    if reply.status >= 400:
+        return _judge_error(reply)
+    return None
+
+
+def _judge_error(reply: Reply) -> str | None:
+    """An error has OpenAI's shape, whoever made it."""
+    try:
+        told = json.loads(reply.body)["error"]
+        good = bool(told["message"]) and {"type", "param", "code"} < set(told)
+    except (ValueError, KeyError, TypeError):
+        good = False
+    return None if good and len(reply.body) < 1 << 14 else f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
+
+
+class Steady:
+    """The client that streams beside; ``mark`` tells its inter-token latency since the last mark."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def mark(self) -> dict[str, Any]:
+        """Counts and milliseconds."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the steady client ended: its stream broke"
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+@contextmanager
+def steady(url: str) -> Iterator[Steady]:
+    """A steady client for the length of a with-block."""
+    command = [sys.executable, str(Path(itl_client.__file__)), url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Steady(process)
+        finally:
+            process.kill()

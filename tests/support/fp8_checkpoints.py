@@ -1,0 +1,75 @@
+"""Checkpoints in eight bits, as compressed-tensors and FBGEMM write them; transformers made to compute so; our tokens."""
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_driver import generate, make_engine
+from safetensors.torch import load_file, save_file
+from tiny_models import edit_json
+
+from skiff_runtime.kernels.e4m3 import quantize_rows
+from skiff_runtime.models.checkpoint import INDEX_FILE
+
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
+SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+GROUP: dict[str, Any] = {
+    "targets": ["Linear"],
+    "weights": {**SCHEME, "strategy": "channel", "dynamic": False},
+    "input_activations": {**SCHEME, "strategy": "token", "dynamic": True},
+}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": GROUP},
+    "kv_cache_scheme": None,
+}
+FBGEMM: dict[str, Any] = {
+    "quant_method": "fbgemm_fp8",
+    "activation_scale_ub": 1200.0,
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+def quantize(
+    path: Path,
+    config: dict[str, Any],
+    scale_shape: tuple[int, ...] = (-1, 1),
+    left_out: Collection[str] = (),
+) -> None:
+    """Rewrite a checkpoint as one whose linear layers are in e4m3, but those ``left_out``."""
+    files = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            if name.removesuffix(".weight") not in left_out:
+                tensors[name], scales = quantize_rows(tensors[name])
+                tensors[f"{name}_scale"] = scales.reshape(scale_shape)
+        save_file(tensors, file)
+        files.update(dict.fromkeys(tensors, file.name))
+    edit_json(path / INDEX_FILE, weight_map=files)
+    edit_json(path / "config.json", quantization_config=config)
+
+
+def round_linear_layers(oracle: Any, bound: float = math.inf, left_out: Collection[str] = ()) -> None:
+    """Make transformers compute with rounded weights and, cut at a bound, activations, in float32."""
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        flat, scales = quantize_rows(values.flatten(0, -2))
+        return (flat.float() * scales).view(values.shape)
+
+    for name, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear) and name not in ("lm_head", *left_out):
+            module.weight.data = rounded(module.weight.data)
+            module.register_forward_pre_hook(lambda _module, given: (rounded(given[0].clamp(-bound, bound)),))
+
+
+def own_tokens(path: Path, *, page_size: int = 16, budget: int = 40, **settings: Any) -> list[list[int]]:
+    """Twelve greedy tokens behind each of ``PROMPTS``, by our engine with these settings."""
+    engine = make_engine(path, page_size=page_size, **settings)
+    outputs = generate(engine, PROMPTS, 12, page_size=page_size, budget=budget, slots=4)
+    engine.close()
+    return outputs

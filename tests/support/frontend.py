@@ -1,0 +1,287 @@
+"""The front processes for real (api, tokenizers, detokenizer), with the test in place of supervisor and rank 0."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import EllipsisType
+from typing import Final
+
+import httpx
+import numpy as np
+from tiny_config import write_config
+from tiny_tokenizer import write_tokenizer
+from tokenizers import Tokenizer
+
+from skiff_runtime.config import Config
+from skiff_runtime.messages import (
+    NO_TOKEN,
+    AbortRequest,
+    FinishReason,
+    FlushCache,
+    Flushed,
+    GenerateRequest,
+    PhaseReport,
+    PromptLogprobs,
+    Ready,
+    RequestFailed,
+    ServiceReady,
+    StepStats,
+    StreamOpened,
+    TokenBatch,
+    TokenLogprobs,
+    ToScheduler,
+    ToSupervisor,
+    Wire,
+)
+from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
+from skiff_runtime.metrics.exposition import METRICS_TTL_SECONDS
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.processes.child_process import process_name
+from skiff_runtime.processes.launch import Launch, Role
+
+NAME: Final = "tiny"
+CONTEXT: Final = 512
+TIMEOUT_SECONDS: Final = 60.0
+Row = tuple[int, int, FinishReason]
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory without weights, for nothing computes here."""
+    write_config(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+class Rank:
+    """What the test says in place of rank 0's scheduler."""
+
+    def __init__(self, endpoints: Endpoints, model: Path) -> None:
+        self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
+            endpoints.rank(0), ToScheduler
+        )
+        self._detokenizer = Sender(endpoints.detokenizer)
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def receive(
+        self, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> GenerateRequest | AbortRequest | FlushCache:
+        """The next message; fails the test when none comes."""
+        message = self._inbox.receive(timeout_seconds)
+        assert message is not None, "the scheduler was told nothing"
+        return message
+
+    def request(self) -> GenerateRequest:
+        """The next message, which must be a request."""
+        message = self.receive()
+        assert isinstance(message, GenerateRequest), message
+        return message
+
+    def poll(self) -> list[GenerateRequest | AbortRequest | FlushCache]:
+        """What is there, or arrives soon."""
+        first = self._inbox.receive(0.02)
+        return [] if first is None else [first, *self._inbox.drain(10_000)]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, request: GenerateRequest) -> list[int]:
+        return [int(token) for token in np.frombuffer(request.token_ids, dtype=Wire.TOKEN)]
+
+    def open(self, *requests: GenerateRequest, cached: int = 0) -> None:
+        """Tell that these requests run."""
+        opened = [StreamOpened(r.uid, len(r.token_ids) // 4, cached, r.text) for r in requests]
+        self.step([], opened=opened)
+
+    def step(
+        self,
+        rows: Sequence[Row],
+        *,
+        opened: Sequence[StreamOpened] = (),
+        failed: Sequence[RequestFailed] = (),
+        stats: StepStats | EllipsisType = ...,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        flushed: Sequence[Flushed] = (),
+    ) -> None:
+        """One step's batch."""
+        uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
+        self._detokenizer.send(
+            TokenBatch(
+                opened=list(opened),
+                uids=np.array(uids, dtype=Wire.UID).tobytes(),
+                tokens=np.array(tokens, dtype=Wire.TOKEN).tobytes(),
+                finishes=bytes(finishes),
+                failed=list(failed),
+                stats=StepStats() if stats is ... else stats,
+                logprobs=list(logprobs),
+                prompt_logprobs=list(prompt_logprobs),
+                flushed=list(flushed),
+            )
+        )
+
+    def say(self, uid: int, text: str, finish: FinishReason = FinishReason.RUNNING) -> None:
+        """Tokens of ``text``, one a step; the last one ends the request where ``finish`` says so."""
+        ids = self.ids(text)
+        for token in ids[:-1]:
+            self.step([(uid, token, FinishReason.RUNNING)])
+        self.step([(uid, ids[-1], finish)])
+
+    def end(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
+        self.step([(uid, NO_TOKEN, finish)])
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._detokenizer.close()
+
+
+class Echo(threading.Thread):
+    """Serves every request: repeats its prompt, one token a step for all running ones, then ends it."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(daemon=True)
+        self._rank = rank
+        self._running: dict[int, list[int]] = {}
+        self._stop_it = threading.Event()
+        self.aborted: list[int] = []
+
+    def run(self) -> None:
+        while not self._stop_it.is_set():
+            self._take(self._rank.poll())
+            rows = []
+            for uid, left in list(self._running.items()):
+                token = left.pop(0)
+                rows.append((uid, token, FinishReason.RUNNING if left else FinishReason.LENGTH))
+                if not left:
+                    del self._running[uid]
+            if rows:
+                self._rank.step(rows, stats=StepStats(running=len(rows), decode_tokens=len(rows)))
+
+    def _take(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
+        for message in messages:
+            if isinstance(message, GenerateRequest):
+                self._rank.open(message)
+                self._running[message.uid] = self._rank.prompt(message)
+            elif isinstance(message, FlushCache):
+                self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
+            elif self._running.pop(message.uid, None) is not None:
+                self.aborted.append(message.uid)
+                self._rank.end(message.uid, message.finish)
+
+    def stop(self) -> None:
+        self._stop_it.set()
+        self.join()
+
+
+@dataclass
+class Frontend:
+    """Running front processes."""
+
+    endpoints: Endpoints
+    rank: Rank
+    api: Sender
+    supervisor: "Receiver[object]"
+    processes: dict[str, "subprocess.Popen[bytes]"]
+    url: str = ""
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT_SECONDS, verify=False))
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return self.http.post(self.url + path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(self.url + path)
+
+    def metric(self, line: str) -> float:
+        """The value of the sample that begins with ``line``."""
+        time.sleep(METRICS_TTL_SECONDS)  # the page may be this old
+        page = self.get("/metrics").text.splitlines()
+        [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
+        return float(value)
+
+    def wait_exit(self, name: str = "api") -> int:
+        return self.processes[name].wait(TIMEOUT_SECONDS)
+
+
+def answer(response: httpx.Response) -> tuple[str, str]:
+    """Text and finish reason of a chat completion of one choice, streamed or not, which must have one end."""
+    assert response.status_code == 200, response.text
+    if "event-stream" not in response.headers["content-type"]:
+        [choice] = response.json()["choices"]
+        return choice["message"]["content"], choice["finish_reason"]
+    events = response.text.strip().split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    [reason] = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices), reason
+
+
+@contextmanager
+def running_frontend(model: Path, *, ready: bool = True, **options: object) -> Iterator[Frontend]:
+    """Start the front processes on a free port; end them and all their files afterwards."""
+    config = Config(model=str(model), port=0, served_model_name=NAME, max_model_len=CONTEXT)
+    config = replace(config, log_level="debug", **options)  # type: ignore[arg-type]
+    run_dir = Path(tempfile.mkdtemp(prefix="skiff-test-"))
+    launch = Launch(config=config, model=read_model_config(model), run_dir=run_dir)
+    launch.write()
+    endpoints = Endpoints(run_dir)
+    supervisor: Receiver[object] = Receiver(endpoints.supervisor, ToSupervisor)
+    front = Frontend(endpoints, Rank(endpoints, model), Sender(endpoints.api), supervisor, {})
+    try:
+        for role, index in _roles(config.tokenizers):
+            front.processes[process_name(role, index)] = _spawn(role, index, run_dir)
+        front.url = f"http://127.0.0.1:{_await_ready(front)}"
+        if ready:
+            front.api.send(ServiceReady(kv_tokens=1024))
+            _await(lambda: front.get("/readyz").status_code == 200)
+        yield front
+    finally:
+        for process in front.processes.values():
+            process.kill()
+            process.wait()
+        front.http.close()
+        front.rank.close()
+        front.api.close()
+        supervisor.close()
+        shutil.rmtree(run_dir)
+
+
+def _roles(tokenizers: int) -> list[tuple[Role, int]]:
+    return [
+        (Role.API, 0),
+        (Role.DETOKENIZER, 0),
+        *((Role.TOKENIZER, index) for index in range(tokenizers)),
+    ]
+
+
+def _spawn(role: Role, index: int, run_dir: Path) -> "subprocess.Popen[bytes]":
+    arguments = [role, str(index), str(run_dir), str(os.getpid())]
+    return subprocess.Popen([sys.executable, "-m", "skiff_runtime.processes.child_process", *arguments])
+
+
+def _await_ready(front: Frontend) -> int:
+    """Wait until every process told that it serves; phases are passed on as the supervisor does. The API's port."""
+    ports: dict[str, int] = {}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(ports) < len(front.processes):
+        assert time.monotonic() < deadline, f"ready are only {sorted(ports)}"
+        message = front.supervisor.receive(0.2)
+        if isinstance(message, Ready):
+            ports[message.process] = message.port
+        elif isinstance(message, PhaseReport):
+            front.api.send(message)
+    return ports["api"]
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,285 @@
+"""The wire fuzzer: drawn connections by the thousand, each judged against its plan, beside a client that behaves.
+
+Each connection is drawn from the seed and its own number, so ``SKIFF_TEST_WIRE_FIRST`` and a count of 1 repeat one alone.
+"""
+
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import uvloop
+from h11_responses import Malformed, ReplyStream, StrictReply
+from http_fuzz_plan import Closing, Ending, Expected, Plan, Planner, Step
+from http_fuzz_requests import SMUGGLED_ID
+from raw_http import Address
+
+HANG_SECONDS: Final = 30.0
+PROGRESS_SECONDS: Final = 20.0
+MAX_EXAMPLES: Final = 10
+MAX_PIECES: Final = 60
+SHOWN_BYTES: Final = 400
+LEAVE_SECONDS: Final = 0.02
+GENERATED_ID: Final = re.compile("[0-9a-f]{24}")
+
+
+@dataclass
+class Verdict:
+    """Counts, and the first breaches."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    breaches: list[str] = field(default_factory=list)
+    breach_count: int = 0
+    connections: int = 0
+    seconds: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """For people and programs."""
+        return {
+            "connections": self.connections,
+            "replies": self.statuses.total(),
+            "seconds": round(self.seconds, 1),
+            "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
+            "kinds": dict(self.kinds.most_common(30)),
+            "breaches": self.breach_count,
+        }
+
+    def note(self, breach: str) -> None:
+        """Count a breach; keep the first few."""
+        self.breach_count += 1
+        if len(self.breaches) < MAX_EXAMPLES:
+            self.breaches.append(breach)
+            print(f"wire: {breach}", file=sys.stderr, flush=True)
+
+
+class ServerGone(Exception):
+    """The server accepts no connection any more."""
+
+
+class Exchange(asyncio.Protocol):
+    """One connection: sends a plan's steps, cuts what comes into replies."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.stream = ReplyStream(tuple(each.method for each in plan.expected))
+        self.fault = ""
+        self.surplus = b""
+        self.reset = False
+        self._received = 0
+        self._changed = asyncio.Event()
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        self._feed(data)
+        self._changed.set()
+
+    def eof_received(self) -> bool:
+        self._feed(b"")
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reset = error is not None
+        self._changed.set()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _feed(self, data: bytes) -> None:
+        if not self.fault:
+            try:
+                self.stream.feed(data)
+            except Malformed as error:
+                self.fault = str(error)
+                self.surplus = self.stream.pending + data
+                self.transport.abort()
+        else:
+            self.surplus += data
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all replies that came, those behind the last due one included."""
+        surplus = re.findall(rb"x-request-id: (\S+)\r\n", self.surplus)
+        return [each.headers.get("x-request-id", "") for each in self.stream.replies] + [
+            each.decode() for each in surplus
+        ]
+
+    @property
+    def closes(self) -> bool:
+        """A reply said that the connection ends, or it has ended."""
+        said = any(each.headers.get("connection") == "close" for each in self.stream.replies)
+        return said or self.ended.done() or bool(self.fault)
+
+    async def ready_for(self, step: Step) -> bool:
+        """Wait until a step may be sent; False where nothing more shall be sent."""
+        while not (self.ended.done() if step.stubborn else self.closes):
+            replies = len(self.stream.replies)
+            if step.interim_of is not None and replies <= step.interim_of:
+                waits = not (replies == step.interim_of and self.stream.interim)
+            else:
+                waits = step.replies is not None and replies < step.replies
+            if not waits:
+                return step.interim_of is None or replies <= step.interim_of
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+
+async def _send(exchange: Exchange, plan: Plan, draw: random.Random) -> None:
+    """Write the plan's bytes, in pieces and with small pauses, as far as the client stays."""
+    left = round(sum(len(step.data) for step in plan.steps) * plan.sent_share)
+    for step in plan.steps:
+        if left <= 0 or not await exchange.ready_for(step):
+            break
+        data = step.data[:left]
+        left -= len(data)
+        mean = max(plan.piece_bytes, len(data) // MAX_PIECES) if plan.piece_bytes else len(data)
+        while data and not exchange.ended.done():
+            size = draw.randrange(1, 2 * mean) if plan.piece_bytes else len(data)
+            exchange.transport.write(data[:size])
+            data = data[size:]
+            if data:
+                await asyncio.sleep(draw.choice((0, 0, 0, 0.001)))
+    if plan.ending is Ending.ABORT:
+        await asyncio.sleep(draw.random() * LEAVE_SECONDS)
+        exchange.transport.abort()
+    elif plan.ending is Ending.HALF and not exchange.ended.done():
+        exchange.transport.write_eof()
+
+
+async def converse(address: Address, plan: Plan, draw: random.Random, verdict: Verdict) -> str | None:
+    """Carry a plan out; the breach, if there is one."""
+    loop = asyncio.get_running_loop()
+    try:
+        _, exchange = await loop.create_connection(lambda: Exchange(plan), *address)
+    except OSError as error:
+        raise ServerGone(f"no connection: {error}") from None
+    try:
+        async with asyncio.timeout(HANG_SECONDS):
+            await _send(exchange, plan, draw)
+            await exchange.ended
+    except TimeoutError:
+        return f"hung: {len(exchange.stream.replies)} of {len(plan.expected)} replies, {exchange.fault}"
+    finally:
+        exchange.transport.abort()
+        verdict.statuses.update(each.status for each in exchange.stream.replies)
+    return judge(plan, exchange)
+
+
+def judge(plan: Plan, exchange: Exchange) -> str | None:
+    """Compare replies with a plan: in order, one a request, and an end where one is due."""
+    replies, client_ends = exchange.stream.replies, plan.ending is not Ending.SERVER
+    if SMUGGLED_ID in exchange.ids:
+        return f"a part of a body was served as a request: {exchange.ids}"
+    for number, (reply, expected) in enumerate(zip(replies, plan.expected, strict=False)):
+        breach = judge_reply(reply, expected)
+        if breach is not None:
+            return f"reply {number}: {breach}: {reply}"[: 3 * SHOWN_BYTES]
+        if reply.headers.get("connection") == "close":
+            return (
+                None
+                if number == len(replies) - 1 and not exchange.fault
+                else f"replies behind the last: {replies[-1]}"
+            )
+    if client_ends:
+        return exchange.fault if "asked for" in exchange.fault else None
+    if exchange.fault or exchange.reset:
+        return f"after {len(replies)} replies: {exchange.fault or 'reset'}"
+    return f"{len(replies)} replies to {len(plan.expected)} requests, and an end without notice"
+
+
+def judge_reply(reply: StrictReply, expected: Expected) -> str | None:
+    """The breach of one reply."""
+    headers = reply.headers
+    if reply.status not in expected.statuses:
+        return f"status not in {expected.statuses}"
+    given = headers.get("x-request-id", "")
+    if not given or (
+        given != expected.request_id if expected.request_id else not GENERATED_ID.fullmatch(given)
+    ):
+        return f"not the id {expected.request_id!r}"
+    closes = headers.get("connection") == "close"
+    if closes and expected.closing is Closing.NEVER:
+        return "closes for no reason"
+    if not closes and expected.closing is Closing.REQUIRED:
+        return "does not say that it closes"
+    framings = {"content-length", "transfer-encoding"} & set(headers)
+    if expected.old and "transfer-encoding" in headers:
+        return "chunks for an HTTP/1.0 client"
+    if len(framings) != 1 and not expected.old:
+        return f"framed by {sorted(framings)}"
+    return judge_body(reply, expected)
+
+
+def judge_body(reply: StrictReply, expected: Expected) -> str | None:
+    """The breach of a body: no error object, or not the text that was sent."""
+    if expected.method == "HEAD":
+        return "a body" if reply.body else None
+    try:
+        if reply.status >= 400:
+            error = json.loads(reply.body)["error"]
+            return (
+                None if error["message"] and error["type"] == "invalid_request_error" else "no error object"
+            )
+        if expected.text is None:
+            return None
+        if not expected.stream:
+            text = json.loads(reply.body)["choices"][0]["text"]
+        else:
+            events = reply.body.decode().removesuffix("\n\n").split("\n\n")
+            if events.pop() != "data: [DONE]":
+                return "no end of the stream"
+            choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+            text = "".join(choice["text"] for choice in choices)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        return f"a body that cannot be read ({error!r})"
+    return None if text.startswith(expected.text) else f"not the text {expected.text!r}"
+
+
+def strike(address: Address, model: str, first: int, count: int, seed: int, concurrency: int) -> Verdict:
+    """Carry ``count`` connections out, from the process that calls."""
+    return uvloop.run(fuzz(address, model, first=first, count=count, seed=seed, concurrency=concurrency))
+
+
+async def fuzz(
+    address: Address, model: str, *, first: int, count: int, seed: int, concurrency: int
+) -> Verdict:
+    """Carry the connections out, ``concurrency`` at a time."""
+    verdict, began = Verdict(), time.monotonic()
+    progress = [began]
+
+    async def work(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            draw = random.Random(f"{seed}/{number}")
+            plan = Planner(draw, number, model).plan()
+            breach = await converse(address, plan, draw, verdict)
+            verdict.connections += 1
+            verdict.kinds.update(plan.kinds)
+            if breach is not None:
+                verdict.note(f"seed {seed}, connection {number}, {plan.kinds}, {plan.ending.name}: {breach}")
+            if time.monotonic() - progress[0] > PROGRESS_SECONDS:
+                progress[0] = time.monotonic()
+                rate = verdict.connections / (progress[0] - began)
+                print(
+                    f"wire: {verdict.connections} of {count}, {rate:.0f}/s, {verdict.breach_count} breaches",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    numbers = iter(range(first, first + count))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work(numbers))
+    except* ServerGone as gone:
+        verdict.note(str(gone.exceptions[0]))
+    verdict.seconds = time.monotonic() - began
+    return verdict

@@ -1,0 +1,186 @@
+"""An engine on paper: KV memory as numbers, so that any fault in the page tables shows in the tokens.
+
+The KV cell of a token is a hash of the token and of all cells before it, *as read through
+the page table*; the next token is a function of all cells. A row that points at a
+wrong page, a page that was freed and overwritten, or a chunk that was never computed
+gives other tokens than ``continuation``, and other log-probabilities than ``thought``. ``NAN`` takes the part of a
+NaN: a cell becomes one where ``nan_token`` is computed, or where any cell before it is one. Steps run only when their result is asked for,
+in order of launch: a plan that still changes after its launch is found out, too.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from skiff_runtime.messages import NO_TOKEN
+from skiff_runtime.step import NAN_LOGITS, Logprobs, PromptLogprobsOutput, SlotOpened, StepPlan, StepResult
+
+VOCAB: Final = 40
+NAN: Final = -7
+_START: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    mixed = ((state ^ value) * 0xD6E8FEB86659FD93 + value + 1) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def _token(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+def cells(tokens: Sequence[int]) -> list[int]:
+    """What KV memory must hold for a sequence."""
+    state, result = _START, []
+    for token in tokens:
+        result.append(_mix(state, token))
+        state = _mix(state, result[-1])
+    return result
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What a right engine answers: ``count`` tokens after ``prompt``."""
+    state = _START
+    for cell in cells(prompt):
+        state = _mix(state, cell)
+    output: list[int] = []
+    for _ in range(count):
+        output.append(_token(state))
+        state = _mix(state, _mix(state, output[-1]))
+    return output
+
+
+def thought(before: Sequence[int], token: int, top: int) -> tuple[float, list[int], list[float]]:
+    """What a right engine thinks of ``token`` after ``before``: its log-probability, and the likeliest tokens."""
+    state = _START
+    for cell in cells(before):
+        state = _mix(state, cell)
+    return _thought(state, token, top)
+
+
+def _thought(state: int, token: int, top: int) -> tuple[float, list[int], list[float]]:
+    ids = [_token(state + 977 * rank) for rank in range(top)]
+    return -float(_mix(state, token) % 4096) / 16, ids, [-float(rank) for rank in range(top)]
+
+
+class PaperStep:
+    """The handle of a launched step."""
+
+    def __init__(self, engine: "SimulatedEngine", plan: StepPlan) -> None:
+        self.plan = plan
+        self.outcome: StepResult | None = None
+        self._engine = engine
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        while self.outcome is None:
+            self._engine.run_next()
+        return self.outcome
+
+
+class SimulatedEngine:
+    """Keeps every plan that it was given in ``plans``."""
+
+    def __init__(self, *, num_pages: int, page_size: int, slots: int, max_model_len: int) -> None:
+        self.plans: list[StepPlan] = []
+        self.nan_token: int | None = None
+        self._page_size = page_size
+        self.memory = [[-1] * page_size for _ in range(num_pages)]
+        """Cells by page and offset."""
+        self._pages = [[-1] * (-(-max_model_len // page_size)) for _ in range(slots)]
+        self._tokens = [[-1] * (max_model_len + 1) for _ in range(slots)]
+        self._opened: dict[int, SlotOpened] = {}
+        self._pending: deque[PaperStep] = deque()
+
+    def launch(self, plan: StepPlan) -> PaperStep:
+        assert plan.number == len(self.plans) + 1
+        columns = (plan.slots, plan.starts, plan.lengths, plan.page_slots, plan.page_columns, plan.page_ids)
+        assert all(column.dtype == np.int32 for column in columns) and plan.samples.dtype == np.bool_
+        places = list(zip(plan.page_slots.tolist(), plan.page_columns.tolist(), strict=True))
+        assert len(set(places)) == len(places), "a cell of the page table is set twice"
+        self.plans.append(plan)
+        self._pending.append(PaperStep(self, plan))
+        return self._pending[-1]
+
+    def run_next(self) -> None:
+        """Run the oldest launched step."""
+        step = self._pending.popleft()
+        plan = step.plan
+        for opened in plan.opened:
+            self._tokens[opened.slot][: len(opened.tokens)] = opened.tokens.tolist()
+            self._opened[opened.slot] = opened
+        for slot, column, page in zip(plan.page_slots, plan.page_columns, plan.page_ids, strict=True):
+            self._pages[slot][column] = int(page)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        for row in rows:
+            self._compute(*row)
+        # Only now does any row sample: a page that two rows write is wrong for one of them.
+        sampled = [row for row, samples in zip(rows, plan.samples, strict=True) if samples]
+        for slot, start, length in sampled:
+            self._tokens[slot][start + length] = _token(self._read(slot, start + length))
+        places = [(slot, start + length) for slot, start, length in sampled]
+        tokens = np.array([self._chosen(slot, place) for slot, place in places], np.int32)
+        asking = [index for index, (slot, _) in enumerate(places) if self._asked(slot) is not None]
+        top = max((self._asked(places[index][0]) or 0 for index in asking), default=0)
+        prompts = (self._prompt(*row) for row in rows)
+        step.outcome = StepResult(
+            tokens,
+            np.array(asking, np.int32),
+            self._logprobs([places[index] for index in asking], top) if asking else None,
+            tuple(chunk for chunk in prompts if chunk is not None),
+        )
+
+    def _chosen(self, slot: int, place: int) -> int:
+        """The token there, unless the grammar, whose data is a number, admits only so many."""
+        opened = self._opened[slot]
+        if self._read(slot, place) == NAN:
+            return NAN_LOGITS
+        if opened.grammar is not None and place - opened.prompt_tokens >= int(opened.grammar.data):
+            return NO_TOKEN
+        return self._tokens[slot][place]
+
+    def _asked(self, slot: int) -> int | None:
+        return self._opened[slot].sampling.logprobs
+
+    def _prompt(self, slot: int, start: int, length: int) -> PromptLogprobsOutput | None:
+        """What is thought of the prompt's tokens behind those that a row computes."""
+        opened = self._opened[slot]
+        top, end = opened.sampling.prompt_logprobs, min(start + length + 1, opened.prompt_tokens)
+        if top is None or end <= start + 1:
+            return None
+        return PromptLogprobsOutput(
+            slot, start + 1, self._logprobs([(slot, place) for place in range(start + 1, end)], top)
+        )
+
+    def _logprobs(self, places: list[tuple[int, int]], top: int) -> Logprobs:
+        thoughts = [
+            _thought(self._read(slot, place), self._tokens[slot][place], top) for slot, place in places
+        ]
+        return Logprobs(
+            np.array([chosen for chosen, _, _ in thoughts], np.float32),
+            np.array([ids for _, ids, _ in thoughts], np.int32).reshape(len(thoughts), top),
+            np.array([values for _, _, values in thoughts], np.float32).reshape(len(thoughts), top),
+        )
+
+    def _read(self, slot: int, end: int) -> int:
+        """The state after all cells before position ``end``."""
+        state = _START
+        for position in range(end):
+            page = self.memory[self._pages[slot][position // self._page_size]]
+            cell = page[position % self._page_size]
+            state = NAN if NAN in (state, cell) else _mix(state, cell)
+        return state
+
+    def _compute(self, slot: int, start: int, length: int) -> None:
+        """Write the cells of one row."""
+        state = self._read(slot, start)
+        for position in range(start, start + length):
+            token = self._tokens[slot][position]
+            cell = NAN if state == NAN or token == self.nan_token else _mix(state, token)
+            self.memory[self._pages[slot][position // self._page_size]][position % self._page_size] = cell
+            state = NAN if cell == NAN else _mix(state, cell)
