@@ -11,7 +11,11 @@ from compiling import run_compiling
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS: Final[dict[str, Any]] = {"dtype": "bfloat16", "attention": "triton", "max_running_requests": 17}
+OPTIONS: Final[dict[str, Any]] = {
+    "dtype": "bfloat16",
+    "attention_backend": "triton",
+    "max_running_requests": 17,
+}
 """So many that steps may share prefixes. Kernels are prebuilt and used with the same."""
 SERVE: Final = """
 import json, sys

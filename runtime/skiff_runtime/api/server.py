@@ -86,7 +86,9 @@ class ApiServer:
             heartbeats=self._status.heartbeats,
         )
         self._tracer = _tracer(child)
-        tokenizers = [Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizers))]
+        tokenizers = [
+            Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizer_worker_num))
+        ]
         self._dispatcher = Dispatcher(
             tokenizers,
             capacity=config.running_limit + config.max_queued_requests,

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, Final, Literal
 
-from skiff_runtime.config import Config, flag
+from skiff_runtime.config.config import Config, flag, flags
+from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.contract import ENV_PREFIX
 from skiff_runtime.errors import ConfigError
 
@@ -45,6 +46,24 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ..
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         _add_argument(groups[title], each)
+    add_renamed_flags(parser, _renamed_flags(skip))
+
+
+def add_renamed_flags(parser: argparse.ArgumentParser, renamed: Mapping[str, str]) -> None:
+    """Have former flags refused with a ConfigError that gives the new one; ``renamed``: new spelling by the former."""
+    for old, new in renamed.items():
+        parser.add_argument(old, nargs="?", action=_RenamedFlag, const=new, help=argparse.SUPPRESS)
+
+
+class _RenamedFlag(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> typing.NoReturn:
+        raise ConfigError(f"{option_string} is now {self.const}; see {parser.prog} --help")
 
 
 def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
@@ -55,16 +74,29 @@ def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
     kind, choices = _kind(each.name)
     if kind is bool:
         group.add_argument(
-            flag(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
+            *flags(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
         )
         return
     if kind is tuple:
         group.add_argument(
-            flag(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
+            *flags(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
         )
         return
     metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
-    group.add_argument(flag(each.name), dest=each.name, default=None, metavar=metavar, help=text)
+    group.add_argument(*flags(each.name), dest=each.name, default=None, metavar=metavar, help=text)
+
+
+def _renamed_flags(skip: tuple[str, ...]) -> dict[str, str]:
+    """Return the former flags of the fields that a parser has, with their new spellings."""
+    found: dict[str, str] = {}
+    for old, new in RENAMED_FIELDS.items():
+        spelled = "--" + old.replace("_", "-")
+        if new in skip or spelled in flags(new):
+            continue
+        found[spelled] = flag(new)
+        if _HINTS[new] is bool:
+            found["--no-" + spelled.removeprefix("--")] = "--no-" + flag(new).removeprefix("--")
+    return found
 
 
 def build_config(
@@ -91,8 +123,8 @@ def build_config(
 
 
 def env_var_name(name: str) -> str:
-    """``max_model_len`` -> ``SKIFF_MAX_MODEL_LEN``."""
-    return ENV_PREFIX + name.upper()
+    """Return the environment variable that sets a field: ``max_model_len`` -> ``SKIFF_MAX_MODEL_LEN``."""
+    return ENV_PREFIX + flag(name).removeprefix("--").replace("-", "_").upper()
 
 
 def parse(name: str, text: str, source: str) -> Any:
@@ -147,11 +179,14 @@ def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
     known = [env_var_name(each.name) for each in fields(Config)]
+    renamed = {ENV_PREFIX + old.upper(): env_var_name(new) for old, new in RENAMED_FIELDS.items()}
     for variable in sorted(environment):
         if not variable.startswith(ENV_PREFIX) or variable in known:
             continue
         if variable.startswith(FOREIGN_PREFIXES):
             continue
+        if variable in renamed:
+            raise ConfigError(f"{variable} is now {renamed[variable]}")
         near = difflib.get_close_matches(variable, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"unknown environment variable {variable}{hint}")

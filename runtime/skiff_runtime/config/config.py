@@ -25,9 +25,17 @@ TokenizerBackend = Literal["tokenizers", "fastokens"]
 Quantization = Literal["none", "fp8"]
 
 
-def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
-    """Declare one configuration field with its help group and help text; a ``secret`` one is never shown."""
-    return field(default=default, repr=not secret, metadata={"group": group, "help": text, "secret": secret})
+def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
+    """Declare one configuration field with its help group and help text.
+
+    A ``secret`` field is never shown. ``flags`` are the spellings of its flag on the command line, the usual one
+    first, where the field's name does not give them.
+    """
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={"group": group, "help": text, "secret": secret, "flags": flags},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,7 @@ class Config:
         "what to serve: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
-    cache_dir: str | None = option(
+    download_dir: str | None = option(
         None, "Model", "where hf:// models are kept (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
     )
     served_model_name: str | None = option(
@@ -69,7 +77,9 @@ class Config:
         "Server",
         "who encodes prompts: fastokens is faster, and is used where it agrees with tokenizers on a probe",
     )
-    tokenizers: int = option(1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes")
+    tokenizer_worker_num: int = option(
+        1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes"
+    )
     max_request_bytes: int = option(8 << 20, "Server", "largest request body, in bytes")
     max_connections: int = option(8192, "Server", "most open connections; beyond, 503 to all but probes")
     request_timeout_seconds: float = option(
@@ -104,7 +114,7 @@ class Config:
     allow_priority: bool = option(
         False, "Server", "let requests ask for a priority below 0, which runs before the requests of others"
     )
-    allowed_host: tuple[str, ...] = option(
+    allowed_hosts: tuple[str, ...] = option(
         (),
         "Server",
         "a host name that requests may address besides localhost, where the server listens on loopback without keys: "
@@ -116,7 +126,7 @@ class Config:
         "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated. "
         "Without keys, requests to generate or to act that pages of other origins make are refused",
     )
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
         AUTO, "Server", "how the model writes tool calls (auto: as its chat template does)"
     )
     reasoning_parser: Literal["auto", "think", "none"] = option(
@@ -147,8 +157,13 @@ class Config:
     )
 
     device: Device = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
-    tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
-    attention: Attention = option(
+    tp_size: int = option(
+        1,
+        "Engine",
+        "tensor-parallel ranks, one process (and one GPU) each",
+        flags=("--tp", "--tensor-parallel-size"),
+    )
+    attention_backend: Attention = option(
         AUTO,
         "Engine",
         "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU triton, but for "
@@ -161,7 +176,9 @@ class Config:
         False, "Engine", "on a GPU, let each row of a decode step read the whole of its prefix"
     )
     kernel_cache_dir: str | None = option(
-        None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
+        None,
+        "Engine",
+        "where compiled GPU kernels are kept (default: kernels in the default of --download-dir)",
     )
     cpu_threads: int | None = option(
         None,
@@ -208,8 +225,8 @@ class Config:
         "KV cache",
         "share of the free memory that the KV cache may take, where --max-total-tokens is not given",
     )
-    cache: Literal["radix", "naive"] = option(
-        "radix", "KV cache", "radix keeps finished prefixes for later requests; naive keeps none"
+    disable_radix_cache: bool = option(
+        False, "KV cache", "keep no prefix of an ended request for later ones (for measurements)"
     )
 
     @property
@@ -246,9 +263,9 @@ class Config:
             raise ConfigError(
                 "--isolate-keys needs keys that tell clients apart: add --api-key or --api-key-file"
             )
-        for host in self.allowed_host:
+        for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
-                raise ConfigError(f"--allowed-host must be * or a host name without a port, not {host!r}")
+                raise ConfigError(f"--allowed-hosts must be * or a host name without a port, not {host!r}")
         if self.otlp_traces_endpoint is not None and not re.match(
             r"https?://[^/\s]+", self.otlp_traces_endpoint
         ):
@@ -264,7 +281,7 @@ class Config:
 
 _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("port", 0, 65535),
-    ("tokenizers", 0, 64),
+    ("tokenizer_worker_num", 0, 64),
     ("max_request_bytes", 1024, 1 << 30),
     ("max_connections", 1, 1 << 20),
     ("request_timeout_seconds", 0, 86400),
@@ -273,7 +290,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
     ("watchdog_timeout", 1, 86400),
-    ("tp", 1, MAX_TENSOR_PARALLEL),
+    ("tp_size", 1, MAX_TENSOR_PARALLEL),
     ("cpu_threads", 1, 1024),
     ("max_model_len", 2, 1 << 24),
     ("max_running_requests", 1, 4096),
@@ -291,11 +308,19 @@ _HOST: Final = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})|\[?[0-9A-Fa-f
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/,*]+")
 
 
+def flags(name: str) -> tuple[str, ...]:
+    """Return all spellings of a field on the command line, the usual one first."""
+    return _FLAGS.get(name) or ("--" + name.replace("_", "-"),)
+
+
 def flag(name: str) -> str:
-    """The command-line spelling of a field: ``max_model_len`` -> ``--max-model-len``."""
-    return "--" + name.replace("_", "-")
+    """Return the usual spelling of a field on the command line: ``max_model_len`` -> ``--max-model-len``."""
+    return flags(name)[0]
 
 
 def field_names() -> tuple[str, ...]:
     """Names of all fields, in the order of declaration."""
     return tuple(each.name for each in dataclasses.fields(Config))
+
+
+_FLAGS: Final = {each.name: each.metadata["flags"] for each in dataclasses.fields(Config)}

@@ -81,7 +81,7 @@ def _convert(model: Path, source: Path, places: Sequence[Path]) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
     raise ModelError(
         f"{model} has no {TOKENIZER}, and there is no place for one converted from {source.name} "
-        f"({'; '.join(failures)}); make a --cache-dir writable"
+        f"({'; '.join(failures)}); make a --download-dir writable"
     )
 
 

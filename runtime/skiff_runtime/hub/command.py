@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime import log
+from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.contract import (
     ENV_HUB_ENDPOINT,
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where models are kept (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
     )
+    add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     reference = parse_reference(arguments.model, arguments.revision)
     try:
-        path = fetch(reference, arguments.cache_dir or default_hub_cache())
-        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.cache_dir))
+        path = fetch(reference, arguments.download_dir or default_hub_cache())
+        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED

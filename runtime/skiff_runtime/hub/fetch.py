@@ -193,5 +193,5 @@ def _disk_errors(cache_dir: Path) -> Iterator[None]:
             ) from error
         raise FetchError(
             f"cannot use {where} ({error.strerror}); make {cache_dir} writable for user {os.getuid()}, "
-            "or use another --cache-dir"
+            "or use another --download-dir"
         ) from error

@@ -48,7 +48,7 @@ def _try_lock(stream: IO[str], path: Path) -> bool:
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             raise FetchError(
-                f"the file system of {path} has no locks ({error.strerror}); use another --cache-dir"
+                f"the file system of {path} has no locks ({error.strerror}); use another --download-dir"
             ) from error
         raise
     return True

@@ -92,7 +92,7 @@ class ModelCache:
         if missing and needed_bytes > free_bytes:
             raise FetchError(
                 f"no space in {self.root}: {needed_bytes / 1e9:.2f} GB are needed, "
-                f"{free_bytes / 1e9:.2f} GB are free; use a larger volume, or another --cache-dir"
+                f"{free_bytes / 1e9:.2f} GB are free; use a larger volume, or another --download-dir"
             )
 
     def remove(self, commit: str, name: str) -> None:

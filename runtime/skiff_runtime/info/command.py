@@ -38,11 +38,11 @@ examples:
 """
 _USED: Final = (
     "revision",
-    "cache_dir",
+    "download_dir",
     "dtype",
     "quantization",
     "max_model_len",
-    "tp",
+    "tp_size",
     "max_running_requests",
     "max_num_batched_tokens",
     "page_size",
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what there is to know; the exit code. ConfigError or FetchError where the model cannot be read."""
     config = build_config(arguments)
     model = _read(config)
-    check_tp_size(model, config.tp)
+    check_tp_size(model, config.tp_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
@@ -99,7 +99,7 @@ def _read(config: Config) -> ModelConfig:
     if not config.model.startswith(SCHEME):
         return read_model_config(locate(config), max_model_len=config.max_model_len)
     reference = parse_reference(config.model, config.revision)
-    cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
+    cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
         return read_model_config(path, max_model_len=config.max_model_len)
@@ -120,7 +120,7 @@ def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits:
         "parameters": {**asdict(needed.parameters), "total": needed.parameters.total},
         "dtype": dtype,
         "quantization": needed.quantization,
-        "tp": config.tp,
+        "tp": config.tp_size,
         "max_model_len": needed.context,
         "each_rank": {
             "weight_bytes": needed.weights,
@@ -146,7 +146,7 @@ def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: li
     named = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of them for K and V"
     kinds = dtype if needed.quantization == "none" else f"{needed.quantization} and {dtype}"
-    ranks = "" if config.tp == 1 else f" (each of {config.tp} ranks)"
+    ranks = "" if config.tp_size == 1 else f" (each of {config.tp_size} ranks)"
     rows = [
         ("model", f"{config.model}, {model.architecture}"),
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
@@ -161,7 +161,7 @@ def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: li
     console = Console(highlight=False)
     console.print(_table(("", ""), rows, "left"))
     lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_verdict(each)) for each in fits]
-    title = "GPU" if config.tp == 1 else f"{config.tp} GPUs"
+    title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
 
 

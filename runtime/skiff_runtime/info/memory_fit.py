@@ -56,17 +56,20 @@ class Fit:
 
 
 def need(config: Config, model: ModelConfig, dtype: str) -> Need:
-    """What each of ``config.tp`` ranks needs in ``dtype``; the first rank's, which is as much as any's."""
+    """What each of ``config.tp_size`` ranks needs in ``dtype``; the first rank's, which is as much as any's."""
     element_bytes = DTYPE_BYTES[dtype]
     cached_bytes = element_bytes if config.kv_cache_dtype == AUTO else 1
     quantization = model.quantization if config.quantization == AUTO else config.quantization
     return Need(
         parameters=count_parameters(model),
         quantization=quantization,
-        weights=weight_bytes(model, config.tp, element_bytes=element_bytes, quantization=quantization),
-        kv_per_token=kv_bytes_per_token(model, config.tp, cached_bytes),
+        weights=weight_bytes(model, config.tp_size, element_bytes=element_bytes, quantization=quantization),
+        kv_per_token=kv_bytes_per_token(model, config.tp_size, cached_bytes),
         working=estimate_working_bytes(
-            replace(config, quantization=quantization), model, ranks=config.tp, element_bytes=element_bytes
+            replace(config, quantization=quantization),
+            model,
+            ranks=config.tp_size,
+            element_bytes=element_bytes,
         ),
         context=config.max_model_len or model.max_position_embeddings,
     )

@@ -68,14 +68,14 @@ class EngineClient:
         self._ended: list[Ended] = []
         self._heard: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
-        for rank in range(config.tp):
+        for rank in range(config.tp_size):
             self._children.spawn(Role.RANK, rank)
 
     def wait_ready(self) -> None:
         """Return once every rank serves. Raises StartupError."""
         limit = self.launch.config.startup_timeout_seconds
         deadline = time.monotonic() + limit
-        while self._ready < self.launch.config.tp:
+        while self._ready < self.launch.config.tp_size:
             if time.monotonic() > deadline:
                 raise StartupError(f"the ranks were not ready within {limit:g} s")
             self._poller.poll(int(POLL_SECONDS * 1000))
@@ -115,7 +115,7 @@ class EngineClient:
         self._ended += self._children.reap()
         if self._ended:
             text = "; ".join(self._told(each) for each in self._ended)
-            if self._ready < self.launch.config.tp:
+            if self._ready < self.launch.config.tp_size:
                 raise StartupError(f"{text}; its log above says why")
             raise Unavailable(f"{text}; this LLM cannot be used any more")
 
@@ -126,7 +126,7 @@ class EngineClient:
     def _check_beats(self, started: float) -> None:
         """Give up on ranks that have been silent for too long since ``started``; all of them end."""
         limit = self.launch.config.heartbeat_timeout_seconds
-        for rank in range(self.launch.config.tp):
+        for rank in range(self.launch.config.tp_size):
             name = process_name(Role.RANK, rank)
             if time.monotonic() - max(started, self._heard.get(name, 0.0)) > limit:
                 for each in self._children.running:

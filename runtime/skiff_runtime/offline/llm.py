@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from skiff_runtime.config import Config, field_names
+from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.errors import ConfigError, InvalidRequest
 from skiff_runtime.messages import (
     ChatPrompt,
@@ -56,6 +57,8 @@ class LLM:
         Raises ConfigError, ModelError or FetchError naming what to change, StartupError when a rank fails.
         """
         unknown = sorted(set(options) - set(field_names()))
+        if unknown and (renamed := RENAMED_FIELDS.get(unknown[0])):
+            raise ConfigError(f"LLM's option {unknown[0]!r} is now {renamed!r}")
         if unknown:
             raise ConfigError(f"LLM has no option {unknown[0]!r}; options are the fields of Config")
         config, self._model = resolve(_config({"model": model, **options}))

@@ -192,7 +192,7 @@ def test_the_flag_lets_all_run_before_others(model: Path, pool: ThreadPoolExecut
 
 @pytest.fixture(scope="module")
 def local(model: Path) -> Iterator[Frontend]:
-    with running_frontend(model, allowed_host=("box.example",)) as front:
+    with running_frontend(model, allowed_hosts=("box.example",)) as front:
         yield front
 
 
@@ -207,7 +207,7 @@ def test_a_page_that_gave_loopback_its_own_name_reads_nothing(local: Frontend, p
     headers = {"host": host, "origin": f"http://{host}"}
     for method in ("GET", "POST"):
         refused = local.http.request(method, local.url + path, headers=headers)
-        assert refusal(refused) == (403, "host_not_allowed") and "--allowed-host" in refused.text
+        assert refusal(refused) == (403, "host_not_allowed") and "--allowed-hosts" in refused.text
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_names_in_a_host_header(text: str, name: str, loopback: bool) -> None:
     ("options", "says"),
     [
         ({"isolate_keys": True}, "--isolate-keys needs keys"),
-        ({"allowed_host": ("http://x",)}, "--allowed-host must be"),
-        ({"allowed_host": ("x:80",)}, "--allowed-host must be"),
+        ({"allowed_hosts": ("http://x",)}, "--allowed-hosts must be"),
+        ({"allowed_hosts": ("x:80",)}, "--allowed-hosts must be"),
         ({"admin_api_key": ("two words",)}, "--admin-api-key: key 1 must"),
     ],
 )

@@ -22,7 +22,7 @@ CAPACITY = 8
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("model"))
     with running_frontend(
-        model, tokenizers=2, max_running_requests=CAPACITY - 2, max_queued_requests=2
+        model, tokenizer_worker_num=2, max_running_requests=CAPACITY - 2, max_queued_requests=2
     ) as front:
         yield front
 

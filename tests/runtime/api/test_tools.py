@@ -245,10 +245,10 @@ def test_what_makes_no_sense_is_refused(front: Frontend, fields: dict[str, Any],
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
-    with running_frontend(write_model(tmp_path), tool_parser="auto") as front:
+    with running_frontend(write_model(tmp_path), tool_call_parser="auto") as front:
         reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
         assert reply.status_code == 400
-        assert "--tool-parser" in reply.json()["error"]["message"]
+        assert "--tool-call-parser" in reply.json()["error"]["message"]
 
 
 MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'

@@ -155,7 +155,7 @@ class TestPlace:
         # Elsewhere only with other files: no place is left to write them to.
         assert find_or_convert_tokenizer(model, [tmp_path / "file", tmp_path / "cache"]) == first
         (model / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-        with pytest.raises(ModelError, match=r"make a --cache-dir writable"):
+        with pytest.raises(ModelError, match=r"make a --download-dir writable"):
             find_or_convert_tokenizer(model, [tmp_path / "file"])
 
     def test_a_model_with_its_own_is_left_alone(self, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_model_with_a_sentencepiece_file_alone_serves(tmp_path: Path) -> None:
     write_sentencepiece(model / "tokenizer.model")
     pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     text = "The boat, Köln 🙂"
-    flags = ["--model", str(model), "--cache-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
+    flags = ["--model", str(model), "--download-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
     with (
         LocalServer([*flags, "--max-total-tokens", "4096"]) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,

@@ -106,7 +106,7 @@ def test_offline_mode_serves_what_is_there_and_refuses_the_rest(
 
 def test_a_read_only_cache_is_served_marked_or_not(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    flags = ("--cache-dir", str(cache))
+    flags = ("--download-dir", str(cache))
     check(skiff_fetch(tmp_path, *flags, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), cache)
     for marked in (True, False):
         if not marked:
@@ -140,7 +140,7 @@ def test_xet_may_be_there_or_not(hub: FakeHub, tmp_path: Path, before: str) -> N
     check(done, tmp_path)
 
 
-@pytest.mark.parametrize("flags", [(), ("--cache-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
+@pytest.mark.parametrize("flags", [(), ("--download-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
 def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]) -> None:
     seen = len(hub.seen)
     given = [flag.format(home=tmp_path) for flag in flags]
@@ -152,7 +152,7 @@ def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path, flags:
 
 def test_the_tokenizer_is_converted_when_the_model_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    flags = ("--cache-dir", str(cache))
+    flags = ("--download-dir", str(cache))
     done = skiff_fetch(tmp_path, *flags, name="pieces", HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")
     check(done, cache)
     (converted,) = (cache / "tokenizers").glob("*/tokenizer.json")

@@ -123,7 +123,7 @@ def test_a_full_volume_tells_both_numbers(tmp_path: Path) -> None:
 
 def test_an_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a directory")
-    with pytest.raises(FetchError, match="--cache-dir"):
+    with pytest.raises(FetchError, match="--download-dir"):
         fetch(REFERENCE, tmp_path / "cache", endpoint=hub.url)
 
 

@@ -225,7 +225,7 @@ class TestCommand:
         command = [sys.executable, "-m", "skiff_runtime", "fetch", "--model", "hf://acme/tiny"]
         environment = {**os.environ, ENV_HUB_ENDPOINT: hub.url, "HF_TOKEN": "hf_secret"}
         return subprocess.Popen(
-            [*command, "--cache-dir", str(cache)],
+            [*command, "--download-dir", str(cache)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

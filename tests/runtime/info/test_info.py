@@ -142,7 +142,7 @@ def test_only_the_description_of_a_hub_model_is_downloaded(
     make_model(tmp_path / "hub" / "acme" / "tiny", "qwen3")
     with running_hub(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        done = info("hf://acme/tiny", "--cache-dir", str(tmp_path / "cache"))
+        done = info("hf://acme/tiny", "--download-dir", str(tmp_path / "cache"))
         names = {seen.path.rsplit("/", 1)[-1] for seen in hub.seen if "/resolve/" in seen.path}
     assert done.returncode == 0, done.stderr
     assert "Qwen3ForCausalLM" in done.stdout

@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 from skiff_runtime import LLM
 
-llm = LLM("demo://", tp=2, max_total_tokens=4096, cpu_threads=1)
+llm = LLM("demo://", tp_size=2, max_total_tokens=4096, cpu_threads=1)
 print(llm._backend.launch.run_dir, flush=True)
 if {asks}:
     llm.generate(["Kubernetes is"] * 64, max_tokens=1500, ignore_eos=True, json_schema={{}}, n=2,
@@ -94,7 +94,7 @@ def test_an_ending_that_fails_in_part_is_done_in_all_others(
 
 
 def test_a_rank_that_hangs_is_an_error(model: Path) -> None:
-    with LLM(str(model), tp=2, max_total_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
+    with LLM(str(model), tp_size=2, max_total_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
         assert llm.generate([1], max_tokens=1, ignore_eos=True)
         ranks = ranks_of(llm)
         ranks[1].send_signal(signal.SIGSTOP)

@@ -14,7 +14,7 @@ _MAX_SHOWN: int = 256
 
 
 class AllowedHosts:
-    """The names of this machine's loopback addresses, and those that ``--allowed-host`` adds; ``*`` is all."""
+    """The names of this machine's loopback addresses, and those that ``--allowed-hosts`` adds; ``*`` is all."""
 
     def __init__(self, named: tuple[str, ...]) -> None:
         self._named = frozenset(name.strip("[]").lower().rstrip(".") for name in named)
@@ -28,7 +28,7 @@ class AllowedHosts:
         if name not in self._named and not is_loopback(name):
             raise HostRefused(
                 f"this server has no keys and is addressed as {name[:_MAX_SHOWN]!r}: start it with that name as "
-                "--allowed-host, or with --api-key, or use http://localhost"
+                "--allowed-hosts, or with --api-key, or use http://localhost"
             )
 
 

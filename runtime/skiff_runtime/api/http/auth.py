@@ -52,7 +52,7 @@ class AccessPolicy:
             keys=KeyRing(config.api_key),
             admin_keys=KeyRing(config.admin_api_key),
             origins=CorsPolicy(config.allowed_origins),
-            hosts=AllowedHosts(config.allowed_host) if loopback and not config.api_key else None,
+            hosts=AllowedHosts(config.allowed_hosts) if loopback and not config.api_key else None,
             everyone_is_admin=loopback and not config.admin_api_key,
         )
 

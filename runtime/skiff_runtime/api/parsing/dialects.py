@@ -105,7 +105,7 @@ LIST: Final = ToolCallFormat("list", mistral.ListParser, (), opening=("[",), clo
 
 
 def select_tool_call_format(choice: str, template: str | None) -> ToolCallFormat | None:
-    """The format that ``--tool-parser`` names, or that the chat template (for ``auto``) was written for."""
+    """The format that ``--tool-call-parser`` names, or that the chat template (for ``auto``) was written for."""
     template = template or ""
     named = MISTRAL_V11 if mistral.ARGS in template else MISTRAL
     match choice:

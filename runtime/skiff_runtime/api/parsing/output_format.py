@@ -50,7 +50,7 @@ class OutputFormat:
             config.reasoning_parser == "auto" and (reasoning.OPEN in template or reasoning.CLOSE in template)
         )
         return cls(
-            dialect=select_tool_call_format(config.tool_parser, files.template),
+            dialect=select_tool_call_format(config.tool_call_parser, files.template),
             special=_special_tokens(files.tokenizer),
             endings=_endings(files) if thinks else None,
         )

@@ -52,7 +52,7 @@ def _dialect(body: ToolFields, formats: OutputFormat) -> ToolCallFormat:
     if formats.dialect is None:
         raise InvalidRequest(
             "the model's chat template knows no tools in a format that is understood; remove 'tools', or name the "
-            "format with --tool-parser",
+            "format with --tool-call-parser",
             param="tools",
             code="unsupported_parameter",
         )

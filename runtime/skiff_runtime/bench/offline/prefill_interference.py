@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
-    if config.tp != 1:
+    if config.tp_size != 1:
         raise ConfigError("bench gaps measures one rank; leave out --tp")
     assert config.max_model_len is not None
     longest = max(arguments.prompt_len + 1, arguments.context + _outputs(config, arguments))
