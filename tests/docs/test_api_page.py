@@ -12,13 +12,13 @@ from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
-    Strict,
+    StrictModel,
 )
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs/api.md").read_text()
 NAMED_TESTS = tomllib.loads((Path(__file__).parent / "api_tests.toml").read_text())
-ENDPOINTS: dict[str, type[Strict]] = {
+ENDPOINTS: dict[str, type[StrictModel]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     "generate": GenerateBody,

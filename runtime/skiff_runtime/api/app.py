@@ -5,13 +5,13 @@ from typing import Any, Final
 from fastapi import Depends, FastAPI
 
 from skiff_runtime import __version__, contract
-from skiff_runtime.api.chat import prepare_chat
-from skiff_runtime.api.completions import prepare_completion
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
+from skiff_runtime.api.formats.chat_completions import prepare_chat
+from skiff_runtime.api.formats.completions import prepare_completion
 from skiff_runtime.api.formats.generate import prepare_generate
-from skiff_runtime.api.formats.request_spec import ServedModel
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.generation_routes import generation_routes
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import AccessMiddleware
@@ -42,7 +42,7 @@ def build_app(
     metrics: Metrics,
 ) -> AccessMiddleware:
     """Assemble the application, and the gate before it, which hands requests to generate text to their endpoints."""
-    config, model = launch.config, ServedModel.of(launch)
+    config, model = launch.config, ServedModel.from_launch(launch)
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
 
     def generation(name: Endpoint, prepare: Prepare) -> GenerationEndpoint:

@@ -6,9 +6,9 @@ from typing import Final
 from pydantic import BaseModel
 
 from skiff_runtime.api.http.asgi import Headers
-from skiff_runtime.api.sse import encode_json
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import RequestFailed
+from skiff_runtime.sse import encode_json
 
 _RETRY: Final = (429, 503)
 _CLOSING: Final = (401, 403, 408, 413)

@@ -15,7 +15,7 @@ from skiff_runtime.api.http.request_body import MAX_DEADLINE_SECONDS
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, failures
 from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest, CompletionRequest, GenerateBody
 from skiff_runtime.api.schemas.response_bodies import (
-    ChatChunk,
+    ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionResponse,
     GenerateResponse,
@@ -60,7 +60,7 @@ def generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_CHAT_COMPLETIONS,
         summary="Answer a conversation",
-        **_replies(ChatCompletionResponse, ChatChunk),
+        **_replies(ChatCompletionResponse, ChatCompletionChunk),
     )
     async def chat_completions(body: ChatCompletionRequest) -> None:
         """With "stream": true the reply is a stream of server-sent events."""

@@ -1,7 +1,7 @@
-"""Flags and environment variables, both derived from the fields of ``Config``.
+"""Command-line flags and environment variables, both derived from the fields of ``Config``.
 
-A flag wins over its environment variable, which wins over the default. Whatever is
-unknown or malformed is one ConfigError that names it.
+A flag takes precedence over its environment variable, which takes precedence over the default. An unknown or
+malformed option raises a ConfigError that names it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from skiff_runtime.contract import ENV_PREFIX
 from skiff_runtime.errors import ConfigError
 
 FOREIGN_PREFIXES: Final = ("SKIFF_CLUSTER_", "SKIFF_OPERATOR_", "SKIFF_TEST_")
-"""Variables of the operator and of the test tooling, which a server leaves alone."""
+"""Prefixes of the variables of the operator and of the test tooling, which a server ignores."""
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -27,7 +27,7 @@ _HINTS: Final = typing.get_type_hints(Config)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors, and which takes no abbreviated flags."""
+    """An argument parser that raises ConfigError instead of exiting, and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
-    """Add one flag for each field of Config, in help groups; ``skip`` names fields to leave out."""
+    """Add a flag for each field of Config, in help groups, except for the fields that ``skip`` names."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for each in fields(Config):
         if each.name in skip:
@@ -50,7 +50,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ..
 
 
 def add_renamed_flags(parser: argparse.ArgumentParser, renamed: Mapping[str, str]) -> None:
-    """Have former flags refused with a ConfigError that gives the new one; ``renamed``: new spelling by the former."""
+    """Refuse former flags with a ConfigError that names the new one. ``renamed`` maps former to new spellings."""
     for old, new in renamed.items():
         parser.add_argument(old, nargs="?", action=_RenamedFlag, const=new, help=argparse.SUPPRESS)
 
@@ -102,8 +102,8 @@ def _renamed_flags(skip: tuple[str, ...]) -> dict[str, str]:
 def build_config(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **fixed: Any
 ) -> Config:
-    """The validated configuration of a command line and an environment; ``fixed`` wins over both."""
-    environment = _without_service_links(environment)
+    """Build the validated configuration from a command line and an environment; ``fixed`` overrides both."""
+    environment = _drop_service_links(environment)
     _refuse_unknown(environment)
     values: dict[str, Any] = {}
     for each in fields(Config):
@@ -117,7 +117,7 @@ def build_config(
             values[each.name] = parse(each.name, environment[variable], variable)
     if {"max_total_tokens", "mem_fraction_static"} <= values.keys():
         raise ConfigError(
-            "--max-total-tokens and --mem-fraction-static both size the KV cache; give one of them"
+            "--max-total-tokens and --mem-fraction-static both size the KV cache; give only one"
         )
     return Config(**{**values, **fixed})
 
@@ -128,7 +128,7 @@ def env_var_name(name: str) -> str:
 
 
 def parse(name: str, text: str, source: str) -> Any:
-    """One field's value from text; ``source`` (flag or variable) is named in the error."""
+    """Parse the value of one field. ``source`` is the flag or variable that an error names."""
     kind, choices = _kind(name)
     if choices:
         if text not in choices:
@@ -151,7 +151,7 @@ def parse(name: str, text: str, source: str) -> Any:
 
 
 def _kind(name: str) -> tuple[type, tuple[str, ...]]:
-    """A field's scalar type, or tuple for one that may be repeated, and its choices if it is a Literal."""
+    """Return a field's scalar type (tuple for a repeatable one), and its choices if it is a Literal."""
     hint = _HINTS[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
@@ -160,11 +160,11 @@ def _kind(name: str) -> tuple[type, tuple[str, ...]]:
     return typing.get_origin(hint) or hint, ()
 
 
-def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` less what Kubernetes tells each container about the namespace's Services.
+def _drop_service_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without the service links that Kubernetes adds for each Service of the namespace.
 
-    One that is called ``skiff-llama`` comes as ``SKIFF_LLAMA_SERVICE_HOST`` with a dozen others, one that
-    is called ``skiff`` even as ``SKIFF_PORT``, with an address for a value.
+    A Service named ``skiff-llama`` adds ``SKIFF_LLAMA_SERVICE_HOST`` and a dozen others. One named ``skiff`` even
+    adds ``SKIFF_PORT``, but its value is a URL, whereas that of ``--port`` is a number.
     """
     host = "_SERVICE_HOST"
     services = [name.removesuffix(host) for name in environment if name.endswith(host)]

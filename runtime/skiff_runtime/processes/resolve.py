@@ -11,8 +11,7 @@ from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.hub.fetch import default_hub_cache
-from skiff_runtime.hub.fetch import resolve as resolve_hub
+from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 
 DEMO_NAME: Final = "skiff-demo"
@@ -68,7 +67,7 @@ def locate(config: Config) -> Path:
         return shapes.find(uri)
     if uri.startswith(_HUB):
         cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
-        return resolve_hub(uri, config.revision, cache)
+        return fetch_uri(uri, config.revision, cache)
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):

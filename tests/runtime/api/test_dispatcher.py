@@ -10,7 +10,7 @@ from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import NullChoiceWriter
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.generate import GenerateResponseFormatter
-from skiff_runtime.api.formats.request_spec import Generation
+from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.messages import SamplingSpec, TextOptions
 from skiff_runtime.messages.transport import Sender, TransportError
 from skiff_runtime.metrics.definitions import Metrics
@@ -36,11 +36,11 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
         in_flight=lambda: 0, connections=lambda: 0, ready=lambda: True, phase_seconds=dict, heartbeats=list
     )
     dispatcher = Dispatcher([cast(Sender, tokenizer)], capacity=1, status=status, metrics=metrics)
-    generation = Generation(
+    generation = RequestSpec(
         prompts=[[1]],
         sampling=SamplingSpec(max_tokens=1, seed=0),
         text=TextOptions(),
-        reply=GenerateResponseFormatter(),
+        formatter=GenerateResponseFormatter(),
         stream=False,
     )
     status.mark_ready(kv_tokens=64)

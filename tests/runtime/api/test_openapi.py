@@ -145,7 +145,7 @@ def test_a_stream_s_events_are_described(document: dict[str, Any]) -> None:
     content = document["paths"][CHAT]["post"]["responses"]["200"]["content"]
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletionResponse"}
     schema = content["text/event-stream"]["schema"]["contentSchema"]
-    assert schema == {"$ref": "#/components/schemas/ChatChunk"}
+    assert schema == {"$ref": "#/components/schemas/ChatCompletionChunk"}
     deadline = next(
         each
         for each in document["paths"][CHAT]["post"]["parameters"]

@@ -7,21 +7,15 @@ import pytest
 from grammar_walker import Walker
 from jsonschema import Draft202012Validator
 
-from skiff_runtime.api.parsing.answer import ChatOutputParser
 from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
-from skiff_runtime.api.parsing.dialects import (
-    HERMES,
-    LIST,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_V11,
-    Tool,
-    ToolCallFormat,
-    select_tool_call_format,
-)
-from skiff_runtime.api.parsing.output_parser import allow_reasoning_before
+from skiff_runtime.api.parsing.hermes import HERMES
+from skiff_runtime.api.parsing.llama3 import LLAMA3
+from skiff_runtime.api.parsing.mistral import JSON_LIST, MISTRAL, MISTRAL_V11
+from skiff_runtime.api.parsing.output_format import select_tool_call_format
+from skiff_runtime.api.parsing.output_parser import ChatOutputParser
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
-from skiff_runtime.api.parsing.tool_parser import Tools
+from skiff_runtime.api.parsing.structured_outputs import allow_reasoning_before
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolCallOptions, ToolSchema
 from skiff_runtime.grammar.spec import (
     choice_grammar,
     json_schema_grammar,
@@ -31,16 +25,16 @@ from skiff_runtime.grammar.spec import (
 )
 
 TOOLS = [
-    Tool("now", {"type": "object", "properties": {"zone": {"type": "string", "maxLength": 8}}, "required": ["zone"]}),
-    Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "null"]}}}),
+    ToolSchema("now", {"type": "object", "properties": {"zone": {"type": "string", "maxLength": 8}}, "required": ["zone"]}),
+    ToolSchema("add", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "null"]}}}),
 ]  # fmt: skip
-SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 DIALECTS = {
     "hermes": HERMES,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "mistral, named": MISTRAL_V11,
-    "list": LIST,
+    "list": JSON_LIST,
 }
 
 
@@ -51,7 +45,7 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
 
 def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of a text."""
-    parser = dialect.parser(Tools(frozenset(SCHEMAS)))
+    parser = dialect.parser(ToolCallOptions(frozenset(SCHEMAS)))
     deltas = [*parser.push(text), *parser.finish()]
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     calls: dict[int, list[str]] = {}
@@ -66,7 +60,7 @@ def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, A
 @pytest.mark.parametrize("name", DIALECTS)
 def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) -> None:
     dialect = DIALECTS[name]
-    grammar = structural_tag_grammar(dialect.calls(TOOLS, several=several), "tools")
+    grammar = structural_tag_grammar(dialect.calls_format(TOOLS, parallel=several), "tools")
     texts = list(walker.walk(grammar, name, 12))
     counts = set()
     for text in texts:
@@ -80,7 +74,10 @@ def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) 
 
 
 def test_a_call_or_an_answer(walker: Walker) -> None:
-    forms = [to_structural_tag(choice_grammar(["yes", "no"], "x")), HERMES.calls(TOOLS, several=False)]
+    forms = [
+        to_structural_tag(choice_grammar(["yes", "no"], "x")),
+        HERMES.calls_format(TOOLS, parallel=False),
+    ]
     seen = set()
     for text in walker.walk(structural_tag_grammar({"type": "or", "elements": forms}, "x"), "either", 12):
         content, calls = calls_of(HERMES, text)
@@ -100,7 +97,7 @@ def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
     assert LLAMA3.triggered_calls_format(TOOLS) is None
 
 
-@pytest.mark.parametrize("thinking", [ReasoningStart.OPENED, ReasoningStart.FREE])
+@pytest.mark.parametrize("thinking", [ReasoningStart.INSIDE, ReasoningStart.OPTIONAL])
 @pytest.mark.parametrize(
     "grammar",
     [

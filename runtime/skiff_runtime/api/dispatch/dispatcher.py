@@ -14,7 +14,7 @@ from skiff_runtime.api.dispatch.request_state import Choice, Flight, RequestMeta
 from skiff_runtime.api.dispatch.response_writers import NullChoiceWriter, Sink
 from skiff_runtime.api.dispatch.retry_after import RetryAfterEstimator
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
-from skiff_runtime.api.formats.request_spec import Generation, Prompt
+from skiff_runtime.api.formats.request_spec import Prompt, RequestSpec
 from skiff_runtime.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
@@ -67,7 +67,7 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def submit(self, generation: Generation, sinks: Sequence[Sink], caller: RequestMetadata) -> Flight:
+    def submit(self, generation: RequestSpec, sinks: Sequence[Sink], caller: RequestMetadata) -> Flight:
         """Accept a request with a sink for each choice. Raises ``Unavailable``, ``InvalidRequest`` or ``QueueFull``."""
         self._status.check_accepts_requests()
         self._check_room(len(sinks))
@@ -138,7 +138,7 @@ class Dispatcher:
         count = 0
         for flight in flights.values():
             caller = flight.caller
-            named = request_id in (None, caller.request_id, flight.generation.reply.id)
+            named = request_id in (None, caller.request_id, flight.generation.formatter.id)
             if named and flight.ending is None and caller.endpoint and key in (None, caller.key):
                 self._note_ending(flight, AbortReason.ENDPOINT)
                 self._end(flight, FinishReason.ABORT)
@@ -208,7 +208,7 @@ class Dispatcher:
                 self._finished(choice.flight, uid, FinishReason(finish), usage)
         for failure in batch.failed:
             self.fail(failure)
-        self._metrics.note_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
+        self._metrics.record_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
 
     def _note_prompts(self, batch: TextBatch) -> None:
         for opened in batch.opened:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from msgspec.structs import asdict
 
 from skiff_runtime.api.dispatch.response_writers import Sink
-from skiff_runtime.api.formats.request_spec import Generation
-from skiff_runtime.api.usage import sum_usage
+from skiff_runtime.api.formats.chunks import sum_usage
+from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.messages import FinishReason, RequestFailed, Usage
 from skiff_runtime.messages.transport import Sender
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
@@ -47,7 +47,7 @@ class Flight:
         "usages",
     )
 
-    def __init__(self, first: int, generation: Generation, caller: RequestMetadata) -> None:
+    def __init__(self, first: int, generation: RequestSpec, caller: RequestMetadata) -> None:
         """``first``: uid of the first choice; those of the others follow."""
         self.first = first
         self.caller = caller
@@ -58,7 +58,7 @@ class Flight:
         self.failure: RequestFailed | None = None
         self.finish = FinishReason.RUNNING
         self.choices: dict[int, Choice] = {}
-        self.usages = [Usage(0, 0, 0)] * generation.choices
+        self.usages = [Usage(0, 0, 0)] * generation.num_choices
         self.timer: asyncio.TimerHandle | None = None
 
     @property

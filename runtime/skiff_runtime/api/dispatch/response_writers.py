@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from skiff_runtime.api.error_replies import error_body, error_headers
-from skiff_runtime.api.formats.request_spec import Answer, ChoiceFormatter, Generation, ResponseFormatter
+from skiff_runtime.api.formats.chunks import sum_usage
+from skiff_runtime.api.formats.request_spec import (
+    ChoiceFormatter,
+    ChoiceOutput,
+    RequestSpec,
+    ResponseFormatter,
+)
 from skiff_runtime.api.http.asgi import MAX_BACKLOG_BYTES, AsgiWriter, Headers
-from skiff_runtime.api.usage import sum_usage
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
@@ -47,12 +52,15 @@ class Sink(Protocol):
         ...
 
 
-def make_choice_writers(generation: Generation, writer: AsgiWriter, headers: Headers) -> Sequence[Sink]:
+def make_choice_writers(generation: RequestSpec, writer: AsgiWriter, headers: Headers) -> Sequence[Sink]:
     """A sink for each choice of a request, all of which write into one response."""
-    writer.raise_backlog_limit((generation.choices - 1) * MAX_BACKLOG_BYTES)
+    writer.raise_backlog_limit((generation.num_choices - 1) * MAX_BACKLOG_BYTES)
     response = _Response(generation, writer, headers)
     kind = StreamingChoiceWriter if generation.stream else JsonChoiceWriter
-    return [kind(response, generation.reply.choice(index), index) for index in range(generation.choices)]
+    return [
+        kind(response, generation.formatter.make_choice_formatter(index), index)
+        for index in range(generation.num_choices)
+    ]
 
 
 class _Response:
@@ -60,16 +68,16 @@ class _Response:
 
     __slots__ = ("_copies", "_left", "_usages", "ended", "headers", "reply", "started", "wholes", "writer")
 
-    def __init__(self, generation: Generation, writer: AsgiWriter, headers: Headers) -> None:
+    def __init__(self, generation: RequestSpec, writer: AsgiWriter, headers: Headers) -> None:
         self.writer = writer
         self.headers = headers
-        self.reply: ResponseFormatter = generation.reply
+        self.reply: ResponseFormatter = generation.formatter
         self.started = False
         self.ended = False
-        self.wholes: list[dict[str, Any]] = [{}] * generation.choices
+        self.wholes: list[dict[str, Any]] = [{}] * generation.num_choices
         self._copies = generation.copies
-        self._left = generation.choices
-        self._usages = [Usage(0, 0, 0)] * generation.choices
+        self._left = generation.num_choices
+        self._usages = [Usage(0, 0, 0)] * generation.num_choices
 
     def start(self) -> None:
         """Begin a stream, unless it has begun."""
@@ -111,16 +119,16 @@ class StreamingChoiceWriter:
         self._opened = False
 
     def open(self, opened: StreamOpened) -> None:
-        self._response.reply.open(self._index, opened)
+        self._response.reply.start_choice(self._index, opened)
 
     def prompt(self, tokens: list[TextLogprobs]) -> None:
-        data = self._choice.prompt(tokens)
+        data = self._choice.format_prompt_logprobs(tokens)
         if data:
             self._writer.raise_backlog_limit(len(data))
             self._writer.body(self._opening() + data, more=True)
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
-        data = self._choice.delta(text, token, logprobs)
+        data = self._choice.format_delta(text, token, logprobs)
         if not self._opened:
             data = self._opening() + data
         if data:
@@ -129,11 +137,11 @@ class StreamingChoiceWriter:
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
     ) -> None:
-        data = self._choice.delta(text, token, logprobs)
-        data = self._opening() + data + self._choice.closing(finish)
+        data = self._choice.format_delta(text, token, logprobs)
+        data = self._opening() + data + self._choice.format_closing(finish)
         total = self._response.close(self._index, usage)
         if total is not None:
-            data += self._response.reply.ending(total)
+            data += self._response.reply.format_ending(total)
         self._writer.body(data, more=total is None)
 
     def fail(self, error: RequestFailed) -> None:
@@ -145,7 +153,7 @@ class StreamingChoiceWriter:
             return b""
         self._opened = True
         self._response.start()
-        return self._choice.opening()
+        return self._choice.format_opening()
 
 
 class JsonChoiceWriter:
@@ -180,11 +188,11 @@ class JsonChoiceWriter:
     ) -> None:
         self.write(text, token, logprobs)
         response = self._response
-        answer = Answer("".join(self._texts), self._tokens, self._logprobs, self._prompt, finish)
-        response.wholes[self._index] = self._choice.whole(answer)
+        answer = ChoiceOutput("".join(self._texts), self._tokens, self._logprobs, self._prompt, finish)
+        response.wholes[self._index] = self._choice.format_full(answer)
         total = response.close(self._index, usage)
         if total is not None:
-            body = response.reply.whole(response.wholes, total)
+            body = response.reply.format_full(response.wholes, total)
             write_json(response.writer, 200, body, response.headers)
 
     def fail(self, error: RequestFailed) -> None:

@@ -113,7 +113,7 @@ def _attributes(flight: Flight, model: str) -> Attributes:
         "gen_ai.provider.name": "skiff",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.response.id": flight.generation.reply.id,
+        "gen_ai.response.id": flight.generation.formatter.id,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.stream": flight.generation.stream,
@@ -125,8 +125,8 @@ def _attributes(flight: Flight, model: str) -> Attributes:
     }
     if sampling.max_tokens:
         told["gen_ai.request.max_tokens"] = sampling.max_tokens
-    if flight.generation.choices > 1:
-        told["gen_ai.request.choice.count"] = flight.generation.choices
+    if flight.generation.num_choices > 1:
+        told["gen_ai.request.choice.count"] = flight.generation.num_choices
     if flight.ttft is not None:
         told["gen_ai.response.time_to_first_chunk"] = flight.ttft
     if flight.failure is None:

@@ -1,7 +1,7 @@
 """Access control of one service: from a request's headers to its principal, or to a refusal."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from skiff_runtime import contract
@@ -43,6 +43,11 @@ class AccessPolicy:
     origins: CorsPolicy
     hosts: AllowedHosts | None
     everyone_is_admin: bool
+    _keyless: Principal = field(init=False)
+    """Made once: the principal of every request where keys are not wanted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keyless", Principal(admin=self.everyone_is_admin))
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -74,7 +79,7 @@ class AccessPolicy:
                 return Principal(digest, admin=True)
         if not self.keys:
             self.origins.check(scope)
-            return Principal(admin=self.everyone_is_admin)
+            return self._keyless
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return Principal()
         return Principal(self._key(headers), admin=self.everyone_is_admin)

@@ -12,11 +12,11 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.principal import get_principal
 from skiff_runtime.api.routes.json_body import BoundedRoute, JsonBody
 from skiff_runtime.api.routes.openapi import failures
-from skiff_runtime.api.strict import Strict, exactly_one
+from skiff_runtime.api.schemas.request_bodies import StrictModel, exactly_one
 from skiff_runtime.messages import FlushCache, Flushed
 
 
-class AbortBody(Strict):
+class AbortBody(StrictModel):
     """POST /abort. ``request_id``: the X-Request-Id of a request, or the id of its reply; or ``all`` of them."""
 
     model_config = ConfigDict(json_schema_extra=exactly_one("request_id", "all"))

@@ -11,7 +11,8 @@ from skiff_runtime import log
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers, write_error
-from skiff_runtime.api.formats.request_spec import Generation, ServedModel
+from skiff_runtime.api.formats.request_spec import RequestSpec
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Send
 from skiff_runtime.api.http.request_body import (
     BodyReader,
@@ -27,7 +28,7 @@ from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome
 
-Prepare = Callable[[bytes, ServedModel], Generation]
+Prepare = Callable[[bytes, ServedModel], RequestSpec]
 
 
 class GenerationEndpoint:

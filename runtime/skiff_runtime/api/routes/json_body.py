@@ -14,20 +14,22 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
-from skiff_runtime.api.schemas.validation import parse
-from skiff_runtime.api.strict import Strict
+from skiff_runtime.api.schemas.request_bodies import StrictModel
+from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST
 
-Body = TypeVar("Body", bound=Strict)
+Body = TypeVar("Body", bound=StrictModel)
 Serve = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class _FromJson:
     """A mark for pydantic: bytes are JSON of the model that is marked."""
 
-    def __get_pydantic_core_schema__(self, source: type[Strict], handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: type[StrictModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         def from_json(value: object) -> object:
-            return parse(source, value) if isinstance(value, bytes) else value
+            return parse_body(source, value) if isinstance(value, bytes) else value
 
         return core_schema.no_info_before_validator_function(from_json, handler(source))
 

@@ -14,7 +14,8 @@ from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import NullChoiceWriter
 from skiff_runtime.api.dispatch.service_status import ServiceStatus, State
 from skiff_runtime.api.formats.generate import GenerateResponseFormatter
-from skiff_runtime.api.formats.request_spec import Generation, ServedModel
+from skiff_runtime.api.formats.request_spec import RequestSpec
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.routes.openapi import failures, text, unready
 from skiff_runtime.errors import InternalError, RequestError, Unavailable
 from skiff_runtime.messages import (
@@ -163,7 +164,7 @@ def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceS
             version=__version__,
             status=status.state,
             model={"name": model.name, **described},
-            config=launch.config.shown(),
+            config=launch.config.public_fields(),
             kv_tokens=status.kv_tokens,
             start_phase_seconds=status.phase_seconds(),
         )
@@ -191,11 +192,11 @@ class _HealthCheck:
     async def _one_token(self) -> None:
         sink = _HealthSink()
         sampling = SamplingSpec(max_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
-        generation = Generation(
+        generation = RequestSpec(
             prompts=[[0]],
             sampling=sampling,
             text=TextOptions(),
-            reply=GenerateResponseFormatter(),
+            formatter=GenerateResponseFormatter(),
             stream=False,
         )
         flight = self._dispatcher.submit(

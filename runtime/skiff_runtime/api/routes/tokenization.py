@@ -8,20 +8,21 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from skiff_runtime import contract
-from skiff_runtime.api.chat import build_chat_prompt
 from skiff_runtime.api.dispatch.rpc import RpcClient
-from skiff_runtime.api.formats.request_spec import ServedModel
-from skiff_runtime.api.message_schemas import Message
+from skiff_runtime.api.formats.chat_completions import build_chat_prompt
+from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.routes.json_body import BoundedRoute, JsonBody
 from skiff_runtime.api.routes.openapi import failures
 from skiff_runtime.api.schemas.request_bodies import (
     MAX_CHAT_TEMPLATE_KWARGS,
     MAX_MESSAGES,
     ChatCompletionRequest,
+    ChatMessage,
+    StrictModel,
     TokenIds,
+    ToolFields,
+    exactly_one,
 )
-from skiff_runtime.api.strict import Strict, exactly_one
-from skiff_runtime.api.tool_schemas import ToolFields
 from skiff_runtime.messages import ChatPrompt, Decoded, DecodeRequest, Encoded, EncodeRequest, Wire
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -38,7 +39,7 @@ class TokenizeBody(ToolFields):
     model: ModelName | None = None
     prompt: str | None = None
     messages: (
-        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
     ) = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -65,7 +66,7 @@ _CHAT_FIELDS = {
 }
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(StrictModel):
     """POST /detokenize."""
 
     model: ModelName | None = None

@@ -7,17 +7,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from skiff_runtime.api.refusals import EXPECTED_TYPES, UNSUPPORTED_FIELDS
-from skiff_runtime.api.schemas.request_bodies import Strict
+from skiff_runtime.api.schemas.request_bodies import StrictModel
 from skiff_runtime.errors import InvalidRequest
 
 _MAX_SHOWN_CHARACTERS: Final = 60
 _MAX_FAULTS: Final = 100
 _BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 
-Body = TypeVar("Body", bound=Strict)
+Body = TypeVar("Body", bound=StrictModel)
 
 
-def parse(kind: type[Body], raw: bytes) -> Body:
+def parse_body(kind: type[Body], raw: bytes) -> Body:
     """The body in ``raw``. Raises ``InvalidRequest`` about its first fault."""
     try:
         return kind.model_validate_json(raw)
@@ -34,7 +34,7 @@ def _telling(error: ValidationError) -> ErrorDetails:
     return max(same, key=lambda fault: len(fault["loc"]))
 
 
-def _refusal(error: ErrorDetails, kind: type[Strict]) -> InvalidRequest:
+def _refusal(error: ErrorDetails, kind: type[StrictModel]) -> InvalidRequest:
     if error["type"] == "json_invalid":
         return InvalidRequest(
             f"the request body is no valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}"

@@ -206,6 +206,6 @@ def _figures(results: Sequence[Result], config: Config, arguments: argparse.Name
         "streams": arguments.streams,
         "context": arguments.context,
         "prompt_len": arguments.prompt_len,
-        "config": config.shown(),
+        "config": config.public_fields(),
         "runs": [{**asdict(each), "ratio": each.ratio} for each in results],
     }
