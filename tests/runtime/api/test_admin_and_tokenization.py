@@ -73,7 +73,7 @@ def test_detokenizing_gives_the_text_back(front: Frontend) -> None:
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either 'prompt' or 'messages'"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "belong to 'messages'"),
         ("/tokenize", {"prompt": "x", "tools": []}, 400, "belong to 'messages'"),
-        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "served is 'tiny'"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "the served model is 'tiny'"),
         ("/tokenize", {"prompt": "x", "nonsense": 1}, 400, "unknown field 'nonsense'"),
         ("/tokenize", {"prompt": "x" * (CONTEXT * 300)}, 400, "characters"),
         ("/detokenize", {"tokens": [10**6]}, 400, "1000000"),

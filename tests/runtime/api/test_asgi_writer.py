@@ -138,7 +138,7 @@ def test_pieces_go_straight_to_the_connection_while_it_takes_them() -> None:
                 server.written.append({"type": "http.response.body", "body": data})
             return server.open.is_set()
 
-        writer = AsgiWriter(server.send, on_overflow=server.overflow, chunk=chunk)
+        writer = AsgiWriter(server.send, on_overflow=server.overflow, write_chunk=chunk)
         writer.start(200, [])
         writer.body(b"a", more=True)
         writer.body(b"", more=True)

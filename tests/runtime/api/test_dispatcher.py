@@ -36,7 +36,7 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
         in_flight=lambda: 0, connections=lambda: 0, ready=lambda: True, phase_seconds=dict, heartbeats=list
     )
     dispatcher = Dispatcher([cast(Sender, tokenizer)], capacity=1, status=status, metrics=metrics)
-    generation = RequestSpec(
+    spec = RequestSpec(
         prompts=[[1]],
         sampling=SamplingSpec(max_tokens=1, seed=0),
         text=TextOptions(),
@@ -46,11 +46,11 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     status.mark_ready(kv_tokens=64)
     with pytest.raises(TransportError):
         dispatcher.submit(
-            generation, [NullChoiceWriter()], RequestMetadata(request_id="a", endpoint=Endpoint.GENERATE)
+            spec, [NullChoiceWriter()], RequestMetadata(request_id="a", endpoint=Endpoint.GENERATE)
         )
     assert len(dispatcher) == 0
     tokenizer.full = False
-    flight = dispatcher.submit(
-        generation, [NullChoiceWriter()], RequestMetadata(request_id="b", endpoint=Endpoint.GENERATE)
+    request = dispatcher.submit(
+        spec, [NullChoiceWriter()], RequestMetadata(request_id="b", endpoint=Endpoint.GENERATE)
     )
-    assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [flight.first])
+    assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [request.first_uid])

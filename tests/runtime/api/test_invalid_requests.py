@@ -69,7 +69,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("/v1/completions", {**TEXT, "prompt": []}, 400, None, "prompt is empty"),
         ("/v1/completions", {**TEXT, "prompt": [389]}, 400, None, "token id 389 at position 0"),
         ("/v1/completions", {**TEXT, "max_tokens": -1}, 400, None, "'max_tokens'"),
-        (CHAT, {**BODY, "model": "other"}, 404, "model_not_found", "served is 'tiny'"),
+        (CHAT, {**BODY, "model": "other"}, 404, "model_not_found", "the served model is 'tiny'"),
         (CHAT, {**BODY, "stop_token_ids": [10**6]}, 400, None, "stop token id 1000000"),
         (CHAT, {**BODY, "nonsense": 1}, 400, "unknown_parameter", "unknown field 'nonsense'"),
         (CHAT, {**BODY, "best_of": 2}, 400, "unsupported_parameter", "'best_of' is not supported yet"),
@@ -94,7 +94,7 @@ def test_bad_requests(
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 10_000, b'{"model": "\\ud800"}', b"model=tiny"])
 def test_bodies_that_are_no_json(front: Frontend, raw: bytes, path: str) -> None:
     found = error(front.http.post(front.url + path, content=raw), 400)
-    assert found["message"].startswith("the request body is no valid JSON")
+    assert found["message"].startswith("the request body is not valid JSON")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -132,10 +132,10 @@ def test_unknown_paths_and_methods(front: Frontend) -> None:
     assert error(front.get("/v2/chat"), 404)["code"] == "not_found"
     assert error(front.http.post(front.url + "/v1/embeddings", json={}), 404)["code"] == "not_found"
     response = front.get(CHAT)
-    assert error(response, 405)["message"] == f"{CHAT} does not take GET; use POST"
+    assert error(response, 405)["message"] == f"{CHAT} does not support GET; use POST"
     assert response.headers["allow"] == "POST"
     response = front.post("/livez")
-    assert error(response, 405)["message"] == "/livez does not take POST; use GET, HEAD"
+    assert error(response, 405)["message"] == "/livez does not support POST; use GET, HEAD"
     assert response.headers["allow"] == "GET, HEAD"
     assert error(front.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
 

@@ -212,7 +212,7 @@ def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str,
 
 
 @pytest.mark.parametrize(
-    "module", ["api.server", "tokenizer.worker", "tokenizer.detokenizer", "llm", "bench.offline"]
+    "module", ["api.server", "tokenizer.tokenizer_worker", "tokenizer.detokenizer", "offline.llm", "bench.offline"]
 )
 def test_front_processes_stay_light(module: str) -> None:
     code = f"import sys, skiff_runtime.{module}; print([m for m in ('torch', 'transformers', 'skiff_runtime.engine') if m in sys.modules])"

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 from frontend import TIMEOUT_SECONDS
-from plain_server import GET, LARGE_BYTES, LEFT, connect, listen, serving, until_closed
+from plain_server import DISCONNECTED, GET, LARGE_BYTES, connect, listen, serving, until_closed
 from raw_http import Address
 
 from skiff_runtime.api.http import lingering_close
@@ -28,7 +28,7 @@ def test_the_request_being_served_learns_that_its_client_left(address: Address) 
     with closing(connect(address)) as connection:
         connection.sendall(b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
         connection.sendall(GET.format("/v1/models").encode())
-    assert LEFT.wait(TIMEOUT_SECONDS)
+    assert DISCONNECTED.wait(TIMEOUT_SECONDS)
 
 
 def test_a_client_that_never_closes_is_closed(address: Address) -> None:
