@@ -1,4 +1,4 @@
-"""One request step by step: the test speaks for the scheduler, real front processes for everything else."""
+"""One request step by step through real frontend processes, with the test in place of the scheduler."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(front: Frontend) -> Iterator[None]:
+def no_request_is_left(front: Frontend) -> Iterator[None]:
     yield
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while front.metric("skiff_requests_in_flight"):
@@ -35,7 +35,7 @@ def nothing_is_left(front: Frontend) -> Iterator[None]:
 
 @pytest.fixture
 def ask(front: Frontend) -> Iterator[Callable[..., "Future[httpx.Response]"]]:
-    """Send a chat request from a thread."""
+    """Return a function that sends a chat request from a thread."""
     with ThreadPoolExecutor(4) as pool:
         yield lambda **body: pool.submit(front.post, CHAT, **{**BODY, **body})
 
@@ -51,7 +51,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def raw_request(front: Frontend, stream: bool, pause: bool = False) -> socket.socket:
-    """A connection that has sent a chat request; ``pause``: with the smallest receive buffer."""
+    """Return a connection that has sent a chat request. ``pause``: with the smallest receive buffer."""
     host, _, port = front.url.removeprefix("http://").partition(":")
     connection = socket.socket()
     if pause:
@@ -64,8 +64,8 @@ def raw_request(front: Frontend, stream: bool, pause: bool = False) -> socket.so
     return connection
 
 
-def test_tokens_arrive_as_they_are_made(front: Frontend) -> None:
-    """The first word is read before the second is said."""
+def test_tokens_are_streamed_as_they_are_generated(front: Frontend) -> None:
+    """The client reads the first word before the second one is generated."""
     with httpx.Client(base_url=front.url, timeout=TIMEOUT_SECONDS) as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             client.send, client.build_request("POST", CHAT, json={**BODY, "stream": True}), stream=True
@@ -83,7 +83,7 @@ def test_tokens_arrive_as_they_are_made(front: Frontend) -> None:
         assert "".join(pieces).count('"content":') == len(front.rank.ids(" pod"))
 
 
-def test_stop_string_over_tokens(front: Frontend, ask: Ask) -> None:
+def test_stop_string_spans_tokens(front: Frontend, ask: Ask) -> None:
     for stream in (False, True):
         asked = ask(stop=["##"], stream=stream, seed=5, temperature=0, max_tokens=50)
         request = front.rank.request()
@@ -112,7 +112,7 @@ def test_stop_string_over_tokens(front: Frontend, ask: Ask) -> None:
     ("finish", "reason"),
     [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort")],
 )
-def test_finish_reasons(front: Frontend, ask: Ask, finish: FinishReason, reason: str) -> None:
+def test_finish_reason_is_returned(front: Frontend, ask: Ask, finish: FinishReason, reason: str) -> None:
     asked = ask()
     request = front.rank.request()
     front.rank.open(request)
@@ -121,7 +121,7 @@ def test_finish_reasons(front: Frontend, ask: Ask, finish: FinishReason, reason:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_token_has_its_own_status(front: Frontend, ask: Ask, stream: bool) -> None:
+def test_error_before_first_token_has_its_own_status(front: Frontend, ask: Ask, stream: bool) -> None:
     asked = ask(stream=stream)
     request = front.rank.request()
     failure = RequestFailed(
@@ -145,7 +145,7 @@ def test_an_error_before_the_first_token_has_its_own_status(front: Frontend, ask
     }
 
 
-def test_an_error_in_the_middle_ends_the_stream_with_it(front: Frontend, ask: Ask) -> None:
+def test_error_after_first_token_ends_the_stream(front: Frontend, ask: Ask) -> None:
     asked = ask(stream=True)
     request = front.rank.request()
     front.rank.open(request)
@@ -159,7 +159,7 @@ def test_an_error_in_the_middle_ends_the_stream_with_it(front: Frontend, ask: As
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("running", [False, True])
-def test_a_client_that_leaves_aborts_its_request(front: Frontend, stream: bool, running: bool) -> None:
+def test_disconnect_aborts_the_request(front: Frontend, stream: bool, running: bool) -> None:
     connection = raw_request(front, stream)
     request = front.rank.request()
     if running:
@@ -173,8 +173,8 @@ def test_a_client_that_leaves_aborts_its_request(front: Frontend, stream: bool, 
     front.rank.step([(request.uid, NO_TOKEN, FinishReason.ABORT)])
 
 
-def test_an_abort_that_crosses_the_end(front: Frontend) -> None:
-    """The request ends while the abort is on its way: one terminal reply is enough."""
+def test_abort_that_crosses_the_last_row_is_harmless(front: Frontend) -> None:
+    """The request ends while the abort is in flight: one terminal reply suffices."""
     connection = raw_request(front, True)
     request = front.rank.request()
     front.rank.open(request)
@@ -183,25 +183,24 @@ def test_an_abort_that_crosses_the_end(front: Frontend) -> None:
     assert front.rank.poll() in ([], [AbortRequest(uid=request.uid)])
 
 
-def test_a_client_that_does_not_read_is_given_up(front: Frontend) -> None:
-    """Its neighbour goes on."""
+def test_client_that_does_not_read_is_disconnected(front: Frontend) -> None:
     stalled = raw_request(front, True, pause=True)
     request = front.rank.request()
     front.rank.open(request)
     long = front.rank.ids("harbour " * 40)
-    told = []
+    received = []
     for _ in range(4000):
         front.rank.step([(request.uid, token, FinishReason.RUNNING) for token in long])
-        told = front.rank.poll()
-        if told:
+        received = front.rank.poll()
+        if received:
             break
-    assert told == [AbortRequest(uid=request.uid, finish=FinishReason.ABORT)]
+    assert received == [AbortRequest(uid=request.uid, finish=FinishReason.ABORT)]
     front.rank.end(request.uid)
     assert front.get("/readyz").status_code == 200
     stalled.close()
 
 
-def test_rows_of_unknown_requests_harm_nobody(front: Frontend, ask: Ask) -> None:
+def test_rows_of_unknown_requests_are_ignored(front: Frontend, ask: Ask) -> None:
     front.rank.say(10**12, "boat", FinishReason.LENGTH)
     asked = ask()
     request = front.rank.request()
@@ -210,7 +209,7 @@ def test_rows_of_unknown_requests_harm_nobody(front: Frontend, ask: Ask) -> None
     assert asked.result().json()["choices"][0]["message"]["content"] == "boat"
 
 
-def test_cached_tokens_are_told_and_counted(front: Frontend, ask: Ask) -> None:
+def test_cached_tokens_are_returned_and_counted(front: Frontend, ask: Ask) -> None:
     before = front.metric("skiff_cached_tokens_total")
     asked = ask()
     request = front.rank.request()
@@ -221,7 +220,7 @@ def test_cached_tokens_are_told_and_counted(front: Frontend, ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False), ("x" * 129, False)])
-def test_request_ids(front: Frontend, sent: str, returned: bool) -> None:
+def test_request_id_is_returned_or_replaced(front: Frontend, sent: str, returned: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
         request = front.rank.request()
@@ -231,7 +230,7 @@ def test_request_ids(front: Frontend, sent: str, returned: bool) -> None:
     assert found
 
 
-def test_seeds_differ_where_none_is_given(front: Frontend, ask: Ask) -> None:
+def test_default_seeds_differ(front: Frontend, ask: Ask) -> None:
     seeds = set()
     for _ in range(3):
         asked = ask()
