@@ -44,16 +44,16 @@ class BackgroundClient:
                 number += 1
                 began = time.monotonic()
                 try:
-                    fault = self._ask(http, number)
+                    problem = self._ask(http, number)
                 except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                    fault = repr(error)
+                    problem = repr(error)
                 self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - began)
-                if fault is None:
+                if problem is None:
                     self.right += 1
                     continue
                 self.wrong += 1
                 if len(self.examples) < MAX_EXAMPLES:
-                    self.examples.append(f"request {number}: {fault}")
+                    self.examples.append(f"request {number}: {problem}")
 
     def _ask(self, http: httpx.Client, number: int) -> str | None:
         """Request one completion, every other one streamed. Returns what is wrong with it, or None."""

@@ -68,8 +68,8 @@ class Exchange(asyncio.Protocol):
 
     def __init__(self, plan: Plan) -> None:
         self.stream = ReplyStream(tuple(each.method for each in plan.expected))
-        self.fault = ""
-        self.surplus = b""
+        self.error = ""
+        self.extra_bytes = b""
         self.reset = False
         self._received = 0
         self._changed = asyncio.Event()
@@ -94,29 +94,29 @@ class Exchange(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _feed(self, data: bytes) -> None:
-        if not self.fault:
+        if not self.error:
             try:
                 self.stream.feed(data)
             except Malformed as error:
-                self.fault = str(error)
-                self.surplus = self.stream.pending + data
+                self.error = str(error)
+                self.extra_bytes = self.stream.pending + data
                 self.transport.abort()
         else:
-            self.surplus += data
+            self.extra_bytes += data
 
     @property
     def ids(self) -> list[str]:
         """IDs of all responses, including those behind the last expected one."""
-        surplus = re.findall(rb"x-request-id: (\S+)\r\n", self.surplus)
+        extra_bytes = re.findall(rb"x-request-id: (\S+)\r\n", self.extra_bytes)
         return [each.headers.get("x-request-id", "") for each in self.stream.replies] + [
-            each.decode() for each in surplus
+            each.decode() for each in extra_bytes
         ]
 
     @property
     def closes(self) -> bool:
         """Return whether the connection has ended, or a response announced its end."""
         announced = any(each.headers.get("connection") == "close" for each in self.stream.replies)
-        return announced or self.ended.done() or bool(self.fault)
+        return announced or self.ended.done() or bool(self.error)
 
     async def ready_for(self, step: Step) -> bool:
         """Wait until a step may be sent. Returns False if nothing more is to be sent."""
@@ -167,7 +167,7 @@ async def converse(address: Address, plan: Plan, draw: random.Random, verdict: V
             await _send(exchange, plan, draw)
             await exchange.ended
     except TimeoutError:
-        return f"hung: {len(exchange.stream.replies)} of {len(plan.expected)} replies, {exchange.fault}"
+        return f"hung: {len(exchange.stream.replies)} of {len(plan.expected)} replies, {exchange.error}"
     finally:
         exchange.transport.abort()
         verdict.statuses.update(each.status for each in exchange.stream.replies)
@@ -186,13 +186,13 @@ def judge(plan: Plan, exchange: Exchange) -> str | None:
         if reply.headers.get("connection") == "close":
             return (
                 None
-                if number == len(replies) - 1 and not exchange.fault
+                if number == len(replies) - 1 and not exchange.error
                 else f"responses behind the last: {replies[-1]}"
             )
     if client_ends:
-        return exchange.fault if "without a request" in exchange.fault else None
-    if exchange.fault or exchange.reset:
-        return f"after {len(replies)} replies: {exchange.fault or 'reset'}"
+        return exchange.error if "without a request" in exchange.error else None
+    if exchange.error or exchange.reset:
+        return f"after {len(replies)} replies: {exchange.error or 'reset'}"
     return f"{len(replies)} replies to {len(plan.expected)} requests, and an end without notice"
 
 

@@ -87,7 +87,7 @@ def connect(address: Address) -> socket.socket:
     return socket.create_connection(address, TIMEOUT_SECONDS)
 
 
-def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
+def get_response(connection: socket.socket, path: str = "/v1/models") -> bytes:
     """Send a GET request, and return the whole response."""
     connection.sendall(GET.format(path).encode())
     return response(connection)

@@ -146,7 +146,7 @@ class ApiServer:
             raise self._error
 
     async def _tick(self) -> None:
-        """Send heartbeats, and read messages, because a ZeroMQ descriptor signals a change once, not what is left unread."""
+        """Send heartbeats, and read messages, because a ZeroMQ descriptor signals a change once, and not that messages are left."""
         while True:
             self._guarded(self._child.beat)
             self._guarded(self._read)

@@ -48,11 +48,11 @@ def test_tokenize_text(front: Frontend) -> None:
 
 
 def test_tokenize_conversation_equals_chat_prompt(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    asked = pool.submit(front.post, CHAT, **BODY)
+    pending = pool.submit(front.post, CHAT, **BODY)
     request = front.rank.request()
     assert tokenize(front, messages=MESSAGES)["tokens"] == front.rank.prompt(request)
     front.rank.end(request.uid)
-    assert asked.result().status_code == 200
+    assert pending.result().status_code == 200
     without = tokenize(front, messages=MESSAGES, add_generation_prompt=False)
     assert without["count"] < len(front.rank.prompt(request))
 
@@ -125,11 +125,11 @@ def test_abort_by_request_id(front: Frontend, pool: ThreadPoolExecutor, stream: 
 
 def test_abort_by_response_id(front: Frontend, pool: ThreadPoolExecutor) -> None:
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
-    asked = pool.submit(lambda: client.completions.create(model=NAME, prompt="x", stream=True))
+    pending = pool.submit(lambda: client.completions.create(model=NAME, prompt="x", stream=True))
     request = front.rank.request()
     front.rank.open(request)
     front.rank.say(request.uid, "boat")
-    stream = asked.result()
+    stream = pending.result()
     first = next(stream)
     assert front.post("/abort", request_id=first.id).json() == {"aborted": 1}
     front.rank.end(aborted(front).uid)

@@ -33,7 +33,7 @@ def front(model: Path) -> Iterator[Frontend]:
 
 @pytest.fixture(scope="module")
 def exposed(model: Path) -> Iterator[Frontend]:
-    """A server without keys that listens on all addresses."""
+    """Run a server without keys that listens on all addresses."""
     with running_frontend(model, host="0.0.0.0") as front:
         yield front
 

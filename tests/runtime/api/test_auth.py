@@ -35,7 +35,7 @@ def client(front: Frontend, key: str) -> OpenAI:
     return OpenAI(base_url=front.url + "/v1", api_key=key, timeout=TIMEOUT_SECONDS, max_retries=0)
 
 
-def ask(front: Frontend, method: str, path: str, **headers: str) -> httpx.Response:
+def send(front: Frontend, method: str, path: str, **headers: str) -> httpx.Response:
     return front.http.request(
         method, front.url + path, headers={name.replace("_", "-"): text for name, text in headers.items()}
     )
@@ -62,7 +62,7 @@ def test_wrong_key_gets_401(front: Frontend) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/generate", "/server_info", "/v1/models", "/nothing/here"])
 def test_request_without_valid_key_gets_401(front: Frontend, path: str, header: str) -> None:
     method = "GET" if path in ("/server_info", "/v1/models") else "POST"
-    response = ask(front, method, path, authorization=header)
+    response = send(front, method, path, authorization=header)
     assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     assert response.headers["x-request-id"]
 
@@ -73,7 +73,7 @@ def test_probes_need_no_key(front: Frontend, path: str) -> None:
 
 
 def test_keys_never_appear_in_server_info_or_repr(front: Frontend) -> None:
-    info = ask(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
+    info = send(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
     assert '"allowed_origins"' in info and "sk-" not in info and "api_key_file" in info
     assert "sk-" not in repr(Config(api_key=KEYS))
     [launch] = Path(front.endpoints.api.removeprefix("ipc://")).parent.glob("launch.json")
@@ -86,9 +86,9 @@ def test_every_response_has_request_id(front: Frontend) -> None:
         ("POST", CHAT),
         ("PUT", CHAT),
     ]:
-        given = ask(front, method, path, x_request_id="trace.7", authorization=key)
+        given = send(front, method, path, x_request_id="trace.7", authorization=key)
         assert given.headers["x-request-id"] == "trace.7", (path, given.status_code)
-        generated = ask(front, method, path, x_request_id="not a word", authorization=key)
+        generated = send(front, method, path, x_request_id="not a word", authorization=key)
         assert re.fullmatch("[0-9a-f]{24}", generated.headers["x-request-id"])
 
 
@@ -108,7 +108,7 @@ def test_openapi_document_declares_keys(front: Frontend) -> None:
     "path", [*PROBES, "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
 )
 def test_head_is_get_without_body(front: Frontend, path: str) -> None:
-    response = ask(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
+    response = send(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
     assert (response.status_code, response.content) == (200, b"")
     assert int(response.headers["content-length"]) > 0
     assert response.headers.get_list("x-request-id") == ["trace.8"]
@@ -119,20 +119,20 @@ def test_allowed_origin_gets_cors_headers(front: Frontend) -> None:
         "access_control_request_method": "POST",
         "access_control_request_headers": "authorization,x-own",
     }
-    preflight = ask(front, "OPTIONS", CHAT, origin=ORIGIN, **requested)
+    preflight = send(front, "OPTIONS", CHAT, origin=ORIGIN, **requested)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == ORIGIN
     assert preflight.headers["access-control-allow-headers"] == "authorization,x-own"
     for status, response in (
-        (401, ask(front, "GET", "/v1/models", origin=ORIGIN)),
-        (200, ask(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
+        (401, send(front, "GET", "/v1/models", origin=ORIGIN)),
+        (200, send(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
     ):
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, ORIGIN)
 
 
 def test_other_origin_gets_no_cors_headers(front: Frontend) -> None:
     for method in ("OPTIONS", "GET"):
-        response = ask(
+        response = send(
             front, method, "/v1/models", origin="https://evil.example", access_control_request_method="GET"
         )
         assert "access-control-allow-origin" not in response.headers
@@ -141,10 +141,10 @@ def test_other_origin_gets_no_cors_headers(front: Frontend) -> None:
 
 def test_without_allowed_origins_there_is_no_cors(tmp_path: Path) -> None:
     with running_frontend(write_model(tmp_path)) as front:
-        response = ask(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
+        response = send(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
         assert response.status_code == 405
         assert not [name for name in response.headers if name.startswith("access-control")]
-        assert ask(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
+        assert send(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -159,18 +159,18 @@ def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 
 def flush(front: Frontend, **headers: str) -> httpx.Response:
     """Send a POST request that a page may send without a preflight."""
-    return ask(front, "POST", "/flush_cache", content_type="text/plain", **headers)
+    return send(front, "POST", "/flush_cache", content_type="text/plain", **headers)
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1", "http://127.0.0.1:1"])
 def test_without_keys_other_origin_may_only_read(keyless: Frontend, origin: str) -> None:
     before = keyless.metric('skiff_rejected_requests_total{reason="forbidden"}')
     for path in ("/flush_cache", "/abort", CHAT, "/generate", "/nothing/here"):
-        response = ask(keyless, "POST", path, origin=origin)
+        response = send(keyless, "POST", path, origin=origin)
         assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
         assert origin in response.json()["error"]["message"] and response.headers["connection"] == "close"
     assert keyless.metric('skiff_rejected_requests_total{reason="forbidden"}') == before + 5
-    assert ask(keyless, "GET", "/v1/models", origin=origin).status_code == 200
+    assert send(keyless, "GET", "/v1/models", origin=origin).status_code == 200
 
 
 def test_same_origin_and_allowed_origin_may_post(keyless: Frontend) -> None:

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 from frontend import TIMEOUT_SECONDS
-from plain_server import GET, LIMIT, ask, connect, listen, response, serving, until_closed
+from plain_server import GET, LIMIT, connect, get_response, listen, response, serving, until_closed
 from raw_http import Address
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -49,20 +49,20 @@ def connect_before_start(data: bytes) -> Iterator[socket.socket]:
 
 def test_beyond_limit_only_probes_are_served(address: Address) -> None:
     held = [connect(address) for _ in range(LIMIT)]
-    assert all(ask(each).startswith(b"HTTP/1.1 200") for each in held)
+    assert all(get_response(each).startswith(b"HTTP/1.1 200") for each in held)
     with closing(connect(address)) as another:
-        refused = ask(another) + until_closed(another)
+        rejected = get_response(another) + until_closed(another)
         assert (
-            refused.startswith(b"HTTP/1.1 503")
-            and b"retry-after" in refused
-            and b"x-request-id: abc" in refused
+            rejected.startswith(b"HTTP/1.1 503")
+            and b"retry-after" in rejected
+            and b"x-request-id: abc" in rejected
         )
     with closing(connect(address)) as probe:
-        assert ask(probe, "/readyz").startswith(b"HTTP/1.1 200")
+        assert get_response(probe, "/readyz").startswith(b"HTTP/1.1 200")
     held.pop().close()
     wait_for_capacity(address)
     for each in held:
-        assert ask(each).startswith(b"HTTP/1.1 200")
+        assert get_response(each).startswith(b"HTTP/1.1 200")
         each.close()
 
 
@@ -70,14 +70,14 @@ def wait_for_capacity(address: Address) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         with closing(connect(address)) as connection:
-            if ask(connection).startswith(b"HTTP/1.1 200"):
+            if get_response(connection).startswith(b"HTTP/1.1 200"):
                 return
         assert time.monotonic() < deadline
 
 
 def test_far_beyond_limit_connections_are_closed(address: Address) -> None:
     held = [connect(address) for _ in range(LIMIT + EXTRA_PROBE_CONNECTIONS)]
-    assert ask(held[-1], "/livez").startswith(b"HTTP/1.1 200")
+    assert get_response(held[-1], "/livez").startswith(b"HTTP/1.1 200")
     with closing(connect(address)) as another:
         answer = until_closed(another)
     assert answer.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 1\r\n" in answer
@@ -160,7 +160,7 @@ def test_unexpected_exception_gets_500_without_details(address: Address) -> None
         answer = response(connection)
         assert answer.startswith(b"HTTP/1.1 500") and b"x-request-id: abc" in answer
         assert b"internal_error" in answer and b"secret" not in answer
-        assert ask(connection).startswith(b"HTTP/1.1 200")
+        assert get_response(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.usefixtures("short_head_timeout")
@@ -168,7 +168,7 @@ def test_idle_connection_between_requests_is_kept() -> None:
     with connect_before_start(GET.format("/v1/models").encode()) as connection:
         assert response(connection).startswith(b"HTTP/1.1 200")
         time.sleep(2 * HEAD_SECONDS)
-        assert ask(connection).startswith(b"HTTP/1.1 200")
+        assert get_response(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_coalesced_head_never_blocks_a_response(address: Address) -> None:

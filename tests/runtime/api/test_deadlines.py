@@ -36,7 +36,7 @@ def submit(
 
 
 def assert_expires(front: Frontend, request: GenerateRequest) -> None:
-    """The scheduler receives an abort for the deadline, and nothing else."""
+    """Assert that the scheduler receives an abort for the deadline, and nothing else."""
     message = front.rank.receive()
     assert isinstance(message, AbortRequest)
     assert (message.uid, message.finish) == (request.uid, FinishReason.TIMEOUT)
@@ -47,32 +47,32 @@ def test_expired_request_returns_output_so_far(
     front: Frontend, pool: ThreadPoolExecutor, seconds: str | None, stream: bool
 ) -> None:
     before = front.metric('skiff_aborted_requests_total{reason="deadline"}')
-    asked = submit(front, pool, seconds, stream=stream)
+    pending = submit(front, pool, seconds, stream=stream)
     request = front.rank.request()
     front.rank.open(request)
     front.rank.say(request.uid, "boat")
     assert_expires(front, request)
     front.rank.end(request.uid, FinishReason.TIMEOUT)
-    assert answer(asked.result()) == ("boat", "length")
+    assert answer(pending.result()) == ("boat", "length")
     assert front.metric('skiff_aborted_requests_total{reason="deadline"}') == before + 1
     assert front.metric("skiff_requests_in_flight") == 0
 
 
 def test_request_that_never_ran_returns_empty_output(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    asked = submit(front, pool, "0.1")
+    pending = submit(front, pool, "0.1")
     request = front.rank.request()
     assert_expires(front, request)
     front.rank.end(request.uid, FinishReason.TIMEOUT)
-    [choice] = asked.result().json()["choices"]
+    [choice] = pending.result().json()["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
 def test_request_within_deadline_is_not_aborted(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    asked = submit(front, pool, "60")
+    pending = submit(front, pool, "60")
     request = front.rank.request()
     front.rank.open(request)
     front.rank.say(request.uid, "boat", FinishReason.STOP)
-    assert asked.result().json()["choices"][0]["finish_reason"] == "stop"
+    assert pending.result().json()["choices"][0]["finish_reason"] == "stop"
     assert front.rank.poll() == []
 
 
@@ -103,12 +103,12 @@ def test_unconfirmed_abort_ends_with_error(front: Frontend, pool: ThreadPoolExec
 
 
 def test_rejection_by_scheduler_gets_retry_after(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    asked = submit(front, pool, None)
+    pending = submit(front, pool, None)
     request = front.rank.request()
     rejection = RequestFailed(request.uid, 429, "rate_limit_error", "too many tokens wait", "queue_full")
     before = front.metric('skiff_rejected_requests_total{reason="queue_full"}')
     front.rank.step([], failed=[rejection])
-    response = asked.result()
+    response = pending.result()
     assert response.status_code == 429
     assert 1 <= int(response.headers["retry-after"]) <= 60
     assert front.metric('skiff_rejected_requests_total{reason="queue_full"}') == before + 1

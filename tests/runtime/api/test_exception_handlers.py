@@ -10,7 +10,7 @@ from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
 from skiff_runtime.errors import InternalError, ModelNotFound, QueueFull, Unavailable
 
 
-def ask(error: Exception) -> tuple[httpx.Response, list[int]]:
+def get_response(error: Exception) -> tuple[httpx.Response, list[int]]:
     """Return the response of a path operation that raises ``error``, and the rejections that were counted."""
     app, rejected = FastAPI(), list[int]()
     add_exception_handlers(app, rejected.append)
@@ -36,14 +36,14 @@ def ask(error: Exception) -> tuple[httpx.Response, list[int]]:
     ],
 )
 def test_rejection_is_counted(error: Exception, status: int, retry: str | None) -> None:
-    response, rejected = ask(error)
+    response, rejected = get_response(error)
     assert (response.status_code, response.headers.get("retry-after"), rejected) == (status, retry, [status])
     assert response.json()["error"]["message"] == str(error)
 
 
 @pytest.mark.parametrize("error", [InternalError("a rank died"), RuntimeError("secret detail")])
 def test_failure_is_no_rejection(error: Exception) -> None:
-    response, rejected = ask(error)
+    response, rejected = get_response(error)
     assert (response.status_code, rejected) == (500, [])
     assert response.json()["error"]["code"] == "internal_error"
     assert "secret detail" not in response.text

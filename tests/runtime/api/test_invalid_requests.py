@@ -34,13 +34,13 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 def another_request(front: Frontend) -> Iterator[None]:
     """Run another request during the test, and check its response."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, CHAT, **BODY)
+        pending = pool.submit(front.post, CHAT, **BODY)
         request = front.rank.request()
         front.rank.open(request)
         front.rank.say(request.uid, "one")
         yield
         front.rank.say(request.uid, " two", FinishReason.LENGTH)
-        assert asked.result().json()["choices"][0]["message"]["content"] == "one two"
+        assert pending.result().json()["choices"][0]["message"]["content"] == "one two"
     assert front.rank.poll() == []
     assert front.metric("skiff_requests_in_flight") == 0
 
@@ -86,12 +86,12 @@ def test_invalid_request_is_rejected(
     stream: bool,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, path, **{**body, "stream": stream})
+        pending = pool.submit(front.post, path, **{**body, "stream": stream})
         if status == 200:  # an empty text still has a BOS token
             front.rank.end(front.rank.request().uid)
-            assert asked.result().status_code == 200
+            assert pending.result().status_code == 200
             return
-        found = error(asked.result(), status)
+        found = error(pending.result(), status)
     assert (found["code"], found["type"]) == (code, "invalid_request_error")
     assert message in found["message"]
 

@@ -75,8 +75,8 @@ def test_start_is_reported_by_probes(model: Path) -> None:
 
 def test_drain_finishes_running_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
-        requests = [front.rank.request() for _ in asked]
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in pending]
         front.rank.open(*requests)
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
@@ -86,20 +86,20 @@ def test_drain_finishes_running_requests(model: Path) -> None:
         assert "shutting down" in refused.json()["error"]["message"]
         for request in requests:
             front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-        assert asked[0].result().json()["choices"][0]["message"]["content"] == "boat"
-        assert "[DONE]" in asked[1].result().text
+        assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
+        assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
 
 
 def test_drain_timeout_aborts_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
-        requests = [front.rank.request() for _ in asked]
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in pending]
         front.rank.open(*requests)
         for request in requests:
             front.rank.say(request.uid, "boat")
         front.api.send(Drain(timeout_seconds=0.5))
-        replies = [each.result() for each in asked]
+        replies = [each.result() for each in pending]
         assert [reply.status_code for reply in replies] == [503, 200]
         assert all("shut down before" in reply.text for reply in replies)
         assert front.wait_exit() == 0
@@ -116,14 +116,14 @@ def test_sigterm_drains(model: Path) -> None:
 
 def test_failure_ends_every_request_with_error(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
-        requests = [front.rank.request() for _ in asked]
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
+        requests = [front.rank.request() for _ in pending]
         front.rank.open(*requests[:2])
         for request in requests[:2]:
             front.rank.say(request.uid, "boat")
         time.sleep(0.2)
         front.api.send(ServiceFailed(message="rank0 was killed by SIGKILL"))
-        replies = [each.result() for each in asked]
+        replies = [each.result() for each in pending]
         assert all("rank0 was killed by SIGKILL" in reply.text for reply in replies)
         assert all("internal_server_error" in reply.text for reply in replies)
         assert sorted(reply.status_code for reply in replies)[-1] == 500
@@ -144,11 +144,11 @@ def test_after_failure_new_requests_get_503(model: Path) -> None:
 
 def test_probes_respond_while_scheduler_is_silent(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, CHAT, **BODY)
+        pending = pool.submit(front.post, CHAT, **BODY)
         front.rank.request()
         assert [status(front, path) for path in ("/livez", "/readyz", "/metrics")] == [200, 200, 200]
         front.api.send(ServiceFailed(message="gone"))
-        assert asked.result().status_code == 500
+        assert pending.result().status_code == 500
 
 
 def test_capacity_is_bounded_by_token_budget(model: Path) -> None:
@@ -159,12 +159,12 @@ def test_capacity_is_bounded_by_token_budget(model: Path) -> None:
         ) as front,
         ThreadPoolExecutor(2) as pool,
     ):
-        asked = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
-        requests = [front.rank.request() for _ in asked]
+        pending = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
+        requests = [front.rank.request() for _ in pending]
         assert front.post(CHAT, **BODY).status_code == 429
         for request in requests:
             front.rank.end(request.uid)
-        assert [each.result().status_code for each in asked] == [200, 200]
+        assert [each.result().status_code for each in pending] == [200, 200]
 
 
 def test_port_in_use_is_reported() -> None:

@@ -99,7 +99,7 @@ def test_generate(front: Frontend) -> None:
 def test_concurrent_requests_get_their_own_text(front: Frontend) -> None:
     """A hundred requests run at a time."""
 
-    async def ask(client: AsyncOpenAI, number: int) -> None:
+    async def check_request(client: AsyncOpenAI, number: int) -> None:
         text = f"pod {number} 🚀" * (1 + number % 5)
         message: ChatCompletionMessageParam = {"role": "user", "content": text}
         if number % 2:
@@ -109,13 +109,13 @@ def test_concurrent_requests_get_their_own_text(front: Frontend) -> None:
         stream = await client.chat.completions.create(model=NAME, messages=[message], stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
 
-    async def ask_all() -> None:
+    async def check_all() -> None:
         async with AsyncOpenAI(
             base_url=front.url + "/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
         ) as client:
-            await asyncio.gather(*(ask(client, number) for number in range(100)))
+            await asyncio.gather(*(check_request(client, number) for number in range(100)))
 
-    asyncio.run(ask_all())
+    asyncio.run(check_all())
     assert front.metric("skiff_requests_in_flight") == 0
 
 

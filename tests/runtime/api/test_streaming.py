@@ -34,13 +34,13 @@ def no_request_is_left(front: Frontend) -> Iterator[None]:
 
 
 @pytest.fixture
-def ask(front: Frontend) -> Iterator[Callable[..., "Future[httpx.Response]"]]:
+def send_chat(front: Frontend) -> Iterator[Callable[..., "Future[httpx.Response]"]]:
     """Return a function that sends a chat request from a thread."""
     with ThreadPoolExecutor(4) as pool:
         yield lambda **body: pool.submit(front.post, CHAT, **{**BODY, **body})
 
 
-Ask = Callable[..., "Future[httpx.Response]"]
+SendChat = Callable[..., "Future[httpx.Response]"]
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -83,9 +83,9 @@ def test_tokens_are_streamed_as_they_are_generated(front: Frontend) -> None:
         assert "".join(pieces).count('"content":') == len(front.rank.ids(" pod"))
 
 
-def test_stop_string_spans_tokens(front: Frontend, ask: Ask) -> None:
+def test_stop_string_spans_tokens(front: Frontend, send_chat: SendChat) -> None:
     for stream in (False, True):
-        asked = ask(stop=["##"], stream=stream, seed=5, temperature=0, max_tokens=50)
+        pending = send_chat(stop=["##"], stream=stream, seed=5, temperature=0, max_tokens=50)
         request = front.rank.request()
         assert (request.sampling.seed, request.sampling.temperature, request.sampling.max_tokens) == (
             5,
@@ -98,11 +98,13 @@ def test_stop_string_spans_tokens(front: Frontend, ask: Ask) -> None:
         assert front.rank.receive() == AbortRequest(uid=request.uid, finish=FinishReason.STOP)
         front.rank.end(request.uid, FinishReason.STOP)
         if stream:
-            *_, last, done = events(asked.result())
+            *_, last, done = events(pending.result())
             assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
-            shown = "".join(e["choices"][0]["delta"].get("content", "") for e in events(asked.result())[:-1])
+            shown = "".join(
+                e["choices"][0]["delta"].get("content", "") for e in events(pending.result())[:-1]
+            )
         else:
-            reply = asked.result().json()
+            reply = pending.result().json()
             assert reply["choices"][0]["finish_reason"] == "stop"
             shown = reply["choices"][0]["message"]["content"]
         assert shown == "one "
@@ -112,17 +114,21 @@ def test_stop_string_spans_tokens(front: Frontend, ask: Ask) -> None:
     ("finish", "reason"),
     [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort")],
 )
-def test_finish_reason_is_returned(front: Frontend, ask: Ask, finish: FinishReason, reason: str) -> None:
-    asked = ask()
+def test_finish_reason_is_returned(
+    front: Frontend, send_chat: SendChat, finish: FinishReason, reason: str
+) -> None:
+    pending = send_chat()
     request = front.rank.request()
     front.rank.open(request)
     front.rank.end(request.uid, finish)
-    assert asked.result().json()["choices"][0]["finish_reason"] == reason
+    assert pending.result().json()["choices"][0]["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_error_before_first_token_has_its_own_status(front: Frontend, ask: Ask, stream: bool) -> None:
-    asked = ask(stream=stream)
+def test_error_before_first_token_has_its_own_status(
+    front: Frontend, send_chat: SendChat, stream: bool
+) -> None:
+    pending = send_chat(stream=stream)
     request = front.rank.request()
     failure = RequestFailed(
         uid=request.uid,
@@ -133,7 +139,7 @@ def test_error_before_first_token_has_its_own_status(front: Frontend, ask: Ask, 
         param="messages",
     )
     front.rank.step([], failed=[failure])
-    response = asked.result()
+    response = pending.result()
     assert response.status_code == 400
     assert response.json() == {
         "error": {
@@ -145,14 +151,14 @@ def test_error_before_first_token_has_its_own_status(front: Frontend, ask: Ask, 
     }
 
 
-def test_error_after_first_token_ends_the_stream(front: Frontend, ask: Ask) -> None:
-    asked = ask(stream=True)
+def test_error_after_first_token_ends_the_stream(front: Frontend, send_chat: SendChat) -> None:
+    pending = send_chat(stream=True)
     request = front.rank.request()
     front.rank.open(request)
     front.rank.say(request.uid, "boat")
     failure = RequestFailed(uid=request.uid, status=500, kind="internal_server_error", message="broken")
     front.rank.step([], failed=[failure])
-    response = asked.result()
+    response = pending.result()
     assert response.status_code == 200
     assert events(response)[-1]["error"]["message"] == "broken"
 
@@ -200,42 +206,42 @@ def test_client_that_does_not_read_is_disconnected(front: Frontend) -> None:
     stalled.close()
 
 
-def test_rows_of_unknown_requests_are_ignored(front: Frontend, ask: Ask) -> None:
+def test_rows_of_unknown_requests_are_ignored(front: Frontend, send_chat: SendChat) -> None:
     front.rank.say(10**12, "boat", FinishReason.LENGTH)
-    asked = ask()
+    pending = send_chat()
     request = front.rank.request()
     front.rank.open(request)
     front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-    assert asked.result().json()["choices"][0]["message"]["content"] == "boat"
+    assert pending.result().json()["choices"][0]["message"]["content"] == "boat"
 
 
-def test_cached_tokens_are_returned_and_counted(front: Frontend, ask: Ask) -> None:
+def test_cached_tokens_are_returned_and_counted(front: Frontend, send_chat: SendChat) -> None:
     before = front.metric("skiff_cached_tokens_total")
-    asked = ask()
+    pending = send_chat()
     request = front.rank.request()
     front.rank.open(request, cached=3)
     front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-    assert asked.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert pending.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert front.metric("skiff_cached_tokens_total") == before + 3
 
 
 @pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False), ("x" * 129, False)])
 def test_request_id_is_returned_or_replaced(front: Frontend, sent: str, returned: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
+        pending = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
         request = front.rank.request()
         front.rank.end(request.uid)
-        found = asked.result().headers["x-request-id"]
+        found = pending.result().headers["x-request-id"]
     assert (found == sent) == returned
     assert found
 
 
-def test_default_seeds_differ(front: Frontend, ask: Ask) -> None:
+def test_default_seeds_differ(front: Frontend, send_chat: SendChat) -> None:
     seeds = set()
     for _ in range(3):
-        asked = ask()
+        pending = send_chat()
         request = front.rank.request()
         seeds.add(request.sampling.seed)
         front.rank.end(request.uid)
-        asked.result()
+        pending.result()
     assert len(seeds) == 3

@@ -83,11 +83,11 @@ def test_each_request_exports_a_span(collector: Collector, tmp_path: Path) -> No
         ThreadPoolExecutor(2) as pool,
     ):
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
-        asked = pool.submit(front.http.post, front.url + CHAT, json=BODY, headers=headers)
+        pending = pool.submit(front.http.post, front.url + CHAT, json=BODY, headers=headers)
         request = front.rank.request()
         front.rank.open(request)
         front.rank.say(request.uid, "boat", FinishReason.STOP)
-        reply = asked.result().json()
+        reply = pending.result().json()
         failing = pool.submit(front.post, CHAT, **BODY)
         uid = front.rank.request().uid
         front.rank.step(
@@ -117,9 +117,9 @@ def test_unreachable_collector_is_harmless(tmp_path: Path) -> None:
         running_frontend(write_model(tmp_path), otlp_traces_endpoint="http://127.0.0.1:9") as front,
         ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(front.post, CHAT, **BODY)
+        pending = pool.submit(front.post, CHAT, **BODY)
         front.rank.end(front.rank.request().uid, FinishReason.STOP)
-        assert asked.result().status_code == 200
+        assert pending.result().status_code == 200
         front.api.send(Drain(timeout_seconds=1))
         assert front.wait_exit() == 0
 

@@ -1,4 +1,4 @@
-"""Estimate of Retry-After for requests that are refused because too many wait, from the rate of completions."""
+"""Estimate of Retry-After for requests that are rejected because too many wait, from the rate of completions."""
 
 import math
 import time
@@ -18,7 +18,7 @@ class RetryAfterEstimator:
         self._began = clock()
         self._completions: deque[tuple[int, int]] = deque()  # (second, count), oldest first
         self._total = 0
-        self._last_reserved = 0.0  # the time at which the last refused client was asked to return
+        self._last_reserved = 0.0  # the time at which the last rejected client should return
 
     def record_completion(self) -> None:
         """Record that a choice completed now, which frees its capacity."""
@@ -38,9 +38,9 @@ class RetryAfterEstimator:
         return (self._total + 1) / max(observed_seconds, 1.0)
 
     def retry_after_seconds(self) -> int:
-        """Return the delay after which a client that is refused now should retry: 1 to ``MAX_WAIT_SECONDS``.
+        """Return the delay after which a client that is rejected now should retry: 1 to ``MAX_WAIT_SECONDS``.
 
-        Each refused client reserves the next completion, so that they return one after the other.
+        Each rejected client reserves the next completion, so that they return one after the other.
         """
         now = self._clock()
         self._last_reserved = min(

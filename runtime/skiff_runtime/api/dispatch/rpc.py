@@ -35,7 +35,7 @@ class RpcFailed(RequestError):
 
 
 class RpcClient:
-    """Calls, limited in number and time. Their uids are negative, to tell their responses from those of requests."""
+    """Pending calls, limited in number and time. Their uids are negative, unlike those of generation requests."""
 
     def __init__(self, tokenizers: Sequence[Sender], status: ServiceStatus) -> None:
         self._tokenizers = tokenizers

@@ -74,7 +74,7 @@ class RequestTracer:
         span.end(now_ns)
 
     def close(self) -> None:
-        """Export the queued spans for at most ``CLOSE_SECONDS``; what the collector has not taken by then is lost."""
+        """Export the queued spans for at most ``CLOSE_SECONDS``; spans that the collector has not received by then are lost."""
         # The provider's shutdown may wait for the collector much longer, so it runs on a thread that may be left behind.
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()

@@ -1,9 +1,9 @@
 """ASGI types, and a writer that sends a response's ASGI messages from a callback, in order and without a task.
 
 A server's ``send`` completes at once unless the client reads too slowly. So ``AsgiWriter`` drives the coroutine by
-hand: the message has been sent when ``body`` returns. Only where ``send`` suspends does a task take over. What is
-written meanwhile is collected, up to ``MAX_BACKLOG_BYTES`` and what ``raise_backlog_limit`` adds; a client that lets
-more pile up is disconnected.
+hand: the message has been sent when ``body`` returns. Only where ``send`` suspends does a task take over, and
+further messages are collected, up to ``MAX_BACKLOG_BYTES`` and the bytes added by ``raise_backlog_limit``. A client
+that lets more pile up is disconnected.
 
 The pieces of a stream bypass ASGI and go straight to the connection where the server offers that
 (``scope["extensions"][CHUNK_WRITER_EXTENSION]``): one ASGI message costs as much as the rest of a token's path through
@@ -93,7 +93,7 @@ class AsgiWriter:
             self._on_overflow()
 
     async def _drain(self, first: "_StartedAwaitable") -> None:
-        """Finish the suspended send, then send what was collected meanwhile, joined into as few messages as possible."""
+        """Finish the suspended send, then send the collected messages, joined into as few as possible."""
         await first
         while self._backlog:
             message = self._backlog.popleft()
@@ -108,7 +108,7 @@ class AsgiWriter:
 
 
 class _StartedAwaitable:
-    """An awaitable that was driven to its first suspension: ``waiting`` is what it yielded, ``steps`` the rest of it."""
+    """An awaitable that was driven to its first suspension: ``waiting`` is the value that it yielded, ``steps`` the rest of it."""
 
     __slots__ = ("_steps", "_waiting")
 

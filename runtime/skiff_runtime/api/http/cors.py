@@ -1,7 +1,8 @@
 """CORS: responses that pages of other origins may read, and requests that they may not send.
 
-A browser withholds a response from a page of another origin unless the response allows it, but it still sends what the
-page posts. So without API keys, any page could have the server of whoever opens it generate, abort or flush.
+A browser withholds a response from a page of another origin unless the response allows it, but it still sends the
+page's POST requests. So without API keys, any page that a user opens could make the user's server generate, abort or
+flush.
 """
 
 import re

@@ -78,7 +78,7 @@ class MessageProgress:
     """Parsing state of the message that arrives on a connection, and the limits on its size.
 
     It follows the parser's events. Bytes are counted for whole pieces as the connection delivers them, because the parser
-    reports neither where a head begins nor what lies between the chunks of a body.
+    reports neither the start of a head nor the bytes between the chunks of a body.
     """
 
     __slots__ = (

@@ -59,8 +59,8 @@ class ChunkedBody:
 class HeadCoalescer:
     """Transport of one response until its body begins: writes the head together with the first piece of the body.
 
-    This takes one system call instead of two, and wakes the client once. What is written before the head
-    (100 Continue) is not held back.
+    This takes one system call instead of two, and wakes the client once. 100 Continue, which precedes
+    the head, is not held back.
     """
 
     __slots__ = ("_cycle", "_head", "_transport")

@@ -12,7 +12,7 @@ from skiff_runtime.api.http.responses import ErrorResponse
 Responses = dict[int | str, dict[str, Any]]
 
 _REASONS: Final = {
-    400: "The request is malformed, or asks for something that cannot be done.",
+    400: "The request is malformed, or cannot be served.",
     401: "The API key is missing or unknown.",
     403: "A page of another origin sent this to a server without keys, or an admin key is required.",
     404: "The model is not served here.",
