@@ -194,7 +194,7 @@ def test_more_choices_than_can_ever_be_served(
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
     refused = front.post(CHAT, **body, n=CAPACITY + 1)
-    assert refused.status_code == 400 and f"{CAPACITY + 1} answers" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and f"{CAPACITY + 1} choices" in refused.json()["error"]["message"]
     asked = pool.submit(ask, client, n=CAPACITY - 1)
     found = requests(front, CAPACITY - 1)
     assert front.post(CHAT, **body, n=2).status_code == 429
