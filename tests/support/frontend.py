@@ -90,13 +90,13 @@ class Rank:
         first = self._inbox.receive(0.02)
         return [] if first is None else [first, *self._inbox.drain(10_000)]
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def prompt(self, request: GenerateRequest) -> list[int]:
+    def prompt_ids(self, request: GenerateRequest) -> list[int]:
         return [int(token) for token in np.frombuffer(request.token_ids, dtype=Wire.TOKEN)]
 
-    def open(self, *requests: GenerateRequest, cached: int = 0) -> None:
+    def start(self, *requests: GenerateRequest, cached: int = 0) -> None:
         """Report that these requests have been scheduled."""
         opened = [StreamOpened(r.uid, len(r.token_ids) // 4, cached, r.text) for r in requests]
         self.step([], opened=opened)
@@ -128,14 +128,14 @@ class Rank:
             )
         )
 
-    def say(self, uid: int, text: str, finish: FinishReason = FinishReason.RUNNING) -> None:
+    def generate(self, uid: int, text: str, finish: FinishReason = FinishReason.RUNNING) -> None:
         """Send the tokens of ``text``, one per step; the last one has the finish reason ``finish``."""
-        ids = self.ids(text)
+        ids = self.encode(text)
         for token in ids[:-1]:
             self.step([(uid, token, FinishReason.RUNNING)])
         self.step([(uid, ids[-1], finish)])
 
-    def end(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
+    def finish(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
         self.step([(uid, NO_TOKEN, finish)])
 
     def close(self) -> None:
@@ -168,13 +168,13 @@ class Echo(threading.Thread):
     def _handle(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
         for message in messages:
             if isinstance(message, GenerateRequest):
-                self._rank.open(message)
-                self._running[message.uid] = self._rank.prompt(message)
+                self._rank.start(message)
+                self._running[message.uid] = self._rank.prompt_ids(message)
             elif isinstance(message, FlushCache):
                 self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
             elif self._running.pop(message.uid, None) is not None:
                 self.aborted.append(message.uid)
-                self._rank.end(message.uid, message.finish)
+                self._rank.finish(message.uid, message.finish)
 
     def stop(self) -> None:
         self._stop_it.set()

@@ -43,18 +43,18 @@ def test_tokenize_text(front: Frontend) -> None:
     assert result["tokens"] == front.rank.tokenizer.encode(text).ids
     assert result["token_strs"] is None
     plain = tokenize(front, prompt=text, add_special_tokens=False, return_token_strs=True)
-    assert plain["tokens"] == front.rank.ids(text) == result["tokens"][1:]
+    assert plain["tokens"] == front.rank.encode(text) == result["tokens"][1:]
     assert len(plain["token_strs"]) == plain["count"]
 
 
 def test_tokenize_conversation_equals_chat_prompt(front: Frontend, pool: ThreadPoolExecutor) -> None:
     pending = pool.submit(front.post, CHAT, **BODY)
     request = front.rank.request()
-    assert tokenize(front, messages=MESSAGES)["tokens"] == front.rank.prompt(request)
-    front.rank.end(request.uid)
+    assert tokenize(front, messages=MESSAGES)["tokens"] == front.rank.prompt_ids(request)
+    front.rank.finish(request.uid)
     assert pending.result().status_code == 200
     without = tokenize(front, messages=MESSAGES, add_generation_prompt=False)
-    assert without["count"] < len(front.rank.prompt(request))
+    assert without["count"] < len(front.rank.prompt_ids(request))
 
 
 def test_detokenize_restores_text(front: Frontend) -> None:
@@ -109,15 +109,15 @@ def test_abort_by_request_id(front: Frontend, pool: ThreadPoolExecutor, stream: 
     before = front.metric('skiff_aborted_requests_total{reason="endpoint"}')
     mine, others = submit(front, pool, "mine", stream=stream), submit(front, pool, "others")
     requests = [front.rank.request() for _ in range(2)]
-    front.rank.open(*requests)
+    front.rank.start(*requests)
     for request in requests:
-        front.rank.say(request.uid, "boat")
+        front.rank.generate(request.uid, "boat")
     assert front.post("/abort", request_id="mine").json() == {"aborted": 1}
     ended = aborted(front)
-    front.rank.end(ended.uid, ended.finish)
+    front.rank.finish(ended.uid, ended.finish)
     assert answer(mine.result()) == ("boat", "abort")
     [left] = [request for request in requests if request.uid != ended.uid]
-    front.rank.say(left.uid, "!", FinishReason.STOP)
+    front.rank.generate(left.uid, "!", FinishReason.STOP)
     assert others.result().json()["choices"][0]["finish_reason"] == "stop"
     assert front.metric('skiff_aborted_requests_total{reason="endpoint"}') == before + 1
     assert front.post("/abort", request_id="mine").json() == {"aborted": 0}
@@ -127,12 +127,12 @@ def test_abort_by_response_id(front: Frontend, pool: ThreadPoolExecutor) -> None
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
     pending = pool.submit(lambda: client.completions.create(model=NAME, prompt="x", stream=True))
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat")
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat")
     stream = pending.result()
     first = next(stream)
     assert front.post("/abort", request_id=first.id).json() == {"aborted": 1}
-    front.rank.end(aborted(front).uid)
+    front.rank.finish(aborted(front).uid)
     assert [str(chunk.choices[0].finish_reason) for chunk in stream][-1] == "abort"
 
 
@@ -143,7 +143,7 @@ def test_abort_all_ends_every_choice(front: Frontend, pool: ThreadPoolExecutor) 
     uids = {aborted(front).uid for _ in requests}
     assert uids == {request.uid for request in requests}
     for uid in uids:
-        front.rank.end(uid)
+        front.rank.finish(uid)
     replies = [each.result().json() for each in waiting]
     assert sorted(len(reply["choices"]) for reply in replies) == [1, 2]
     assert front.metric("skiff_requests_in_flight") == 0
@@ -178,8 +178,8 @@ def test_concurrent_health_checks_share_one_token(front: Frontend, pool: ThreadP
         each.request("GET", "/health_generate")
     request = front.rank.request()
     assert flush(front, pool).status_code == 200
-    front.rank.open(request)
-    front.rank.say(request.uid, "b", FinishReason.LENGTH)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "b", FinishReason.LENGTH)
     assert [each.getresponse().status for each in checks] == [200] * 3
     assert flush(front, pool).status_code == 200
 

@@ -58,7 +58,7 @@ def running(
 ) -> tuple[Future[httpx.Response], GenerateRequest]:
     reply = pool.submit(post, front, "/v1/completions", key, id=id, **BODY)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     return reply, request
 
 
@@ -83,12 +83,12 @@ def test_api_key_aborts_only_its_own_requests(front: Frontend, pool: ThreadPoolE
     assert post(front, "/abort", MINE, request_id="same").json() == {"aborted": 1}
     aborted = front.rank.receive()
     assert isinstance(aborted, AbortRequest) and aborted.uid == my_request.uid
-    front.rank.end(my_request.uid)
+    front.rank.finish(my_request.uid)
     assert mine.result().json()["choices"][0]["finish_reason"] == "abort"
     assert post(front, "/abort", THEIRS, request_id="other").json() == {"aborted": 0}
     assert post(front, "/abort", ADMIN, request_id="same").json() == {"aborted": 1}
     front.rank.receive()
-    front.rank.end(their_request.uid)
+    front.rank.finish(their_request.uid)
     assert theirs.result().status_code == 200
 
 
@@ -97,7 +97,7 @@ def test_admin_key_acts_on_all_requests(front: Frontend, pool: ThreadPoolExecuto
     assert post(front, "/abort", ADMIN, all=True).json() == {"aborted": 3}
     for reply, request in replies:
         front.rank.receive()
-        front.rank.end(request.uid, FinishReason.ABORT)
+        front.rank.finish(request.uid, FinishReason.ABORT)
         assert reply.result().status_code == 200
     flushing = pool.submit(post, front, "/flush_cache", ADMIN)
     flush = front.rank.receive()
@@ -119,7 +119,7 @@ def test_without_keys_admin_operations_need_loopback(exposed: Frontend, pool: Th
         assert rejection(post(exposed, "/abort", **body)) == (403, "admin_key_required")
     assert rejection(post(exposed, "/flush_cache", "sk-any")) == (403, "admin_key_required")
     assert not exposed.rank.poll()
-    exposed.rank.say(request.uid, "x", FinishReason.STOP)
+    exposed.rank.generate(request.uid, "x", FinishReason.STOP)
     assert reply.result().json()["choices"][0]["finish_reason"] == "stop"
 
 
@@ -129,8 +129,8 @@ def cache_namespace(
     """Return the cache namespace of a request, as the scheduler receives it."""
     reply = pool.submit(post, front, path, key, **body)
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "x", FinishReason.STOP)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "x", FinishReason.STOP)
     assert reply.result().status_code == 200, reply.result().text
     return request.cache_salt
 
@@ -188,8 +188,8 @@ def test_allow_priority_permits_higher_priority(model: Path, pool: ThreadPoolExe
         reply = pool.submit(post, front, "/v1/completions", **{**BODY, "priority": -3})
         request = front.rank.request()
         assert request.priority == -3
-        front.rank.open(request)
-        front.rank.say(request.uid, "x", FinishReason.STOP)
+        front.rank.start(request)
+        front.rank.generate(request.uid, "x", FinishReason.STOP)
         assert reply.result().status_code == 200
 
 

@@ -49,10 +49,10 @@ def test_expired_request_returns_output_so_far(
     before = front.metric('skiff_aborted_requests_total{reason="deadline"}')
     pending = submit(front, pool, seconds, stream=stream)
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat")
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat")
     assert_expires(front, request)
-    front.rank.end(request.uid, FinishReason.TIMEOUT)
+    front.rank.finish(request.uid, FinishReason.TIMEOUT)
     assert answer(pending.result()) == ("boat", "length")
     assert front.metric('skiff_aborted_requests_total{reason="deadline"}') == before + 1
     assert front.metric("skiff_requests_in_flight") == 0
@@ -62,7 +62,7 @@ def test_request_that_never_ran_returns_empty_output(front: Frontend, pool: Thre
     pending = submit(front, pool, "0.1")
     request = front.rank.request()
     assert_expires(front, request)
-    front.rank.end(request.uid, FinishReason.TIMEOUT)
+    front.rank.finish(request.uid, FinishReason.TIMEOUT)
     [choice] = pending.result().json()["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
@@ -70,8 +70,8 @@ def test_request_that_never_ran_returns_empty_output(front: Frontend, pool: Thre
 def test_request_within_deadline_is_not_aborted(front: Frontend, pool: ThreadPoolExecutor) -> None:
     pending = submit(front, pool, "60")
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat", FinishReason.STOP)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat", FinishReason.STOP)
     assert pending.result().json()["choices"][0]["finish_reason"] == "stop"
     assert front.rank.poll() == []
 
@@ -87,9 +87,9 @@ def test_unconfirmed_abort_ends_with_error(front: Frontend, pool: ThreadPoolExec
     """The clients get an error, and rows that arrive later are ignored."""
     whole, stream = submit(front, pool, "0.2"), submit(front, pool, "0.2", stream=True, n=2)
     requests = [front.rank.request() for _ in range(3)]
-    front.rank.open(*requests)
+    front.rank.start(*requests)
     for request in requests:
-        front.rank.say(request.uid, "boat")
+        front.rank.generate(request.uid, "boat")
     response = whole.result(TIMEOUT_SECONDS)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     events = stream.result(TIMEOUT_SECONDS).text.strip().split("\n\n")
@@ -98,7 +98,7 @@ def test_unconfirmed_abort_ends_with_error(front: Frontend, pool: ThreadPoolExec
     assert front.metric("skiff_requests_in_flight") == 0
     assert len([each for each in front.rank.poll() if isinstance(each, AbortRequest)]) >= 3
     for request in requests:
-        front.rank.say(request.uid, "late", FinishReason.TIMEOUT)
+        front.rank.generate(request.uid, "late", FinishReason.TIMEOUT)
     assert front.get("/readyz").status_code == 200
 
 

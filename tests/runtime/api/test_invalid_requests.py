@@ -36,10 +36,10 @@ def another_request(front: Frontend) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(front.post, CHAT, **BODY)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "one")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "one")
         yield
-        front.rank.say(request.uid, " two", FinishReason.LENGTH)
+        front.rank.generate(request.uid, " two", FinishReason.LENGTH)
         assert pending.result().json()["choices"][0]["message"]["content"] == "one two"
     assert front.rank.poll() == []
     assert front.metric("skiff_requests_in_flight") == 0
@@ -88,7 +88,7 @@ def test_invalid_request_is_rejected(
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(front.post, path, **{**body, "stream": stream})
         if status == 200:  # an empty text still has a BOS token
-            front.rank.end(front.rank.request().uid)
+            front.rank.finish(front.rank.request().uid)
             assert pending.result().status_code == 200
             return
         found = error(pending.result(), status)
@@ -179,7 +179,7 @@ def test_request_beyond_capacity_gets_429(front: Frontend) -> None:
         assert error(response, 429)["type"] == "rate_limit_error"
         assert response.headers["retry-after"] == "1"
         for request in requests:
-            front.rank.end(request.uid)
+            front.rank.finish(request.uid)
         assert [each.result().status_code for each in waiting] == [200, 200]
     assert front.metric(rejected) == before + 1
 

@@ -77,7 +77,7 @@ def test_drain_finishes_running_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.open(*requests)
+        front.rank.start(*requests)
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
         assert status(front, "/livez") == 200
@@ -85,7 +85,7 @@ def test_drain_finishes_running_requests(model: Path) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "shutting down" in refused.json()["error"]["message"]
         for request in requests:
-            front.rank.say(request.uid, "boat", FinishReason.LENGTH)
+            front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
         assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
         assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
@@ -95,9 +95,9 @@ def test_drain_timeout_aborts_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.open(*requests)
+        front.rank.start(*requests)
         for request in requests:
-            front.rank.say(request.uid, "boat")
+            front.rank.generate(request.uid, "boat")
         front.api.send(Drain(timeout_seconds=0.5))
         replies = [each.result() for each in pending]
         assert [reply.status_code for reply in replies] == [503, 200]
@@ -118,9 +118,9 @@ def test_failure_ends_every_request_with_error(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
         requests = [front.rank.request() for _ in pending]
-        front.rank.open(*requests[:2])
+        front.rank.start(*requests[:2])
         for request in requests[:2]:
-            front.rank.say(request.uid, "boat")
+            front.rank.generate(request.uid, "boat")
         time.sleep(0.2)
         front.api.send(ServiceFailed(message="rank0 was killed by SIGKILL"))
         replies = [each.result() for each in pending]
@@ -163,7 +163,7 @@ def test_capacity_is_bounded_by_token_budget(model: Path) -> None:
         requests = [front.rank.request() for _ in pending]
         assert front.post(CHAT, **BODY).status_code == 429
         for request in requests:
-            front.rank.end(request.uid)
+            front.rank.finish(request.uid)
         assert [each.result().status_code for each in pending] == [200, 200]
 
 

@@ -49,7 +49,7 @@ def column(values: Sequence[float], dtype: "np.dtype[Any]") -> bytes:
 
 def tell_prompt(front: Frontend, request: GenerateRequest, *, pieces: int = 1) -> list[int]:
     """Log-probabilities of the prompt as the scheduler tells them: -position, and one likelier token, 7."""
-    ids = front.rank.prompt(request)
+    ids = front.rank.prompt_ids(request)
     bounds = np.linspace(0, len(ids), pieces + 1).astype(int).tolist()
     for start, end in pairwise(bounds):
         positions = range(start, end)
@@ -68,7 +68,7 @@ def tell_prompt(front: Frontend, request: GenerateRequest, *, pieces: int = 1) -
 
 def say(front: Frontend, request: GenerateRequest, text: str) -> list[int]:
     """One token a step; its log-probability is -1, -2 and on, that of the likelier token 7 always -0.25."""
-    ids = front.rank.ids(text)
+    ids = front.rank.encode(text)
     for number, token in enumerate(ids, start=1):
         told = TokenLogprobs(0, -float(number), column([7], Wire.TOKEN), column([-0.25], Wire.LOGPROB))
         finish = FinishReason.LENGTH if number == len(ids) else FinishReason.RUNNING
@@ -89,7 +89,7 @@ def test_chat(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream:
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     ids = say(front, request, "Köln 🙂 boat")
     reply = asked.result()
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
@@ -110,7 +110,7 @@ def test_chat(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream:
 def test_chat_without_alternatives(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor) -> None:
     asked = pool.submit(client.chat.completions.create, model=NAME, messages=CHAT, logprobs=True)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     front.rank.step([(request.uid, 302, FinishReason.LENGTH)], logprobs=[TokenLogprobs(0, -30000.0)])
     logprobs = asked.result().choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -126,7 +126,7 @@ def test_completions(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, 
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     ids = say(front, request, "naïve boat")
     choices = [chunk.choices[0] for chunk in asked.result()]
     told = [choice.logprobs for choice in choices if choice.logprobs]
@@ -152,7 +152,7 @@ def test_completions(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, 
 def test_echo_with_log_probabilities(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool, as_ids: bool, pieces: int
 ) -> None:
-    prompt: Any = [0, *front.rank.ids(PROMPT)] if as_ids else PROMPT
+    prompt: Any = [0, *front.rank.encode(PROMPT)] if as_ids else PROMPT
 
     def ask() -> Any:
         options: Any = {"logprobs": 1, "stream": stream, "echo": True}
@@ -161,7 +161,7 @@ def test_echo_with_log_probabilities(
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     before = tell_prompt(front, request, pieces=pieces)
     after = say(front, request, " sails")
     choices = [chunk.choices[0] for chunk in asked.result()]
@@ -188,7 +188,7 @@ def test_echo_of_text(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool, as_ids: bool, limit: int | None
 ) -> None:
     """With ``max_tokens`` 0 nothing but the prompt is told."""
-    prompt: Any = front.rank.ids(PROMPT) if as_ids else PROMPT
+    prompt: Any = front.rank.encode(PROMPT) if as_ids else PROMPT
 
     def ask() -> Any:
         options: Any = {"stream": stream, "echo": True, "max_tokens": limit}
@@ -201,10 +201,10 @@ def test_echo_of_text(
     request = front.rank.request()
     assert request.sampling.max_tokens == (16 if limit is None else 1)
     assert request.sampling.prompt_logprobs == (0 if as_ids else None)
-    front.rank.open(request)
+    front.rank.start(request)
     if as_ids:
         tell_prompt(front, request)
-    front.rank.say(request.uid, " sails", FinishReason.STOP if limit == 0 else FinishReason.LENGTH)
+    front.rank.generate(request.uid, " sails", FinishReason.STOP if limit == 0 else FinishReason.LENGTH)
     chunks = asked.result()
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
@@ -212,14 +212,14 @@ def test_echo_of_text(
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert all(choice.logprobs is None for chunk in chunks for choice in chunk.choices)
     usage = chunks[-1].usage
-    assert usage.completion_tokens == (0 if limit == 0 else len(front.rank.ids(" sails")))
+    assert usage.completion_tokens == (0 if limit == 0 else len(front.rank.encode(" sails")))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_native(front: Frontend, pool: ThreadPoolExecutor, stream: bool) -> None:
     asked = pool.submit(front.post, "/generate", text=PROMPT, logprobs=1, prompt_logprobs=1, stream=stream)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     before = tell_prompt(front, request)
     after = say(front, request, " sails")
     if stream:

@@ -54,7 +54,7 @@ def received(front: Frontend, path: str, **options: Any) -> GenerateRequest:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(front.post, path, **{**INPUTS[path], **options})
         request = front.rank.request()
-        front.rank.end(request.uid, FinishReason.LENGTH)
+        front.rank.finish(request.uid, FinishReason.LENGTH)
         assert asked.result().status_code == 200
     return request
 
@@ -141,7 +141,7 @@ def test_biases_are_for_tokens_of_the_vocabulary(front: Frontend, bias: dict[str
 
 
 def rendered(front: Frontend, **options: Any) -> str:
-    ids = front.rank.prompt(received(front, CHAT, **options))
+    ids = front.rank.prompt_ids(received(front, CHAT, **options))
     return front.rank.tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -71,16 +71,16 @@ def test_tokens_are_streamed_as_they_are_generated(front: Frontend) -> None:
             client.send, client.build_request("POST", CHAT, json={**BODY, "stream": True}), stream=True
         )
         request = front.rank.request()
-        front.rank.open(request, cached=1)
-        front.rank.say(request.uid, "boat")
+        front.rank.start(request, cached=1)
+        front.rank.generate(request.uid, "boat")
         response = waiting.result()
         pieces = response.iter_text()
         seen = ""
-        while seen.count('"content":') < 1 + len(front.rank.ids("boat")):
+        while seen.count('"content":') < 1 + len(front.rank.encode("boat")):
             seen += next(pieces)
-        front.rank.say(request.uid, " pod", FinishReason.LENGTH)
+        front.rank.generate(request.uid, " pod", FinishReason.LENGTH)
         assert "[DONE]" not in seen
-        assert "".join(pieces).count('"content":') == len(front.rank.ids(" pod"))
+        assert "".join(pieces).count('"content":') == len(front.rank.encode(" pod"))
 
 
 def test_stop_string_spans_tokens(front: Frontend, send_chat: SendChat) -> None:
@@ -92,11 +92,11 @@ def test_stop_string_spans_tokens(front: Frontend, send_chat: SendChat) -> None:
             0.0,
             50,
         )
-        front.rank.open(request)
-        front.rank.say(request.uid, "one #")
-        front.rank.say(request.uid, "# two")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "one #")
+        front.rank.generate(request.uid, "# two")
         assert front.rank.receive() == AbortRequest(uid=request.uid, finish=FinishReason.STOP)
-        front.rank.end(request.uid, FinishReason.STOP)
+        front.rank.finish(request.uid, FinishReason.STOP)
         if stream:
             *_, last, done = events(pending.result())
             assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
@@ -119,8 +119,8 @@ def test_finish_reason_is_returned(
 ) -> None:
     pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.end(request.uid, finish)
+    front.rank.start(request)
+    front.rank.finish(request.uid, finish)
     assert pending.result().json()["choices"][0]["finish_reason"] == reason
 
 
@@ -154,8 +154,8 @@ def test_error_before_first_token_has_its_own_status(
 def test_error_after_first_token_ends_the_stream(front: Frontend, send_chat: SendChat) -> None:
     pending = send_chat(stream=True)
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat")
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat")
     failure = RequestFailed(uid=request.uid, status=500, kind="internal_server_error", message="broken")
     front.rank.step([], failed=[failure])
     response = pending.result()
@@ -169,8 +169,8 @@ def test_disconnect_aborts_the_request(front: Frontend, stream: bool, running: b
     connection = raw_request(front, stream)
     request = front.rank.request()
     if running:
-        front.rank.open(request)
-        front.rank.say(request.uid, "boat")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "boat")
         if stream:
             assert b"200 OK" in connection.recv(1000)
     connection.close()
@@ -183,17 +183,17 @@ def test_abort_that_crosses_the_last_row_is_harmless(front: Frontend) -> None:
     """The request ends while the abort is in flight: one terminal reply suffices."""
     connection = raw_request(front, True)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     connection.close()
-    front.rank.end(request.uid, FinishReason.LENGTH)
+    front.rank.finish(request.uid, FinishReason.LENGTH)
     assert front.rank.poll() in ([], [AbortRequest(uid=request.uid)])
 
 
 def test_client_that_does_not_read_is_disconnected(front: Frontend) -> None:
     stalled = raw_request(front, True, pause=True)
     request = front.rank.request()
-    front.rank.open(request)
-    long = front.rank.ids("harbour " * 40)
+    front.rank.start(request)
+    long = front.rank.encode("harbour " * 40)
     received = []
     for _ in range(4000):
         front.rank.step([(request.uid, token, FinishReason.RUNNING) for token in long])
@@ -201,17 +201,17 @@ def test_client_that_does_not_read_is_disconnected(front: Frontend) -> None:
         if received:
             break
     assert received == [AbortRequest(uid=request.uid, finish=FinishReason.ABORT)]
-    front.rank.end(request.uid)
+    front.rank.finish(request.uid)
     assert front.get("/readyz").status_code == 200
     stalled.close()
 
 
 def test_rows_of_unknown_requests_are_ignored(front: Frontend, send_chat: SendChat) -> None:
-    front.rank.say(10**12, "boat", FinishReason.LENGTH)
+    front.rank.generate(10**12, "boat", FinishReason.LENGTH)
     pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat", FinishReason.LENGTH)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
     assert pending.result().json()["choices"][0]["message"]["content"] == "boat"
 
 
@@ -219,8 +219,8 @@ def test_cached_tokens_are_returned_and_counted(front: Frontend, send_chat: Send
     before = front.metric("skiff_cached_tokens_total")
     pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request, cached=3)
-    front.rank.say(request.uid, "boat", FinishReason.LENGTH)
+    front.rank.start(request, cached=3)
+    front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
     assert pending.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert front.metric("skiff_cached_tokens_total") == before + 3
 
@@ -230,7 +230,7 @@ def test_request_id_is_returned_or_replaced(front: Frontend, sent: str, returned
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
         request = front.rank.request()
-        front.rank.end(request.uid)
+        front.rank.finish(request.uid)
         found = pending.result().headers["x-request-id"]
     assert (found == sent) == returned
     assert found
@@ -242,6 +242,6 @@ def test_default_seeds_differ(front: Frontend, send_chat: SendChat) -> None:
         pending = send_chat()
         request = front.rank.request()
         seeds.add(request.sampling.seed)
-        front.rank.end(request.uid)
+        front.rank.finish(request.uid)
         pending.result()
     assert len(seeds) == 3

@@ -85,8 +85,8 @@ def test_each_request_exports_a_span(collector: Collector, tmp_path: Path) -> No
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
         pending = pool.submit(front.http.post, front.url + CHAT, json=BODY, headers=headers)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "boat", FinishReason.STOP)
+        front.rank.start(request)
+        front.rank.generate(request.uid, "boat", FinishReason.STOP)
         reply = pending.result().json()
         failing = pool.submit(front.post, CHAT, **BODY)
         uid = front.rank.request().uid
@@ -118,7 +118,7 @@ def test_unreachable_collector_is_harmless(tmp_path: Path) -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         pending = pool.submit(front.post, CHAT, **BODY)
-        front.rank.end(front.rank.request().uid, FinishReason.STOP)
+        front.rank.finish(front.rank.request().uid, FinishReason.STOP)
         assert pending.result().status_code == 200
         front.api.send(Drain(timeout_seconds=1))
         assert front.wait_exit() == 0
