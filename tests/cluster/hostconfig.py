@@ -1,4 +1,4 @@
-"""What a build must know of this machine: package mirrors and certificate authorities.
+"""Host configuration for image builds: package mirrors and certificate authorities.
 
 They are handed to builds as secrets, which exist only while a step runs, so that none of it lands in an image.
 """

@@ -1,4 +1,4 @@
-"""When images are built again, what enters them, and what travels to a node."""
+"""Image builds: when images are rebuilt, their content, and the layers sent to a node."""
 
 from __future__ import annotations
 
