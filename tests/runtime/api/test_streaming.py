@@ -225,7 +225,7 @@ def test_cached_tokens_are_returned_and_counted(front: Frontend, send_chat: Send
     assert front.metric("skiff_cached_tokens_total") == before + 3
 
 
-@pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False), ("x" * 129, False)])
+@pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False)])
 def test_request_id_is_returned_or_replaced(front: Frontend, sent: str, returned: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
