@@ -1,9 +1,12 @@
 """Lingering close: the last response arrives, and no client keeps its connection open for ever."""
 
+import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Final
+from typing import Final, cast
+from unittest.mock import Mock
 
 import pytest
 from frontend import TIMEOUT_SECONDS
@@ -62,3 +65,11 @@ def test_last_response_may_take_longer_than_linger_time(
             received += len(piece)
             time.sleep(LINGER_SECONDS / 10)
     assert received > LARGE_BYTES
+
+
+def test_connection_that_was_reset_is_aborted() -> None:
+    transport = Mock(spec=asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.write_eof.side_effect = OSError(errno.ENOTCONN, "not connected")
+    lingering_close.LingeringClose(transport, cast(asyncio.AbstractEventLoop, None)).begin()
+    transport.abort.assert_called_once_with()

@@ -31,11 +31,15 @@ class LingeringClose:
         if self.begun or self._transport.is_closing():
             return
         self.begun = True
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-            self._start_timer()
-        else:
+        if not self._transport.can_write_eof():
             self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection, and the event loop has not noticed it yet
+            self._transport.abort()
+            return
+        self._start_timer()
 
     def discard(self, count: int) -> None:
         """Count bytes that arrive behind the last request; beyond the limit, abort the connection."""
