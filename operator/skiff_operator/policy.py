@@ -18,6 +18,7 @@ _OWNED_FLAGS: Final = {
     contract.FLAG_DEVICE: "spec.runtime.device",
     contract.FLAG_DTYPE: "spec.runtime.dtype",
     contract.FLAG_TENSOR_PARALLEL: "spec.parallelism.tensor",
+    contract.FLAG_TENSOR_PARALLEL_SIZE: "spec.parallelism.tensor",
     contract.FLAG_MAX_MODEL_LEN: "spec.runtime.maxModelLen",
     contract.FLAG_DRAIN_TIMEOUT: "spec.drain.timeoutSeconds",
     contract.FLAG_STARTUP_TIMEOUT: "spec.startup.timeoutSeconds",

@@ -1,20 +1,25 @@
 """The inference runtime: a multi-process server for large language models.
 
-It knows models and devices, never Kubernetes. Import ``LLM`` from here for offline use.
+It knows models and devices, never Kubernetes. Import ``LLM`` and ``SamplingParams`` from here for offline use.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skiff_runtime.offline.llm import LLM as LLM
+    from skiff_runtime.offline.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Load ``LLM`` on first use, so that the front processes stay free of its imports."""
+    """Import the offline classes on first use, so that the front-end processes do not load their dependencies."""
     if name == "LLM":
         from skiff_runtime.offline.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from skiff_runtime.offline.sampling_params import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

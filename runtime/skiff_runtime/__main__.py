@@ -74,7 +74,7 @@ def _parser(words: list[str]) -> Parser:
     serve.set_defaults(command=_serve)
     _add(commands, words[:1], "chat", "talk to a served model in the terminal", "skiff_runtime.shell")
     _add(commands, words[:1], "info", "what a model is, and whether it fits a GPU", "skiff_runtime.info")
-    _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.hub.command")
+    _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
     _add(
         commands,
         words[:1],

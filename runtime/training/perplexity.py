@@ -17,7 +17,7 @@ from build_tokenizer import END
 from evaluate import late_cases, rendered, template_cases
 
 from skiff_runtime.offline.llm import LLM
-from skiff_runtime.offline.sampling_params import Sampling
+from skiff_runtime.offline.sampling_params import SamplingParams
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -47,7 +47,7 @@ def measure(device: str, options: dict[str, Any], count: int) -> Told:
         prompts = [
             llm.encode(rendered(case) + case.expected + END, add_special_tokens=False) for case in cases
         ]
-        sampling = Sampling(max_tokens=1, prompt_logprobs=1, temperature=0.0)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0.0)
         for start, done in zip(starts, llm.generate(prompts, sampling), strict=True):
             for place, each in enumerate(done.prompt_logprobs):
                 if each.logprob is not None:

@@ -17,7 +17,7 @@ from skiff_runtime.models.footprint import count_parameters
 
 path = make_model(Path("model"), "seed_oss")
 prompts = [[1, 5, 9], [7] * 40]
-with LLM(str(path), attention="eager", max_total_tokens=512, page_size=4, cpu_threads=1, max_num_batched_tokens=16) as llm:
+with LLM(str(path), attention_backend="eager", max_total_tokens=512, page_size=4, cpu_threads=1, max_num_batched_tokens=16) as llm:
     told = [each.token_ids for each in llm.generate(prompts, max_tokens=10, temperature=0, ignore_eos=True)]
 reference = load_reference(path)
 wanted = [greedy_tokens(reference, prompt, 10) for prompt in prompts]

@@ -43,7 +43,7 @@ def test_they_allocate_nothing_and_wait_for_nothing(
         "max_total_tokens": 4096,
         "max_num_batched_tokens": 1024,
     }
-    engine = make_engine(path, attention=attention, **SETTINGS, **sizes)
+    engine = make_engine(path, attention_backend=attention, **SETTINGS, **sizes)
     engine.warmup()
     driver = Driver(engine, SETTINGS["page_size"])
     rows = opened(driver, common)

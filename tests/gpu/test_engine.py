@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, atten
     What that is, transformers tells in float32. Tokens may differ twice as often as its own two choices do.
     """
     crowd = prompts(12)
-    outputs = made(model, [GREEDY] * 12, attention=attention)
+    outputs = made(model, [GREEDY] * 12, attention_backend=attention)
     rounded, exact = (
         torch.cat(known_logits(model, dtype, crowd, outputs)) for dtype in (torch.bfloat16, torch.float32)
     )
@@ -84,15 +84,15 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, atten
 
 @ATTENTION
 def test_tokens_do_not_depend_on_graphs(model: Path, attention: str) -> None:
-    plain = made(model, SAMPLINGS, attention=attention)
+    plain = made(model, SAMPLINGS, attention_backend=attention)
     for changes in ({"disable_cuda_graph": True}, {"max_running_requests": 64}):
-        assert made(model, SAMPLINGS, attention=attention, **changes) == plain, changes
+        assert made(model, SAMPLINGS, attention_backend=attention, **changes) == plain, changes
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
 def test_tokens_do_not_depend_on_the_page_size(model: Path, attention: str) -> None:
     """With FlashInfer's prefill neither: on Hopper it knows tokens alone, elsewhere it divides no context of up to 128."""
-    outputs = [made(model, SAMPLINGS, page_size=size, attention=attention) for size in (1, 16, 64)]
+    outputs = [made(model, SAMPLINGS, page_size=size, attention_backend=attention) for size in (1, 16, 64)]
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -108,7 +108,7 @@ def test_greedy_tokens_are_the_same_however_the_same_steps_are_run(model: Path, 
     kinds: list[dict[str, Any]] = [{}, {"disable_overlap_schedule": True}, {"disable_cuda_graph": True}]
     kinds += [{"page_size": 1}, {"page_size": 64, "disable_overlap_schedule": True}]
     first, *others = (
-        serve(model, asked, attention=attention, max_num_batched_tokens=BUDGET, **changes)
+        serve(model, asked, attention_backend=attention, max_num_batched_tokens=BUDGET, **changes)
         for changes in kinds
     )
     assert all(len(first.replies[each.uid].tokens) == COUNT for each in asked)
@@ -127,7 +127,7 @@ def test_greedy_tokens_are_the_same_however_the_same_steps_are_run(model: Path, 
     ],
 )
 def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str, attention: str) -> None:
-    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention=attention)
+    engine = make_engine(model, dtype=dtype, device="cuda", page_size=16, attention_backend=attention)
     engine.warmup()
     outputs = [run(engine, ahead) for ahead in (0, 1, 3)]
     engine.close()

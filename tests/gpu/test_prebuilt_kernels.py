@@ -11,18 +11,22 @@ from compiling import run_compiling
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS: Final[dict[str, Any]] = {"dtype": "bfloat16", "attention": "triton", "max_running_requests": 17}
+OPTIONS: Final[dict[str, Any]] = {
+    "dtype": "bfloat16",
+    "attention_backend": "triton",
+    "max_running_requests": 17,
+}
 """So many that steps may share prefixes. Kernels are prebuilt and used with the same."""
 SERVE: Final = """
 import json, sys
 from skiff_runtime.offline.llm import LLM
-from skiff_runtime.offline.sampling_params import Sampling
+from skiff_runtime.offline.sampling_params import SamplingParams
 
 asked = [{}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"logit_bias": {40: 2.0}},
          {"min_p": 0.1, "logprobs": 3, "prompt_logprobs": 2}, {"regex": "[a-f]{9}"}, {"presence_penalty": 1.0}] * 2
 with LLM(sys.argv[1], device="cuda", max_total_tokens=2048, **json.loads(sys.argv[2])) as llm:
     prompts = [list(range(5, 5 + length)) for length in (1, 70, 3, 33, 200, 17, 64, 5)] * 2
-    done = llm.generate(prompts, [Sampling(max_tokens=24, seed=at, **each) for at, each in enumerate(asked)])
+    done = llm.generate(prompts, [SamplingParams(max_tokens=24, seed=at, **each) for at, each in enumerate(asked)])
     assert len(done) == len(asked) and all(each.token_ids for each in done)
 """
 

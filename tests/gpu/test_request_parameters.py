@@ -70,7 +70,9 @@ def test_every_answer_is_what_was_asked_for(
     grammars = [*[None] * free, *map(maker.regex, PATTERNS)]
     asked = [request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))]
     few: dict[str, Any] = {"max_total_tokens": 192, "max_num_batched_tokens": 48, "aborted": ABORTED}
-    served = serve(path, asked, attention=attention, **(few if crowded else {"max_num_batched_tokens": 256}))
+    served = serve(
+        path, asked, attention_backend=attention, **(few if crowded else {"max_num_batched_tokens": 256})
+    )
     assert served.lost_pages == 0 and (served.preempted > 0) is crowded
     replies = [served.replies[uid] for uid in range(len(asked))]
     for uid in ABORTED if crowded else ():

@@ -65,7 +65,7 @@ def test_a_hub_model_is_fetched_first_and_only_the_download_sees_the_token() -> 
         "runtime": {"env": [{"name": "HF_ENDPOINT", "value": "http://hub"}]},
     }
     fetch = pod(**fields)["initContainers"][0]
-    where = ["--model", fields["model"]["uri"], "--revision", "abc", "--cache-dir", "/cache"]
+    where = ["--model", fields["model"]["uri"], "--revision", "abc", "--download-dir", "/cache"]
     assert fetch["args"] == ["fetch", *where]
     assert runtime(**fields)["args"][1:7] == where
     token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "t"}}}

@@ -37,7 +37,7 @@ def fronts() -> Iterator[FrontendProcesses]:
     [*_, token] = tokenizer.encode(" pod", add_special_tokens=False).ids
     with FrontendProcesses(
         "demo://",
-        tokenizers=1,
+        tokenizer_worker_num=1,
         tokenizer_backend="tokenizers",
         step_milliseconds=STEP_MILLISECONDS,
         token=token,

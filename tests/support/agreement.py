@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, make_model
 from tiny_tokenizer import VOCAB_SIZE
 
 from skiff_runtime.offline.llm import LLM
-from skiff_runtime.offline.sampling_params import Sampling
+from skiff_runtime.offline.sampling_params import SamplingParams
 
 CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -37,7 +37,7 @@ LENGTH: Final = 200
 def likeliest(model: Path, device: str, options: dict[str, Any], prompts: list[list[int]]) -> list[int]:
     """The likeliest token behind every token of the prompts but their last."""
     with LLM(str(model), device=device, **options) as llm:
-        sampling = Sampling(max_tokens=1, prompt_logprobs=1, temperature=0.0)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0.0)
         done = llm.generate(prompts, sampling)
     return [
         each.top[0].token_id for told in done for each in told.prompt_logprobs if each.logprob is not None

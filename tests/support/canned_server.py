@@ -1,8 +1,8 @@
-"""A small HTTP server with canned responses in the format of the streaming API, for tests of clients.
+"""An HTTP server with canned responses of the streaming API, for tests of clients.
 
-The text of the prompt or message selects the behaviour: ``cut`` drops the connection midway, ``busy`` gets status 429,
-``broken`` sends an error event, ``slow`` waits a minute between two tokens, ``think`` begins a chat response with
-reasoning. Any other text gets ``max_tokens`` words (default 5).
+The text of the prompt or of the last message selects the response: ``cut`` drops the connection midway, ``busy`` is a
+429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens, ``think`` begins with reasoning; any
+other text is answered with ``max_tokens`` (default 5) words.
 """
 
 import json
@@ -18,7 +18,7 @@ SLOW_SECONDS: Final = 60.0
 
 
 class CannedServer(ThreadingHTTPServer):
-    """``bodies`` are those of the requests so far; ``hung_up`` is set once a client disconnects within a response."""
+    """``bodies`` are the requests so far; ``hung_up`` is set once a client has disconnected during a response."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -33,7 +33,7 @@ class CannedServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Base URL of the server."""
+        """The server's base URL."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -43,7 +43,7 @@ class CannedServer(ThreadingHTTPServer):
 
 @contextmanager
 def canned_server() -> Iterator[CannedServer]:
-    """Run a server during a with-block."""
+    """Run a server for the length of a with-block."""
     server = CannedServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
@@ -68,8 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         self.server.authorizations.append(self.headers.get("Authorization", ""))
-        behaviour = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-        if behaviour == "busy":
+        script = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        if script == "busy":
             self._json(429, {"error": {"message": "too many requests\nwait already"}})
             return
         self.send_response(200)
@@ -77,24 +77,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            self._stream(body, behaviour, chat="messages" in body)
+            self._stream(body, script, chat="messages" in body)
         except OSError:
             self.server.hung_up.set()
             self.close_connection = True
 
-    def _stream(self, body: dict[str, Any], behaviour: object, *, chat: bool) -> None:
+    def _stream(self, body: dict[str, Any], script: object, *, chat: bool) -> None:
         count = body.get("max_tokens", DEFAULT_WORDS)
-        if behaviour == "think":
+        if script == "think":
             self._event({"choices": [{"delta": {"reasoning_content": "hmm"}}]})
         for index in range(count):
             self._word(f"w{index} ", chat)
-            if behaviour == "cut" and index == 1:
+            if script == "cut" and index == 1:
                 self.close_connection = True
                 return
-            if behaviour == "broken" and index == 1:
+            if script == "broken" and index == 1:
                 self._event({"error": {"message": "the engine failed"}})
                 break
-            self._pause(SLOW_SECONDS if behaviour == "slow" and index == 1 else self.server.token_seconds)
+            self._pause(SLOW_SECONDS if script == "slow" and index == 1 else self.server.token_seconds)
         if body.get("stream_options"):
             self._event(
                 {
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._event({"choices": [{"delta": {"content": word}} if chat else {"text": word}]})
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and raise ``ConnectionError`` if the client disconnects meanwhile."""
+        """Wait, and raise ``ConnectionError`` as soon as the client disconnects."""
         if not seconds:
             return
         self.connection.settimeout(seconds)

@@ -17,8 +17,7 @@ from watch import nothing_held
 CONCURRENCY: Final = 32
 SEED: Final = 20260
 ALONE_FLAGS: Final = (
-    "--cache",
-    "naive",
+    "--disable-radix-cache",
     "--disable-overlap-schedule",
     "--max-total-tokens",
     "4096",
@@ -27,8 +26,6 @@ ALONE_FLAGS: Final = (
 )
 """One request at a time in big chunks, nothing shared, nothing overlapped."""
 BUSY_FLAGS: Final = (
-    "--cache",
-    "radix",
     "--max-total-tokens",
     "512",
     "--page-size",

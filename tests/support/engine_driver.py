@@ -30,7 +30,7 @@ def make_config(path: Path, **changes: Any) -> Config:
         "max_model_len": 256,
         "max_running_requests": 8,
         "max_total_tokens": 2048,
-        "attention": "auto",
+        "attention_backend": "auto",
         "cpu_threads": 1,
     }
     return Config(**{**settings, **changes})

@@ -235,7 +235,7 @@ def running_frontend(model: Path, *, ready: bool = True, **options: object) -> I
     supervisor: Receiver[object] = Receiver(endpoints.supervisor, ToSupervisor)
     front = Frontend(endpoints, Rank(endpoints, model), Sender(endpoints.api), supervisor, {})
     try:
-        for role, index in _roles(config.tokenizers):
+        for role, index in _roles(config.tokenizer_worker_num):
             front.processes[process_name(role, index)] = _spawn(role, index, run_dir)
         front.url = f"http://127.0.0.1:{_await_ready(front)}"
         if ready:

@@ -1,4 +1,4 @@
-"""The processes behind an ``LLM`` of this process, which may have other children, of any ids."""
+"""The rank processes of an ``LLM`` in this process, which are identified among its children by the run directory."""
 
 from contextlib import suppress
 
@@ -8,12 +8,12 @@ from skiff_runtime import LLM
 
 
 def ranks_of(llm: LLM) -> list[psutil.Process]:
-    """Its ranks, in their order."""
-    run_dir = str(llm._backend.launch.run_dir)
+    """Return the LLM's rank processes, by rank."""
+    run_dir = str(llm._engine.launch.run_dir)
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process().children():
-        with suppress(psutil.Error):  # one that has ended tells nothing
-            told = child.cmdline()
-            if run_dir in told:
-                found[int(told[told.index(run_dir) - 1])] = child
+        with suppress(psutil.Error):  # a child that has ended has no command line
+            words = child.cmdline()
+            if run_dir in words:
+                found[int(words[words.index(run_dir) - 1])] = child
     return [found[rank] for rank in sorted(found)]

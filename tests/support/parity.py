@@ -154,8 +154,8 @@ def serve(
         disable_overlap_schedule=not setting.overlap,
         page_size=setting.page_size,
         max_total_tokens=KV_TOKENS[setting.page_size],
-        cache=setting.cache,
-        tp=setting.tp,
+        disable_radix_cache=setting.cache == "naive",
+        tp_size=setting.tp,
     )
     model = read_model_config(path, max_model_len=config.max_model_len)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)

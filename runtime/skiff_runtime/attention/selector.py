@@ -1,4 +1,4 @@
-"""Attention backends by the name that ``--attention`` takes: one for all, or PREFILL,DECODE."""
+"""Attention backends by the name that ``--attention-backend`` takes: one for all, or PREFILL,DECODE."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,11 +28,11 @@ def make_backend(
     for part in (prefill, decode):
         if part not in _PARTS:
             raise ConfigError(
-                f"--attention {name} is unknown; known are auto, {', '.join((*_WHOLE, *_PARTS))}, and "
+                f"--attention-backend {name} is unknown; known are auto, {', '.join((*_WHOLE, *_PARTS))}, and "
                 f"{' and '.join(_PARTS)} as PREFILL,DECODE"
             )
     if pool.device.type != "cuda":
-        raise ConfigError(f"--attention {name} needs a GPU; on {pool.device.type} use torch or auto")
+        raise ConfigError(f"--attention-backend {name} needs a GPU; on {pool.device.type} use torch or auto")
     from skiff_runtime.attention.hybrid import HybridAttention, TritonDecode, TritonPrefill
 
     if _FLASHINFER in (prefill, decode):
@@ -47,7 +47,7 @@ def _with_flashinfer(
 ) -> AttentionBackend:
     if find_spec(_FLASHINFER) is None:
         raise ConfigError(
-            "--attention flashinfer needs the package flashinfer-python: in Skiff's sources, pip install '.[gpu]'"
+            "--attention-backend flashinfer needs the package flashinfer-python: in Skiff's sources, pip install '.[gpu]'"
         )
     from skiff_runtime.attention.flashinfer import FlashInferDecode, FlashInferPrefill, unsupported_reason
     from skiff_runtime.attention.hybrid import (
@@ -60,7 +60,7 @@ def _with_flashinfer(
 
     for part, is_decode in ((prefill, False), (decode, True)):
         if part == _FLASHINFER and (reason := unsupported_reason(pool, query_heads, decode=is_decode)):
-            raise ConfigError(f"--attention {prefill},{decode}: {reason}; use triton there, or auto")
+            raise ConfigError(f"--attention-backend {prefill},{decode}: {reason}; use triton there, or auto")
     chunks: Part = TritonPrefill(pool)
     if prefill == _FLASHINFER:
         planned = FlashInferPrefill(pool, query_heads)

@@ -60,7 +60,7 @@ _COUNTS: Final = (
 _NOT_HERE: Final = (
     "host",
     "port",
-    "tokenizers",
+    "tokenizer_worker_num",
     "max_request_bytes",
     "drain_timeout_seconds",
     "max_running_requests",

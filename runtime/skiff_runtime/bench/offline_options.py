@@ -26,7 +26,7 @@ examples:
 """
 RANDOM: Final = "random"
 SHARED: Final = "shared-prefix"
-_SERVER_ONLY: Final = ("host", "port", "tokenizers", "max_request_bytes", "drain_timeout_seconds")
+_SERVER_ONLY: Final = ("host", "port", "tokenizer_worker_num", "max_request_bytes", "drain_timeout_seconds")
 _DEFAULT_LENGTHS: Final = {RANDOM: Span(100, 1024), SHARED: Span(128, 128)}
 
 

@@ -1,4 +1,4 @@
-"""API keys: what one looks like, how a file of them is read, and a comparison that tells nothing by its time."""
+"""API keys: their syntax, files of them, and a lookup in constant time."""
 
 import hashlib
 import hmac
@@ -8,15 +8,18 @@ from typing import Final
 
 from skiff_runtime.errors import ConfigError
 
-MAX_KEYS: Final = 256
+MAX_API_KEYS: Final = 256
 MAX_FILE_BYTES: Final = 1 << 20
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 def check_api_keys(keys: tuple[str, ...], source: str) -> None:
-    """Raise ``ConfigError``, which names no key, unless each can be sent in a header."""
-    if len(keys) > MAX_KEYS:
-        raise ConfigError(f"{source} has {len(keys)} keys; at most {MAX_KEYS} are compared with each request")
+    """Raise ConfigError unless every key can be sent in a header. The message contains none of the keys."""
+    if len(keys) > MAX_API_KEYS:
+        raise ConfigError(
+            f"{source} has {len(keys)} keys, but each request is compared with all of them; "
+            f"give at most {MAX_API_KEYS}"
+        )
     for number, key in enumerate(keys, 1):
         if not _KEY.fullmatch(key):
             raise ConfigError(
@@ -25,10 +28,10 @@ def check_api_keys(keys: tuple[str, ...], source: str) -> None:
 
 
 def read_api_keys(path: str | None, flag: str) -> tuple[str, ...]:
-    """Return the keys in the file that ``flag`` names, one a line; none for no file.
+    """Return the keys in the file that ``flag`` names, one per line; no keys if ``path`` is None.
 
     Raises:
-        ConfigError: the file cannot be read, holds no key, or holds a malformed one.
+        ConfigError: the file cannot be read, contains no key, or contains a malformed one.
     """
     if path is None:
         return ()
@@ -41,13 +44,13 @@ def read_api_keys(path: str | None, flag: str) -> tuple[str, ...]:
     lines = (line.strip() for line in text.splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{source} holds no key; leave the flag out, or put a key into the file")
+        raise ConfigError(f"{source} holds no key; remove the flag, or add a key to the file")
     check_api_keys(keys, source)
     return keys
 
 
 class KeyRing:
-    """SHA-256 digests of keys that are accepted for one purpose."""
+    """SHA-256 digests of the keys that are accepted for one purpose."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -56,9 +59,10 @@ class KeyRing:
         return bool(self._digests)
 
     def find(self, key: bytes) -> bytes | None:
-        """Return the digest of ``key`` if the ring has it; every key of the ring is compared, whatever the answer."""
+        """Return the digest of ``key`` if the ring contains it, else None."""
         given = _digest(key)
         found = False
+        # Compares with every key, even after a match, so that the time reveals neither a match nor its position.
         for digest in self._digests:
             found |= hmac.compare_digest(given, digest)
         return given if found else None

@@ -1,7 +1,7 @@
-"""Flags and environment variables, both derived from the fields of ``Config``.
+"""Command-line flags and environment variables, both derived from the fields of ``Config``.
 
-A flag wins over its environment variable, which wins over the default. Whatever is
-unknown or malformed is one ConfigError that names it.
+A flag takes precedence over its environment variable, which takes precedence over the default. An unknown or
+malformed option raises a ConfigError that names it.
 """
 
 import argparse
@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, Final, Literal
 
-from skiff_runtime.config import Config, flag
+from skiff_runtime.config.config import Config, flag, flags
+from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.contract import ENV_PREFIX
 from skiff_runtime.errors import ConfigError
 
 FOREIGN_PREFIXES: Final = ("SKIFF_CLUSTER_", "SKIFF_OPERATOR_", "SKIFF_TEST_")
-"""Variables of the operator and of the test tooling, which a server leaves alone."""
+"""Prefixes of the variables of the operator and of the test tooling, which a server ignores."""
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -26,7 +27,7 @@ _HINTS: Final = typing.get_type_hints(Config)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors, and which takes no abbreviated flags."""
+    """An argument parser that raises ConfigError instead of exiting, and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
@@ -36,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
-    """Add one flag for each field of Config, in help groups; ``skip`` names fields to leave out."""
+    """Add a flag for each field of Config, in help groups, except for the fields that ``skip`` names."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for each in fields(Config):
         if each.name in skip:
@@ -45,6 +46,24 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ..
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         _add_argument(groups[title], each)
+    add_renamed_flags(parser, _renamed_flags(skip))
+
+
+def add_renamed_flags(parser: argparse.ArgumentParser, renamed: Mapping[str, str]) -> None:
+    """Refuse former flags with a ConfigError that names the new one. ``renamed`` maps former to new spellings."""
+    for old, new in renamed.items():
+        parser.add_argument(old, nargs="?", action=_RenamedFlag, const=new, help=argparse.SUPPRESS)
+
+
+class _RenamedFlag(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> typing.NoReturn:
+        raise ConfigError(f"{option_string} is now {self.const}; see {parser.prog} --help")
 
 
 def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
@@ -55,23 +74,36 @@ def _add_argument(group: argparse._ArgumentGroup, each: "Field[Any]") -> None:
     kind, choices = _kind(each.name)
     if kind is bool:
         group.add_argument(
-            flag(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
+            *flags(each.name), dest=each.name, action=argparse.BooleanOptionalAction, default=None, help=text
         )
         return
     if kind is tuple:
         group.add_argument(
-            flag(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
+            *flags(each.name), dest=each.name, default=None, action="append", metavar="STR", help=text
         )
         return
     metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
-    group.add_argument(flag(each.name), dest=each.name, default=None, metavar=metavar, help=text)
+    group.add_argument(*flags(each.name), dest=each.name, default=None, metavar=metavar, help=text)
+
+
+def _renamed_flags(skip: tuple[str, ...]) -> dict[str, str]:
+    """Return the former flags of the fields that a parser has, with their new spellings."""
+    found: dict[str, str] = {}
+    for old, new in RENAMED_FIELDS.items():
+        spelled = "--" + old.replace("_", "-")
+        if new in skip or spelled in flags(new):
+            continue
+        found[spelled] = flag(new)
+        if _HINTS[new] is bool:
+            found["--no-" + spelled.removeprefix("--")] = "--no-" + flag(new).removeprefix("--")
+    return found
 
 
 def build_config(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **fixed: Any
 ) -> Config:
-    """The validated configuration of a command line and an environment; ``fixed`` wins over both."""
-    environment = _without_service_links(environment)
+    """Build the validated configuration from a command line and an environment; ``fixed`` overrides both."""
+    environment = _drop_service_links(environment)
     _refuse_unknown(environment)
     values: dict[str, Any] = {}
     for each in fields(Config):
@@ -85,18 +117,18 @@ def build_config(
             values[each.name] = parse(each.name, environment[variable], variable)
     if {"max_total_tokens", "mem_fraction_static"} <= values.keys():
         raise ConfigError(
-            "--max-total-tokens and --mem-fraction-static both size the KV cache; give one of them"
+            "--max-total-tokens and --mem-fraction-static both size the KV cache; give only one"
         )
     return Config(**{**values, **fixed})
 
 
 def env_var_name(name: str) -> str:
-    """``max_model_len`` -> ``SKIFF_MAX_MODEL_LEN``."""
-    return ENV_PREFIX + name.upper()
+    """Return the environment variable that sets a field: ``max_model_len`` -> ``SKIFF_MAX_MODEL_LEN``."""
+    return ENV_PREFIX + flag(name).removeprefix("--").replace("-", "_").upper()
 
 
 def parse(name: str, text: str, source: str) -> Any:
-    """One field's value from text; ``source`` (flag or variable) is named in the error."""
+    """Parse the value of one field. ``source`` is the flag or variable that an error names."""
     kind, choices = _kind(name)
     if choices:
         if text not in choices:
@@ -119,7 +151,7 @@ def parse(name: str, text: str, source: str) -> Any:
 
 
 def _kind(name: str) -> tuple[type, tuple[str, ...]]:
-    """A field's scalar type, or tuple for one that may be repeated, and its choices if it is a Literal."""
+    """Return a field's scalar type (tuple for a repeatable one), and its choices if it is a Literal."""
     hint = _HINTS[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
@@ -128,11 +160,11 @@ def _kind(name: str) -> tuple[type, tuple[str, ...]]:
     return typing.get_origin(hint) or hint, ()
 
 
-def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` less what Kubernetes tells each container about the namespace's Services.
+def _drop_service_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without the service links that Kubernetes adds for each Service of the namespace.
 
-    One that is called ``skiff-llama`` comes as ``SKIFF_LLAMA_SERVICE_HOST`` with a dozen others, one that
-    is called ``skiff`` even as ``SKIFF_PORT``, with an address for a value.
+    A Service named ``skiff-llama`` adds ``SKIFF_LLAMA_SERVICE_HOST`` and a dozen others. One named ``skiff`` even
+    adds ``SKIFF_PORT``, but its value is a URL, whereas that of ``--port`` is a number.
     """
     host = "_SERVICE_HOST"
     services = [name.removesuffix(host) for name in environment if name.endswith(host)]
@@ -147,11 +179,14 @@ def _without_service_links(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
     known = [env_var_name(each.name) for each in fields(Config)]
+    renamed = {ENV_PREFIX + old.upper(): env_var_name(new) for old, new in RENAMED_FIELDS.items()}
     for variable in sorted(environment):
         if not variable.startswith(ENV_PREFIX) or variable in known:
             continue
         if variable.startswith(FOREIGN_PREFIXES):
             continue
+        if variable in renamed:
+            raise ConfigError(f"{variable} is now {renamed[variable]}")
         near = difflib.get_close_matches(variable, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"unknown environment variable {variable}{hint}")

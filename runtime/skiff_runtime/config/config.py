@@ -1,8 +1,8 @@
-"""The one configuration of a served model, validated once at the edge.
+"""The configuration of a served model, validated once at the edge.
 
-Every field of ``Config`` is a command-line flag (``--max-model-len``) and an
-environment variable (``SKIFF_MAX_MODEL_LEN``); ``options.py`` derives both from
-the metadata here. Child processes receive the resolved value and trust it.
+Every field of ``Config`` is a command-line flag (``--max-model-len``) and an environment variable
+(``SKIFF_MAX_MODEL_LEN``); ``arguments.py`` derives both from the metadata here. Where vLLM or SGLang have the
+option, it has their name. Child processes receive the resolved configuration and trust it.
 """
 
 import dataclasses
@@ -25,180 +25,209 @@ TokenizerBackend = Literal["tokenizers", "fastokens"]
 Quantization = Literal["none", "fp8"]
 
 
-def option(default: Any, group: str, text: str, *, secret: bool = False) -> Any:
-    """Declare one configuration field with its help group and help text; a ``secret`` one is never shown."""
-    return field(default=default, repr=not secret, metadata={"group": group, "help": text, "secret": secret})
+def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
+    """Declare one configuration field with its help group and help text.
+
+    A ``secret`` field is never shown. ``flags`` are the spellings of its flag on the command line, the usual one
+    first, where the field's name does not give them.
+    """
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={"group": group, "help": text, "secret": secret, "flags": flags},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything ``skiff serve`` can be told. ``None`` means: derived in ``resolve.py``."""
+    """The options of ``skiff serve``. ``resolve.py`` derives the fields that are ``None``."""
 
     model: str = option(
         "demo://",
         "Model",
-        "what to serve: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
+        "the model: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
-    cache_dir: str | None = option(
-        None, "Model", "where hf:// models are kept (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
+    download_dir: str | None = option(
+        None, "Model", "directory for hf:// models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
     )
     served_model_name: str | None = option(
         None, "Model", "the model's name in the API (default: the last part of --model)"
     )
     load_format: Literal["safetensors", "dummy"] = option(
-        "safetensors", "Model", "dummy gives seeded random weights: for benchmarks, no weight is read"
+        "safetensors", "Model", "dummy: seeded random weights instead of the model's files, for benchmarks"
     )
     dtype: Dtype = option(
-        AUTO, "Model", "type of weights and computation (auto: the model's own; float32 for float16 on a CPU)"
+        AUTO,
+        "Model",
+        "data type of weights and activations (auto: the model's own; float32 for float16 on a CPU)",
     )
     quantization: Literal["auto", "none", "fp8"] = option(
         AUTO,
         "Model",
-        "fp8 keeps the matrices of attention and MLP in e4m3, one scale for each output, and rounds activations "
-        "likewise, one scale for each token (auto: as the checkpoint is)",
+        "fp8: weights of attention and MLP in FP8 (e4m3) with one scale per output channel, activations quantized "
+        "to FP8 with one scale per token (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
-        None, "Model", "longest prompt plus output, in tokens (default: what the model was made for)"
+        None, "Model", "maximum length of prompt plus output, in tokens (default: the model's own)"
     )
 
-    host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all")
-    port: int = option(API_PORT, "Server", "port to listen on; 0 takes a free one and logs it")
+    host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
+    port: int = option(API_PORT, "Server", "port to listen on; 0: any free port, which is logged")
     tokenizer_backend: TokenizerBackend = option(
         "tokenizers",
         "Server",
-        "who encodes prompts: fastokens is faster, and is used where it agrees with tokenizers on a probe",
+        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on probe texts",
     )
-    tokenizers: int = option(1, "Server", "tokenizer processes; 0: the detokenizer process also tokenizes")
-    max_request_bytes: int = option(8 << 20, "Server", "largest request body, in bytes")
-    max_connections: int = option(8192, "Server", "most open connections; beyond, 503 to all but probes")
+    tokenizer_worker_num: int = option(
+        1, "Server", "number of tokenizer processes; 0: the detokenizer process also tokenizes"
+    )
+    max_request_bytes: int = option(8 << 20, "Server", "maximum size of a request body, in bytes")
+    max_connections: int = option(
+        8192, "Server", "maximum number of open connections; further ones get 503, probes excepted"
+    )
     request_timeout_seconds: float = option(
-        0.0, "Server", "a request that takes longer ends with what it has; 0: no limit"
+        0.0, "Server", "time after which a request ends with the tokens that it has so far; 0: no limit"
     )
     api_key: tuple[str, ...] = option(
         (),
         "Server",
-        "a key that requests must carry as 'Authorization: Bearer KEY'; may be repeated. Other users of the machine "
+        "key that requests must send as 'Authorization: Bearer KEY'; may be repeated. Other users of the machine can "
         "see a command line: prefer the variable (keys separated by commas) or --api-key-file",
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "Server", "a file of such keys, one a line; # begins a comment. Read once, at the start"
+        None, "Server", "file of such keys, one per line; # begins a comment. Read once, at startup"
     )
     isolate_keys: bool = option(
         False,
         "Server",
-        "requests share cached prefixes only with requests of the same key, so that the time of an answer reveals "
-        "nothing of what others sent",
+        "share cached prefixes only among requests with the same key, so that response times reveal nothing about "
+        "the prompts of other clients",
     )
     admin_api_key: tuple[str, ...] = option(
         (),
         "Server",
-        "a key for what acts on the requests of others (POST /abort and /flush_cache), and for all else; may be "
-        "repeated. Without one these are off, unless the server listens on loopback only",
+        "key for POST /abort and /flush_cache, which affect the requests of others, and for all other endpoints; may "
+        "be repeated. Without such a key these two are off, unless the server listens on loopback only",
         secret=True,
     )
     admin_api_key_file: str | None = option(
-        None, "Server", "a file of such keys, one a line; # begins a comment. Read once, at the start"
+        None, "Server", "file of such keys, one per line; # begins a comment. Read once, at startup"
     )
     allow_priority: bool = option(
-        False, "Server", "let requests ask for a priority below 0, which runs before the requests of others"
+        False, "Server", "allow requests a priority below 0, which runs them before the requests of others"
     )
-    allowed_host: tuple[str, ...] = option(
+    allowed_hosts: tuple[str, ...] = option(
         (),
         "Server",
-        "a host name that requests may address besides localhost, where the server listens on loopback without keys: "
-        "else a web page could reach it by a name of its own (DNS rebinding). * for all; may be repeated",
+        "host name, besides localhost, that a request's Host header may contain if the server listens on loopback "
+        "without keys (protects against DNS rebinding). *: any; may be repeated",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
         "Server",
-        "a web origin, such as https://chat.example.org, whose pages may call the API; * for all; may be repeated. "
-        "Without keys, requests to generate or to act that pages of other origins make are refused",
+        "web origin, such as https://chat.example.org, whose pages may call the API (CORS). *: any; may be repeated. "
+        "Without keys, requests from pages of other origins to generate or to change state are refused",
     )
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
-        AUTO, "Server", "how the model writes tool calls (auto: as its chat template does)"
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
+        AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
     )
     reasoning_parser: Literal["auto", "think", "none"] = option(
         AUTO,
         "Server",
-        "how the model writes reasoning: think means between <think> and </think> (auto: as its chat template does)",
+        "format in which the model writes its reasoning; think: between <think> and </think> (auto: that of its chat template)",
     )
     grammar_timeout_seconds: float = option(
-        10.0, "Server", "how long the grammar of a structured answer may take to compile; beyond, 400"
+        10.0, "Server", "time limit for compiling the grammar of a structured output; beyond it, 400"
     )
     drain_timeout_seconds: float = option(
-        30.0, "Server", "after SIGTERM, how long running requests may take to finish"
+        30.0, "Server", "time that running requests have to finish after SIGTERM"
     )
     startup_timeout_seconds: float = option(
-        1800.0, "Server", "how long processes may take until the model is ready"
+        1800.0, "Server", "time that the processes have until the model is ready"
     )
     heartbeat_timeout_seconds: float = option(
-        60.0, "Server", "a process that is silent for longer counts as dead"
+        60.0, "Server", "time without a heartbeat after which a process counts as dead"
     )
     watchdog_timeout: float = option(
-        600.0, "Server", "a step of the engine that takes longer counts as hung, and ends the service"
+        600.0, "Server", "seconds after which a step of the engine counts as hung, which ends the service"
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Server", "send a trace of each request to this OpenTelemetry collector: http(s)://host:4318"
+        None, "Server", "OpenTelemetry collector that receives a trace of each request: http(s)://host:4318"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Server", "least level that is logged"
+        "info", "Server", "minimum level of logged events"
     )
 
-    device: Device = option(AUTO, "Engine", "where the model runs (auto: cuda if present)")
-    tp: int = option(1, "Engine", "tensor-parallel ranks, one process (and one GPU) each")
-    attention: Attention = option(
+    device: Device = option(AUTO, "Engine", "device that runs the model (auto: cuda if present)")
+    tp_size: int = option(
+        1,
+        "Engine",
+        "tensor-parallel size: number of ranks, each a process (with one GPU)",
+        flags=("--tp", "--tensor-parallel-size"),
+    )
+    attention_backend: Attention = option(
         AUTO,
         "Engine",
-        "attention backend, or one for prefill and one for decode (auto: torch on a CPU; on a GPU triton, but for "
-        "prefill flashinfer where its kernels are built)",
+        "attention backend, or PREFILL,DECODE (auto: torch on a CPU; on a GPU triton, with flashinfer for prefill if "
+        "its kernels are built)",
     )
     disable_cuda_graph: bool = option(
-        False, "Engine", "on a GPU, launch steps kernel by kernel (slower; the tokens are the same)"
+        False,
+        "Engine",
+        "launch kernels one by one instead of replaying CUDA graphs (slower; the tokens are the same)",
     )
     disable_cascade_attn: bool = option(
-        False, "Engine", "on a GPU, let each row of a decode step read the whole of its prefix"
+        False,
+        "Engine",
+        "do not group decode rows that share a prefix; each row reads the whole of its own context",
     )
     kernel_cache_dir: str | None = option(
-        None, "Engine", "where compiled GPU kernels are kept (default: kernels in the default of --cache-dir)"
+        None,
+        "Engine",
+        "directory for compiled GPU kernels (default: ~/.cache/skiff/kernels)",
     )
     cpu_threads: int | None = option(
         None,
         "Engine",
-        "most computing threads of each rank on a CPU (default: the cores it may use, over --tp)",
+        "maximum number of compute threads of each rank on a CPU (default: the available cores divided by --tp)",
     )
 
-    max_running_requests: int = option(64, "Scheduling", "most requests that are computed at a time")
-    max_queued_requests: int = option(1024, "Scheduling", "most requests that wait; beyond, 429")
+    max_running_requests: int = option(
+        64, "Scheduling", "maximum number of requests that run at a time (the batch size)"
+    )
+    max_queued_requests: int = option(
+        1024, "Scheduling", "maximum number of waiting requests; beyond it, 429"
+    )
     max_queued_tokens: int = option(
-        1 << 22, "Scheduling", "most prompt tokens of requests that wait, in all; beyond, 429"
+        1 << 22, "Scheduling", "maximum number of prompt tokens of all waiting requests; beyond it, 429"
     )
     schedule_policy: Literal["fcfs", "lpm"] = option(
         "fcfs",
         "Scheduling",
-        "who runs next among equal priorities: fcfs, who came first; prefix, whose prompt has the longest cached prefix",
+        "order of waiting requests of equal priority: fcfs, first come, first served; lpm, longest cached prefix first",
     )
     max_num_batched_tokens: int = option(
-        2048, "Scheduling", "tokens computed in one step, so also the longest prefill chunk"
+        2048, "Scheduling", "maximum number of tokens in one step, and so the size of a prefill chunk"
     )
     mixed_prefill_tokens: int | None = option(
         None,
         "Scheduling",
-        "most prompt tokens in a step in which others decode (default: what --max-num-batched-tokens leaves); fewer keep a "
-        "long prompt from holding up the next tokens of the others",
+        "maximum number of prompt tokens in a step that also decodes (default: what --max-num-batched-tokens leaves); "
+        "a smaller one lowers the inter-token latency of running requests while a long prompt is computed",
     )
     disable_overlap_schedule: bool = option(
         False,
         "Scheduling",
-        "plan a step only after the one before it has ended (slower; the tokens are the same)",
+        "plan each step only after the one before it has ended (slower; the tokens are the same)",
     )
 
-    page_size: int = option(16, "KV cache", "tokens in one page of the KV cache")
+    page_size: int = option(16, "KV cache", "number of tokens in a page of the KV cache")
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
         AUTO,
         "KV cache",
-        "type of K and V in the cache; fp8_e4m3 holds twice the tokens (auto: that of --dtype)",
+        "data type of the KV cache; fp8_e4m3 holds twice as many tokens (auto: that of --dtype)",
     )
     max_total_tokens: int | None = option(
         None, "KV cache", "size of the KV cache in tokens (default: by --mem-fraction-static)"
@@ -206,19 +235,20 @@ class Config:
     mem_fraction_static: float = option(
         0.85,
         "KV cache",
-        "share of the free memory that the KV cache may take, where --max-total-tokens is not given",
+        "fraction of the memory free after loading the weights that activations and KV cache may use, unless "
+        "--max-total-tokens is given",
     )
-    cache: Literal["radix", "naive"] = option(
-        "radix", "KV cache", "radix keeps finished prefixes for later requests; naive keeps none"
+    disable_radix_cache: bool = option(
+        False, "KV cache", "keep no prefix of an ended request for later ones (for measurements)"
     )
 
     @property
     def running_limit(self) -> int:
-        """Most requests that run at a time: each of them computes one token a step."""
+        """Maximum batch size: every running request needs at least one token of each step's budget."""
         return min(self.max_running_requests, self.max_num_batched_tokens)
 
-    def shown(self) -> dict[str, Any]:
-        """All fields but the secret ones, for people and programs to read."""
+    def public_fields(self) -> dict[str, Any]:
+        """Return all fields but the secret ones, by name."""
         return {
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)
@@ -226,7 +256,7 @@ class Config:
         }
 
     def __post_init__(self) -> None:
-        """Refuse values that no model could be served with."""
+        """Raise ConfigError for a value that no model could be served with."""
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -244,11 +274,11 @@ class Config:
         check_api_keys(self.admin_api_key, "--admin-api-key")
         if self.isolate_keys and not (self.api_key or self.api_key_file):
             raise ConfigError(
-                "--isolate-keys needs keys that tell clients apart: add --api-key or --api-key-file"
+                "--isolate-keys needs API keys to distinguish clients: add --api-key or --api-key-file"
             )
-        for host in self.allowed_host:
+        for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
-                raise ConfigError(f"--allowed-host must be * or a host name without a port, not {host!r}")
+                raise ConfigError(f"--allowed-hosts must be * or a host name without a port, not {host!r}")
         if self.otlp_traces_endpoint is not None and not re.match(
             r"https?://[^/\s]+", self.otlp_traces_endpoint
         ):
@@ -264,7 +294,7 @@ class Config:
 
 _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("port", 0, 65535),
-    ("tokenizers", 0, 64),
+    ("tokenizer_worker_num", 0, 64),
     ("max_request_bytes", 1024, 1 << 30),
     ("max_connections", 1, 1 << 20),
     ("request_timeout_seconds", 0, 86400),
@@ -273,7 +303,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
     ("watchdog_timeout", 1, 86400),
-    ("tp", 1, MAX_TENSOR_PARALLEL),
+    ("tp_size", 1, MAX_TENSOR_PARALLEL),
     ("cpu_threads", 1, 1024),
     ("max_model_len", 2, 1 << 24),
     ("max_running_requests", 1, 4096),
@@ -291,11 +321,19 @@ _HOST: Final = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})|\[?[0-9A-Fa-f
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/,*]+")
 
 
+def flags(name: str) -> tuple[str, ...]:
+    """Return all spellings of a field on the command line, the usual one first."""
+    return _FLAGS.get(name) or ("--" + name.replace("_", "-"),)
+
+
 def flag(name: str) -> str:
-    """The command-line spelling of a field: ``max_model_len`` -> ``--max-model-len``."""
-    return "--" + name.replace("_", "-")
+    """Return the usual spelling of a field on the command line: ``max_model_len`` -> ``--max-model-len``."""
+    return flags(name)[0]
 
 
 def field_names() -> tuple[str, ...]:
-    """Names of all fields, in the order of declaration."""
+    """Return the names of all fields, in the order of declaration."""
     return tuple(each.name for each in dataclasses.fields(Config))
+
+
+_FLAGS: Final = {each.name: each.metadata["flags"] for each in dataclasses.fields(Config)}

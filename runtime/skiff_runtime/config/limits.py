@@ -1,4 +1,4 @@
-"""How far the parameters of a request may go: one place for the API and for ``LLM``."""
+"""Bounds on the parameters of a request, shared by the API's schemas and the offline ``SamplingParams``."""
 
 from typing import Final, NamedTuple
 
@@ -12,28 +12,29 @@ MAX_LOGPROBS: Final = 20
 
 
 class Range(NamedTuple):
-    """From ``low`` to ``high``, both included, unless ``above`` leaves ``low`` out."""
+    """A range of numbers; both ends belong to it, except that ``exclusive_low`` leaves out ``low``."""
 
     low: float
     high: float
-    above: bool = False
+    exclusive_low: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Whether ``value`` lies in it; NaN does not."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
+    def contains(self, value: float) -> bool:
+        """Return whether ``value`` lies in the range. NaN does not."""
+        return (self.low < value if self.exclusive_low else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        if self.above:
+        if self.exclusive_low:
             return f"above {self.low} and at most {self.high}"
         return f"from {self.low} to {self.high}"
 
 
 TEMPERATURE: Final = Range(0.0, 2.0)
-TOP_P: Final = Range(0.0, 1.0, above=True)
+TOP_P: Final = Range(0.0, 1.0, exclusive_low=True)
 TOP_K: Final = Range(-1, MAX_OUTPUT_TOKENS)
-"""-1 and 0 both mean: off."""
+"""Both -1 and 0 disable top-k."""
 MIN_P: Final = Range(0.0, 1.0)
 SEED: Final = Range(-(1 << 63), (1 << 63) - 1)
 PENALTY: Final = Range(-2.0, 2.0)
-REPETITION_PENALTY: Final = Range(0.0, 2.0, above=True)
+"""Of presence and frequency penalties."""
+REPETITION_PENALTY: Final = Range(0.0, 2.0, exclusive_low=True)
 LOGIT_BIAS: Final = Range(-100.0, 100.0)

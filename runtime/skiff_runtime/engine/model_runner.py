@@ -82,7 +82,7 @@ class ModelRunner(ForwardPass):
         element_bytes = 1 if self._config.quantization == "fp8" else DTYPE_BYTES[self._config.dtype]
         host_bound = launch_bound_tokens(self._model_config, self._group.size, element_bytes)
         return make_backend(
-            self._config.attention,
+            self._config.attention_backend,
             pool,
             query_heads=self.query_shape[0],
             longest=longest(self._config, self._model_config),

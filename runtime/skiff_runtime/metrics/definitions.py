@@ -1,4 +1,4 @@
-"""Every metric of the runtime, defined once, and collected for the page that Prometheus reads."""
+"""Definitions of all metrics of the runtime, and the collector that exposes them to Prometheus."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -8,32 +8,14 @@ from prometheus_client.registry import Collector
 
 from skiff_runtime import contract
 from skiff_runtime.messages import StepStats, Usage
-from skiff_runtime.metrics.families import Counter, Family, Gauge, Histogram, HistogramSeries
+from skiff_runtime.metrics.families import Counter, Gauge, Histogram, HistogramSeries, MetricFamily
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome, RejectionReason, StepKind
 
 _TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _DURATION: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STEP: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_QUEUE: Final = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-)
+_QUEUE: Final = (0.0005, 0.001, 0.0025, *_TTFT)
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LENGTHS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -48,39 +30,37 @@ _REFUSALS: Final = {
     429: RejectionReason.QUEUE_FULL,
     503: RejectionReason.UNAVAILABLE,
 }
-"""By HTTP status; any other is ``INVALID``."""
+"""By HTTP status; every other status is ``INVALID``."""
 
 
 class _Gauges:
-    """What is set anew for each page."""
+    """Gauges, whose values are set at each scrape."""
 
     def __init__(self) -> None:
-        self.queued = Gauge(contract.METRIC_QUEUED, "Requests that wait for a place in the batch.")
-        self.running = Gauge(contract.METRIC_RUNNING, "Requests that are being computed.")
-        self.in_flight = Gauge(contract.METRIC_IN_FLIGHT, "Requests that were accepted and have not ended.")
-        self.queued_tokens = Gauge(contract.METRIC_QUEUED_TOKENS, "Prompt tokens of requests that wait.")
+        self.queued = Gauge(contract.METRIC_QUEUED, "Waiting requests.")
+        self.running = Gauge(contract.METRIC_RUNNING, "Running requests.")
+        self.in_flight = Gauge(contract.METRIC_IN_FLIGHT, "Accepted requests that have not ended.")
+        self.queued_tokens = Gauge(contract.METRIC_QUEUED_TOKENS, "Prompt tokens of waiting requests.")
         self.connections = Gauge(contract.METRIC_CONNECTIONS, "Open HTTP connections.")
-        self.ready = Gauge(contract.METRIC_READY, "1 while new requests are served, else 0.")
+        self.ready = Gauge(contract.METRIC_READY, "1 while new requests are accepted, else 0.")
         self.usage = Gauge(
-            contract.METRIC_KV_CACHE_USAGE, "Share of the KV pages that running requests hold."
+            contract.METRIC_KV_CACHE_USAGE, "Fraction of the KV cache that running requests occupy."
         )
         self.pages = Gauge(contract.METRIC_KV_CACHE_PAGES, "Pages of the KV cache by state.", ("state",))
-        self.phases = Gauge(
-            contract.METRIC_START_PHASE, "Seconds that each phase of the start took.", ("phase",)
-        )
+        self.phases = Gauge(contract.METRIC_START_PHASE, "Duration of each phase of the start.", ("phase",))
         self.up = Gauge(contract.METRIC_PROCESS_UP, "1 while the process runs, else 0.", ("process",))
         self.silent = Gauge(
-            contract.METRIC_HEARTBEAT_AGE, "Seconds since the process was last heard of.", ("process",)
+            contract.METRIC_HEARTBEAT_AGE, "Seconds since the last heartbeat of the process.", ("process",)
         )
-        self.routing_queued = Gauge(contract.ROUTING_QUEUED, "Requests that wait, for routers.")
-        self.routing_running = Gauge(contract.ROUTING_RUNNING, "Requests that run, for routers.")
-        self.routing_usage = Gauge(contract.ROUTING_USAGE, "Share of the KV cache in use, for routers.")
+        self.routing_queued = Gauge(contract.ROUTING_QUEUED, "Waiting requests, for routers.")
+        self.routing_running = Gauge(contract.ROUTING_RUNNING, "Running requests, for routers.")
+        self.routing_usage = Gauge(contract.ROUTING_USAGE, "Fraction of the KV cache in use, for routers.")
         self.routing_cache = Gauge(
-            contract.ROUTING_CACHE_INFO, "Shape of the KV cache, for routers.", ("page_size", "num_pages")
+            contract.ROUTING_CACHE_INFO, "Size of the KV cache, for routers.", ("page_size", "num_pages")
         )
 
     def set(self, stats: StepStats) -> None:
-        """Take over the scheduler's gauges."""
+        """Set the scheduler's gauges from its statistics."""
         used = stats.pages_total - stats.pages_free - stats.pages_cached
         usage = used / stats.pages_total if stats.pages_total else 0.0
         for queued in (self.queued, self.routing_queued):
@@ -97,7 +77,11 @@ class _Gauges:
 
 
 class Metrics(Collector):
-    """The numbers of one service. The callables give, at the moment of a scrape, those that others keep."""
+    """The metrics of one service.
+
+    The callables are evaluated at each scrape, for the gauges whose values other objects own. ``heartbeats`` returns
+    name, whether it runs, and seconds since its last heartbeat, of each process.
+    """
 
     def __init__(
         self,
@@ -128,97 +112,97 @@ class Metrics(Collector):
         for outcome in Outcome:
             for endpoint in Endpoint:
                 self._requests.add(0, outcome, endpoint)
-        self._refused = Counter(
-            contract.METRIC_REJECTED, "Requests that were refused, by reason.", ("reason",)
-        )
+        self._refused = Counter(contract.METRIC_REJECTED, "Rejected requests, by reason.", ("reason",))
         for reason in RejectionReason:
             self._refused.add(0, reason)
         self._duration = Histogram(
             contract.METRIC_E2E_LATENCY,
-            "Time from request to last token, of finished requests.",
+            "Time from the request to its last token, of finished requests.",
             _DURATION,
             ("endpoint",),
             [(endpoint,) for endpoint in Endpoint],
         )
-        self._ttft = Histogram(contract.METRIC_TTFT, "Time from request to first token.", _TTFT)
-        self._itl = Histogram(contract.METRIC_ITL, "Time between two tokens of a request.", _ITL)
+        self._ttft = Histogram(contract.METRIC_TTFT, "Time from the request to its first token.", _TTFT)
+        self._itl = Histogram(contract.METRIC_ITL, "Time between consecutive tokens of a request.", _ITL)
         self._queue_time = Histogram(
-            contract.METRIC_QUEUE_TIME, "Time that a request waited for its first place in a batch.", _QUEUE
+            contract.METRIC_QUEUE_TIME,
+            "Time from the arrival of a request at the scheduler until it first runs.",
+            _QUEUE,
         )
-        self._aborted = Counter(
-            contract.METRIC_ABORTS, "Requests that were ended early, by who wanted it.", ("reason",)
-        )
+        self._aborted = Counter(contract.METRIC_ABORTS, "Requests that were aborted, by cause.", ("reason",))
         for why in AbortReason:
             self._aborted.add(0, why)
 
     def _define_tokens(self) -> None:
         self._prompt = Counter(contract.METRIC_PROMPT_TOKENS, "Prompt tokens of ended requests.")
         self._cached = Counter(
-            contract.METRIC_CACHED_TOKENS, "Prompt tokens of ended requests that the KV cache held already."
+            contract.METRIC_CACHED_TOKENS, "Prompt tokens of ended requests that the prefix cache contained."
         )
-        self._generated = Counter(contract.METRIC_GENERATION_TOKENS, "Tokens generated.")
+        self._generated = Counter(contract.METRIC_GENERATION_TOKENS, "Generated tokens.")
         self._prompt_lengths = Histogram(
-            contract.METRIC_REQUEST_PROMPT_TOKENS, "Prompt tokens of an ended request.", _LENGTHS
+            contract.METRIC_REQUEST_PROMPT_TOKENS, "Prompt tokens per ended request.", _LENGTHS
         )
         self._answer_lengths = Histogram(
-            contract.METRIC_REQUEST_GENERATION_TOKENS, "Tokens generated for an ended request.", _LENGTHS
+            contract.METRIC_REQUEST_GENERATION_TOKENS, "Generated tokens per ended request.", _LENGTHS
         )
         self._lookup = Counter(
             contract.METRIC_PREFIX_CACHE_QUERIES, "Prompt tokens that were looked up in the prefix cache."
         )
-        self._hit = Counter(contract.METRIC_PREFIX_CACHE_HITS, "Prompt tokens that the prefix cache held.")
+        self._hit = Counter(
+            contract.METRIC_PREFIX_CACHE_HITS, "Prompt tokens that the prefix cache contained at lookup."
+        )
 
     def _define_steps(self) -> None:
         kinds = [(kind,) for kind in StepKind]
-        self._steps = Histogram(contract.METRIC_STEP_DURATION, "Time of one step.", _STEP, ("kind",), kinds)
-        self._step_tokens = Histogram(contract.METRIC_STEP_TOKENS, "Tokens computed in one step.", _TOKENS)
+        self._steps = Histogram(contract.METRIC_STEP_DURATION, "Duration of a step.", _STEP, ("kind",), kinds)
+        self._step_tokens = Histogram(contract.METRIC_STEP_TOKENS, "Tokens computed in a step.", _TOKENS)
         self._prefill_rows = Histogram(
             contract.METRIC_PREFILL_BATCH,
-            "Requests whose prompt was computed in one step, of such steps.",
+            "Requests with prompt tokens in a step, of steps that have any.",
             _ROWS,
         )
         self._decode_rows = Histogram(
-            contract.METRIC_DECODE_BATCH, "Requests that got a next token in one step, of such steps.", _ROWS
+            contract.METRIC_DECODE_BATCH, "Decoding requests in a step, of steps that have any.", _ROWS
         )
         self._retracted = Counter(
-            contract.METRIC_PREEMPTIONS, "Running requests that were put back to make room."
+            contract.METRIC_PREEMPTIONS, "Running requests that were preempted to free KV pages."
         )
         self._evicted = Counter(
-            contract.METRIC_EVICTED_PAGES, "Cached pages that were given up to make room."
+            contract.METRIC_EVICTED_PAGES, "Pages that were evicted from the prefix cache."
         )
         self._corrupted = Counter(
             contract.METRIC_CORRUPTED, "Requests that failed because their logits contained NaN."
         )
 
     def record_request(self, endpoint: Endpoint, outcome: Outcome, seconds: float) -> None:
-        """A request ended after ``seconds``."""
+        """Count a request that has ended after ``seconds``."""
         self._requests.add(1, outcome, endpoint)
         if outcome is Outcome.FINISHED:
             self._duration.of(endpoint).observe(seconds)
 
     def record_rejection(self, status: int) -> None:
-        """A request was refused with this HTTP status."""
+        """Count a request that was rejected with an HTTP status."""
         self._refused.add(1, _REFUSALS.get(status, RejectionReason.INVALID))
 
     def record_abort(self, reason: AbortReason) -> None:
-        """A request is ended early."""
+        """Count an aborted request."""
         self._aborted.add(1, reason)
 
     def record_usage(self, usage: Usage) -> None:
-        """A request ended with these token counts."""
+        """Count the tokens of a request that has ended."""
         self._prompt.add(usage.prompt_tokens)
         self._cached.add(usage.cached_tokens)
         self._prompt_lengths.of().observe(usage.prompt_tokens)
         self._answer_lengths.of().observe(usage.completion_tokens)
 
     def record_kv_capacity(self, kv_tokens: int, page_size: int) -> None:
-        """The KV cache was made; until the first step all of it is free."""
+        """Report the whole KV cache as free, until the first step reports its state."""
         if not self._stats.pages_total:
             pages = kv_tokens // page_size
             self._stats = StepStats(pages_total=pages, pages_free=pages, page_size=page_size)
 
-    def note_step(self, stats: StepStats, *, generated: int) -> None:
-        """A step ended: its gauges, what it adds to the counters, and how many tokens it gave."""
+    def record_step(self, stats: StepStats, *, generated: int) -> None:
+        """Record the statistics of a step that has ended, and the number of tokens that it generated."""
         self._stats = stats
         self._generated.add(generated)
         self._retracted.add(stats.preempted)
@@ -238,7 +222,7 @@ class Metrics(Collector):
             self._step_tokens.of().observe(stats.prefill_tokens + stats.decode_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric family, gauges set to this moment."""
+        """Yield every metric family, with the gauges of this moment."""
         self._gauges.set(self._stats)
         self._gauges.in_flight.set(self._in_flight())
         self._gauges.ready.set(int(self._ready()))
@@ -251,14 +235,14 @@ class Metrics(Collector):
         for family in self.families():
             yield family.collect()
 
-    def families(self) -> list[Family]:
-        """Every metric."""
+    def families(self) -> list[MetricFamily]:
+        """Return every metric family."""
         owners = (vars(self), vars(self._gauges))
-        return [each for owner in owners for each in owner.values() if isinstance(each, Family)]
+        return [each for owner in owners for each in owner.values() if isinstance(each, MetricFamily)]
 
 
 def step_kind(stats: StepStats) -> StepKind | None:
-    """What a step computed; None for a batch that reports no computed step."""
+    """Classify a step by the tokens it computed; None if it computed none."""
     if stats.prefill_tokens:
         return StepKind.MIXED if stats.decode_tokens else StepKind.PREFILL
     return StepKind.DECODE if stats.decode_tokens else None

@@ -12,7 +12,7 @@ class Endpoint(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Label ``outcome`` of requests. Rejected: refused with a 4xx or 503. Failed: the service is to blame."""
+    """Label ``outcome`` of requests. ``REJECTED``: by a 4xx or 503. ``FAILED``: by an error of the service."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 
 class RejectionReason(StrEnum):
-    """Label ``reason`` of refused requests."""
+    """Label ``reason`` of rejected requests."""
 
     INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
@@ -34,7 +34,7 @@ class RejectionReason(StrEnum):
 
 
 class AbortReason(StrEnum):
-    """Label ``reason`` of aborted requests: who wanted their end."""
+    """Label ``reason`` of aborted requests."""
 
     DISCONNECT = "disconnect"
     ENDPOINT = "endpoint"
@@ -43,7 +43,7 @@ class AbortReason(StrEnum):
 
 
 class StepKind(StrEnum):
-    """Label ``kind`` of steps: what they computed."""
+    """Label ``kind`` of steps, by the tokens they computed: of prompts, decoded ones, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"

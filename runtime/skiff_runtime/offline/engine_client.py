@@ -1,4 +1,4 @@
-"""The ranks of one service on their own, as the offline ``LLM`` drives them."""
+"""Client of the engine for the offline ``LLM``: spawns the ranks and exchanges messages with them over ZeroMQ."""
 
 import shutil
 import time
@@ -38,22 +38,22 @@ MAX_REPORTS: Final = 1024
 
 
 class EngineClient:
-    """Spawns the ranks, and stands in for their tokenizer, detokenizer and supervisor.
+    """Spawns the ranks, and takes the places of their tokenizer, detokenizer and supervisor.
 
-    It never waits for ever: a rank that ends, or is silent for ``heartbeat_timeout_seconds`` while something
-    is waited for, is an error. Nothing remains of it after ``close``, nor after the end of this process.
+    No wait is unbounded: a rank that ends, or sends no heartbeat for ``heartbeat_timeout_seconds`` during a wait, is
+    an error. ``close``, or the end of this process, ends all child processes and removes their files.
     """
 
     def __init__(
         self, config: Config, model: ModelConfig, *, on_phase: Callable[[str, str], None] | None
     ) -> None:
         self.launch = Launch(config=config, model=model, run_dir=make_run_dir())
-        self._held = _Held(self.launch.run_dir)
-        self.close = weakref.finalize(self, self._held.release)
+        self._resources = _OwnedResources(self.launch.run_dir)
+        self.close = weakref.finalize(self, self._resources.release)
         self.launch.write()
         self._on_phase = on_phase
         self.on_step: Callable[[StepStats], None] | None = None
-        """Told of each step (and of other news of the scheduler), if set."""
+        """Called with the statistics of each batch that arrives, if set."""
         endpoints = Endpoints(self.launch.run_dir)
         self._reports: Receiver[ToSupervisor] = Receiver(endpoints.supervisor, ToSupervisor)
         self._batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, TokenBatch)
@@ -62,31 +62,39 @@ class EngineClient:
         for receiver in (self._reports, self._batches):
             self._poller.register(receiver.socket, zmq.POLLIN)
         self._children = Children(self.launch, self._poller)
-        self._compilations = GrammarCompileQueue(self.launch, zmq.Poller())
-        self._held.take(self._children, self._compilations, [self._rank0, self._reports, self._batches])
+        self._compile_queue = GrammarCompileQueue(self.launch, zmq.Poller())
+        self._resources.add(self._children, self._compile_queue, [self._rank0, self._reports, self._batches])
         self._ready = 0
         self._ended: list[Ended] = []
-        self._heard: dict[str, float] = {}
+        self._last_heard: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
-        for rank in range(config.tp):
+        for rank in range(config.tp_size):
             self._children.spawn(Role.RANK, rank)
 
     def wait_ready(self) -> None:
-        """Return once every rank serves. Raises StartupError."""
+        """Wait until every rank is ready.
+
+        Raises:
+            StartupError: a rank has ended, or ``startup_timeout_seconds`` are over.
+        """
         limit = self.launch.config.startup_timeout_seconds
         deadline = time.monotonic() + limit
-        while self._ready < self.launch.config.tp:
+        while self._ready < self.launch.config.tp_size:
             if time.monotonic() > deadline:
                 raise StartupError(f"the ranks were not ready within {limit:g} s")
             self._poller.poll(int(POLL_SECONDS * 1000))
-            self._watch()
+            self._check_ranks()
 
     def send(self, message: GenerateRequest | AbortRequest | ProfileSteps) -> None:
-        """Pass a message to rank 0."""
+        """Send a message to rank 0."""
         self._rank0.send(message)
 
     def receive(self) -> TokenBatch:
-        """The next step's tokens. Raises Unavailable when a rank has ended, or does not beat any more."""
+        """Wait for the tokens of the next step.
+
+        Raises:
+            Unavailable: a rank has ended, or has sent no heartbeat for too long.
+        """
         started = time.monotonic()
         while True:
             self._poller.poll(int(POLL_SECONDS * 1000))
@@ -95,17 +103,21 @@ class EngineClient:
                 if self.on_step is not None:
                     self.on_step(batches[0].stats)
                 return batches[0]
-            self._watch()
-            self._check_beats(started)
+            self._check_ranks()
+            self._check_heartbeats(started)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """A grammar made ready for the model. Raises RequestError where it cannot be, or takes too long."""
-        return self._compilations.wait(grammar)
+        """Compile a grammar for the model.
 
-    def _watch(self) -> None:
-        """Take what the ranks report, and notice when one has ended."""
+        Raises:
+            RequestError: the grammar is invalid, or takes too long to compile.
+        """
+        return self._compile_queue.wait(grammar)
+
+    def _check_ranks(self) -> None:
+        """Process the reports of the ranks, and raise an error if a rank has ended."""
         for message in self._reports.drain(MAX_REPORTS):
-            self._heard[message.process] = time.monotonic()
+            self._last_heard[message.process] = time.monotonic()
             if isinstance(message, Ready):
                 self._ready += 1
             elif isinstance(message, ProcessFailed):
@@ -114,58 +126,56 @@ class EngineClient:
                 self._on_phase(message.process, message.phase)
         self._ended += self._children.reap()
         if self._ended:
-            text = "; ".join(self._told(each) for each in self._ended)
-            if self._ready < self.launch.config.tp:
-                raise StartupError(f"{text}; its log above says why")
-            raise Unavailable(f"{text}; this LLM cannot be used any more")
+            text = "; ".join(self._describe(each) for each in self._ended)
+            if self._ready < self.launch.config.tp_size:
+                raise StartupError(f"{text}; see its log above")
+            raise Unavailable(f"{text}; this LLM is no longer usable")
 
-    def _told(self, ended: Ended) -> str:
+    def _describe(self, ended: Ended) -> str:
         reason = self._reasons.get(ended.name)
         return str(ended) if reason is None else f"{ended} ({reason})"
 
-    def _check_beats(self, started: float) -> None:
-        """Give up on ranks that have been silent for too long since ``started``; all of them end."""
+    def _check_heartbeats(self, started: float) -> None:
+        """End all ranks, and raise Unavailable, if one has been silent for too long since ``started``."""
         limit = self.launch.config.heartbeat_timeout_seconds
-        for rank in range(self.launch.config.tp):
+        for rank in range(self.launch.config.tp_size):
             name = process_name(Role.RANK, rank)
-            if time.monotonic() - max(started, self._heard.get(name, 0.0)) > limit:
+            if time.monotonic() - max(started, self._last_heard.get(name, 0.0)) > limit:
                 for each in self._children.running:
                     self._children.kill(each)
                 self._ended += self._children.wait(CLOSE_SECONDS)
                 raise Unavailable(
                     f"{name} has been silent for {limit:g} s (--heartbeat-timeout-seconds); "
-                    "this LLM cannot be used any more"
+                    "this LLM is no longer usable"
                 )
 
 
 _Socket = Sender | Receiver[ToSupervisor] | Receiver[TokenBatch]
 
 
-class _Held:
-    """What must not outlive a ``EngineClient``; apart from it, so that a finalizer can hold it."""
+class _OwnedResources:
+    """Processes, sockets and files that must not outlive an ``EngineClient``.
+
+    The client's finalizer refers to this object, since a finalizer that referred to the client would keep it alive.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._children: Children | None = None
-        self._compilations: GrammarCompileQueue | None = None
+        self._compile_queue: GrammarCompileQueue | None = None
         self._sockets: list[_Socket] = []
 
-    def take(
-        self,
-        children: Children,
-        compilations: GrammarCompileQueue,
-        sockets: list[_Socket],
-    ) -> None:
-        """Be responsible for these."""
-        self._children, self._compilations, self._sockets = children, compilations, sockets
+    def add(self, children: Children, compile_queue: GrammarCompileQueue, sockets: list[_Socket]) -> None:
+        self._children, self._compile_queue, self._sockets = children, compile_queue, sockets
 
     def release(self) -> None:
-        """End the processes, close the sockets, remove the directory; each of these though another fails."""
+        """End the processes, close the sockets and remove the directory, each even if another of these fails."""
+        # ExitStack runs all callbacks, the last one first: processes end before their sockets and files go.
         with ExitStack() as steps:
             steps.callback(shutil.rmtree, self._run_dir, ignore_errors=True)
             for socket in self._sockets:
                 steps.callback(socket.close)
             if self._children is not None:
                 steps.callback(self._children.terminate, CLOSE_SECONDS)
-            if self._compilations is not None:
-                steps.callback(self._compilations.close)
+            if self._compile_queue is not None:
+                steps.callback(self._compile_queue.close)

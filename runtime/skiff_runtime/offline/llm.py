@@ -1,13 +1,13 @@
-"""Offline generation: ``LLM`` runs the ranks of a service without its HTTP front.
+"""Offline generation: ``LLM`` runs the ranks of a service without its HTTP front end.
 
     with LLM("demo://") as llm:
         for completion in llm.generate(["What is a pod?", "Kubernetes is"], max_tokens=32):
             print(completion.text)
-        for increment in llm.stream([{"role": "user", "content": "What is a pod?"}]):
-            print(increment.text, end="")
+        for delta in llm.stream([{"role": "user", "content": "What is a pod?"}]):
+            print(delta.text, end="")
 
-Tokenizing and detokenizing happen in the caller's process, by the same code as in a server.
-One ``LLM`` is for one thread, which must outlive it.
+The caller's process tokenizes and detokenizes, by the same code as a server's processes.
+An ``LLM`` may be used by one thread at a time. The thread that creates it must outlive it, for its ranks end with it.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from skiff_runtime.config import Config, field_names
+from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.errors import ConfigError, InvalidRequest
 from skiff_runtime.messages import (
     ChatPrompt,
@@ -32,9 +33,9 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.offline.engine_client import EngineClient
-from skiff_runtime.offline.outputs import Completion, CompletionDelta, Draft
+from skiff_runtime.offline.outputs import Completion, CompletionBuilder, CompletionDelta
 from skiff_runtime.offline.request_tracker import RequestTracker
-from skiff_runtime.offline.sampling_params import Sampling
+from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.progress import Counter
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
@@ -46,103 +47,116 @@ OnProgress = Callable[[int], None]
 
 
 class LLM:
-    """A model, ready to complete prompts. Options are the fields of ``Config`` (``tp=2``, ``page_size=64`` …)."""
+    """A model that completes prompts. Its options are the fields of ``Config``, such as ``tp_size=2``."""
 
     def __init__(
         self, model: str = "demo://", *, on_phase: Callable[[str, str], None] | None = None, **options: Any
     ) -> None:
-        """Load the model; ``on_phase(process, phase)`` is called as its ranks start.
+        """Load the model. ``on_phase(process, phase)`` is called at each start phase of a rank.
 
-        Raises ConfigError, ModelError or FetchError naming what to change, StartupError when a rank fails.
+        Raises:
+            ConfigError: an option is unknown or malformed.
+            ModelError: the model's files are missing or not supported.
+            FetchError: an ``hf://`` model cannot be downloaded.
+            StartupError: a rank has failed to start.
         """
-        unknown = sorted(set(options) - set(field_names()))
-        if unknown:
-            raise ConfigError(f"LLM has no option {unknown[0]!r}; options are the fields of Config")
-        config, self._model = resolve(_config({"model": model, **options}))
-        self._backend = EngineClient(config, self._model, on_phase=on_phase)
+        _check_option_names(options)
+        config, self._model = resolve(_make_config({"model": model, **options}))
+        self._engine = EngineClient(config, self._model, on_phase=on_phase)
         try:
-            self._builder = load_prompt_builder(self._backend.launch)
-            detokenizer = Detokenizer(load_decoder(self._backend.launch))
-            self._backend.wait_ready()
+            self._prompt_builder = load_prompt_builder(self._engine.launch)
+            detokenizer = Detokenizer(load_decoder(self._engine.launch))
+            self._engine.wait_ready()
         except BaseException:
-            self._backend.close()
+            self._engine.close()
             raise
-        window = config.running_limit + max(1, config.max_queued_requests)
-        self._in_flight = RequestTracker(
-            self._backend, detokenizer, window=window, max_tokens=config.max_queued_tokens
+        max_requests = config.running_limit + max(1, config.max_queued_requests)
+        self._tracker = RequestTracker(
+            self._engine, detokenizer, max_requests=max_requests, max_tokens=config.max_queued_tokens
         )
         self._next_uid = 0
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
         on_progress: OnProgress | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Complete each prompt (a text, or token ids); ``n`` completions of each, in the order of prompts.
+        """Complete each prompt, a text or token ids. Returns ``n`` completions per prompt, in the order of prompts.
 
-        ``sampling``: one for all, or one each; ``options`` change single fields of it. ``progress``
-        shows a bar in a terminal; ``on_progress`` is told how many tokens came, after each step.
-        Raises RequestError for a prompt that cannot be served, before anything is computed, and
-        SkiffError when the engine fails.
+        Args:
+            prompts: one prompt, or several.
+            sampling_params: one for all prompts, or one for each.
+            progress: show a progress bar in a terminal.
+            on_progress: called after each step with the number of tokens that it has generated.
+            options: single fields of ``SamplingParams``, which override those of ``sampling_params``.
+
+        Raises:
+            RequestError: a prompt cannot be served; raised before anything is computed.
+            SkiffError: the engine has failed.
         """
-        asked = _as_list(prompts)
-        requests = self._requests([*asked], _one_each(sampling, len(asked), options))
+        listed = _as_list(prompts)
+        requests = self._make_requests([*listed], _one_per_prompt(sampling_params, len(listed), options))
         return self._run(requests, progress, on_progress)
 
     def chat(
-        self, messages: Sequence[Message], sampling: Sampling | None = None, **options: Any
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Answer one conversation, rendered with the model's chat template.
+        """Complete one conversation, rendered with the model's chat template.
 
-        ``options`` change single fields of ``sampling``; among them may be ``continue_final_message``,
-        ``tools`` (OpenAI's tool objects) and ``template_options`` (variables of the template).
+        ``options`` override single fields of ``sampling_params``. They may also contain ``continue_final_message``,
+        ``tools`` (OpenAI's tool objects) and ``template_options`` (variables of the template). Errors as those of
+        ``generate``.
         """
-        prompt, rest = _chat_prompt(messages, options)
-        [chosen] = _one_each(sampling, 1, rest)
+        prompt, rest = _make_chat_prompt(messages, options)
+        [chosen] = _one_per_prompt(sampling_params, 1, rest)
         if chosen.n != 1:
-            raise InvalidRequest("chat gives one answer; for n of them, use stream or ask again", param="n")
-        return self._run(self._requests([prompt], [chosen]), progress=False, on_progress=None)[0]
+            raise InvalidRequest("chat returns one completion; for n of them, use stream", param="n")
+        return self._run(self._make_requests([prompt], [chosen]), progress=False, on_progress=None)[0]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **options: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
     ) -> Generator[CompletionDelta, None, None]:
-        """The completions of one prompt or conversation while they come, step by step.
+        """Yield the completions of one prompt or conversation in deltas, step by step.
 
-        An increment's ``index`` tells which of the ``n`` completions it belongs to. Closing the
-        generator (or leaving a ``for`` over it and dropping it) ends the request. Errors as of ``generate``,
-        those of the prompt at once.
+        A delta's ``index`` is that of its completion among the ``n``. Closing the generator, or leaving a loop over
+        it, aborts the request. Errors as those of ``generate``; an invalid prompt raises at once, not at the first
+        delta.
         """
-        asked, rest = _stream_prompt(prompt, options)
-        return self._increments(self._requests([asked], _one_each(sampling, 1, rest)))
+        chosen, rest = _as_prompt(prompt, options)
+        return self._stream_deltas(self._make_requests([chosen], _one_per_prompt(sampling_params, 1, rest)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError where it has none, or too many."""
+        """Return the token ids of a text. Raises RequestError if there are none, or too many."""
         request = EncodeRequest(uid=0, prompt=text, add_special_tokens=add_special_tokens)
-        ids: list[int] = np.frombuffer(self._builder.encode(request).token_ids, Wire.TOKEN).tolist()
+        ids: list[int] = np.frombuffer(self._prompt_builder.encode(request).token_ids, Wire.TOKEN).tolist()
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included. Raises RequestError for an id outside the vocabulary."""
-        return self._builder.encoder.decode([*token_ids])
+        """Return the text of token ids, special tokens included. Raises RequestError for ids out of vocabulary."""
+        return self._prompt_builder.encoder.decode([*token_ids])
 
     def watch_steps(self, on_step: Callable[[StepStats], None]) -> None:
-        """From now on, tell ``on_step`` of each step while completions are awaited."""
-        self._backend.on_step = on_step
+        """Call ``on_step`` with the statistics of each step from now on, as calls of this LLM receive them."""
+        self._engine.on_step = on_step
 
     def profile(self, path: Path, *, steps: int) -> None:
-        """Let rank 0 write a trace of torch's profiler (JSON, packed by gzip) of its next ``steps`` steps to ``path``.
+        """Profile the next ``steps`` steps of rank 0 with torch's profiler, and write the trace to ``path``.
 
-        It is there soon after the last of them, or when no work is left before.
+        The trace is JSON, compressed with gzip if the name ends so. The file appears soon after the last of the
+        steps, or once no request is left.
         """
-        self._backend.send(ProfileSteps(steps=steps, path=str(path.absolute())))
+        self._engine.send(ProfileSteps(steps=steps, path=str(path.absolute())))
 
     def close(self) -> None:
-        """End the ranks; idempotent."""
-        self._backend.close()
+        """End the ranks. Further calls of ``close`` do nothing."""
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,50 +166,59 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _requests(
-        self, prompts: list[Prompt | ChatPrompt], samplings: list[Sampling]
+    def _make_requests(
+        self, prompts: list[Prompt | ChatPrompt], sampling_params: list[SamplingParams]
     ) -> list[GenerateRequest]:
-        """What the ranks are asked, ``n`` requests for each prompt, with uids that count upwards."""
+        """Tokenize the prompts and return ``n`` requests for each, with consecutive uids."""
         requests: list[GenerateRequest] = []
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            told = TokenizeRequest(
-                uid=self._next_uid + len(requests),
-                prompt=prompt,
-                sampling=sampling.params(self._model),
-                text=sampling.text_options(),
+        for prompt, params in zip(prompts, sampling_params, strict=True):
+            request = self._prompt_builder.build(
+                TokenizeRequest(
+                    uid=self._next_uid + len(requests),
+                    prompt=prompt,
+                    sampling=params.to_spec(self._model),
+                    text=params.to_text_options(),
+                )
             )
-            built = self._builder.build(told)
-            constraint = sampling.constraint()
-            if constraint is not None:
-                built = msgspec.structs.replace(built, grammar=self._backend.compile(constraint))
-            requests += copies(built, sampling.n)
+            grammar = params.to_grammar()
+            if grammar is not None:
+                request = msgspec.structs.replace(request, grammar=self._engine.compile(grammar))
+            requests += copies(request, params.n)
         self._next_uid += len(requests)
         return requests
 
     def _run(
         self, requests: list[GenerateRequest], progress: bool, on_progress: OnProgress | None
     ) -> list[Completion]:
-        drafts = [Draft() for _ in requests]
+        builders = [CompletionBuilder() for _ in requests]
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(Counter("completions", len(requests))) if progress else None
-            for news in stack.enter_context(contextlib.closing(self._in_flight.run(requests))):
-                for each in news:
-                    drafts[each.index].add(each)
-                tokens = sum(len(each.token_ids) for each in news)
+            for deltas in stack.enter_context(contextlib.closing(self._tracker.run(requests))):
+                for each in deltas:
+                    builders[each.index].add(each)
+                tokens = sum(len(each.token_ids) for each in deltas)
                 if bar is not None:
-                    bar.advance(done=sum(each.finish_reason is not None for each in news), tokens=tokens)
+                    bar.advance(done=sum(each.finish_reason is not None for each in deltas), tokens=tokens)
                 if on_progress is not None:
                     on_progress(tokens)
-        return [each.completion() for each in drafts]
+        return [each.completion() for each in builders]
 
-    def _increments(self, requests: list[GenerateRequest]) -> Generator[CompletionDelta, None, None]:
-        with contextlib.closing(self._in_flight.run(requests)) as steps:
-            for news in steps:
-                yield from news
+    def _stream_deltas(self, requests: list[GenerateRequest]) -> Generator[CompletionDelta, None, None]:
+        # Apart from stream(), which is no generator itself: it raises the errors of a prompt when it is called.
+        with contextlib.closing(self._tracker.run(requests)) as steps:
+            for deltas in steps:
+                yield from deltas
 
 
-def _config(options: dict[str, Any]) -> Config:
-    """A configuration of values whose types nobody has checked yet."""
+def _check_option_names(options: dict[str, Any]) -> None:
+    for name in sorted(set(options) - set(field_names())):
+        if name in RENAMED_FIELDS:
+            raise ConfigError(f"LLM's option {name!r} is now {RENAMED_FIELDS[name]!r}")
+        raise ConfigError(f"LLM has no option {name!r}; its options are the fields of Config")
+
+
+def _make_config(options: dict[str, Any]) -> Config:
+    """Build a configuration from values whose types are not checked yet."""
     try:
         return msgspec.convert(options, Config)
     except msgspec.ValidationError as error:
@@ -211,33 +234,38 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
-def _stream_prompt(
+def _as_prompt(
     prompt: Prompt | Sequence[Message], options: dict[str, Any]
 ) -> tuple[Prompt | ChatPrompt, dict[str, Any]]:
+    """Return a prompt or a conversation as a prompt, and the sampling options among ``options``."""
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-        return _chat_prompt(prompt, options)  # type: ignore[arg-type]
+        return _make_chat_prompt(prompt, options)  # type: ignore[arg-type]
     return _as_list(prompt)[0] if prompt else [], options  # type: ignore[arg-type]
 
 
-def _chat_prompt(messages: Sequence[Message], options: dict[str, Any]) -> tuple[ChatPrompt, dict[str, Any]]:
-    """The conversation, and the options that are not its own."""
-    own = ("continue_final_message", "tools", "template_options")
-    given = {name: options[name] for name in own if name in options}
+def _make_chat_prompt(
+    messages: Sequence[Message], options: dict[str, Any]
+) -> tuple[ChatPrompt, dict[str, Any]]:
+    """Return a conversation as a prompt, and the sampling options among ``options``."""
+    chat_options = ("continue_final_message", "tools", "template_options")
+    given = {name: options[name] for name in chat_options if name in options}
     continues = bool(given.get("continue_final_message"))
     prompt = ChatPrompt(messages=[*messages], add_generation_prompt=not continues, **given)
-    return prompt, {name: value for name, value in options.items() if name not in own}
+    return prompt, {name: value for name, value in options.items() if name not in chat_options}
 
 
-def _one_each(
-    sampling: Sampling | Sequence[Sampling] | None, count: int, options: dict[str, Any]
-) -> list[Sampling]:
-    unknown = sorted(set(options) - set(Sampling.__dataclass_fields__))
+def _one_per_prompt(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int, options: dict[str, Any]
+) -> list[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts, with the fields in ``options`` overridden."""
+    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
     if unknown:
-        raise InvalidRequest(f"there is no option {unknown[0]!r}; options are the fields of Sampling")
-    if sampling is None or isinstance(sampling, Sampling):
-        return [replace(sampling or Sampling(), **options)] * count
-    if len(sampling) != count:
+        raise InvalidRequest(f"there is no option {unknown[0]!r}; options are the fields of SamplingParams")
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [replace(sampling_params or SamplingParams(), **options)] * count
+    if len(sampling_params) != count:
         raise InvalidRequest(
-            f"{count} prompts need one sampling or {count}, not {len(sampling)}", param="sampling"
+            f"{count} prompts need one SamplingParams or {count}, not {len(sampling_params)}",
+            param="sampling_params",
         )
-    return [replace(each, **options) for each in sampling] if options else [*sampling]
+    return [replace(each, **options) for each in sampling_params] if options else [*sampling_params]

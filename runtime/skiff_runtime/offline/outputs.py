@@ -1,6 +1,6 @@
-"""What a caller of ``LLM`` gets: increments while they come, and completions made of them."""
+"""Outputs of the offline ``LLM``: completions, and the deltas of which they consist."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 import msgspec
@@ -9,9 +9,9 @@ from skiff_runtime.messages import FinishReason, TextLogprobs, Usage
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token, the bytes it writes by itself, and its natural log-probability.
+    """A token, the bytes of its own text, and its natural log-probability.
 
-    ``logprob`` is None for the first token of a prompt. ``top``: the likeliest tokens of this position.
+    ``logprob`` is None for the first token of a prompt. ``top`` contains the most likely tokens of the position.
     """
 
     token_id: int
@@ -22,10 +22,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """News of one completion. ``index`` is its place among those that were asked for.
+    """The part of a completion that one step adds. ``index`` is the completion's position in the order of prompts.
 
-    ``text`` may be "" while bytes are held back. With ``finish_reason`` ("stop", "length"), it is the last one
-    and tells how many tokens the prompt has, and how many of them were found in the cache.
+    ``text`` may be "" while the bytes of an incomplete character or of a possible stop string are held back. Only
+    the last delta has a ``finish_reason`` ("stop" or "length") and the token counts.
     """
 
     index: int
@@ -40,10 +40,11 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of one prompt. ``finish_reason``: "stop" or "length".
+    """One completion of one prompt. ``finish_reason`` is "stop" or "length".
 
-    ``logprobs`` has an entry for each of ``token_ids`` and ``prompt_logprobs`` one for each token of the
-    prompt, where the sampling asks for them; else they are empty.
+    ``logprobs`` has an entry for each of ``token_ids``, and ``prompt_logprobs`` for each token of the prompt, if the
+    sampling parameters request them; otherwise they are empty. ``cached_tokens`` counts the tokens of the prompt
+    that the prefix cache contained.
     """
 
     text: str
@@ -55,8 +56,11 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
 
 
-class Draft:
-    """A completion while its increments come; of a hundred thousand kept ones, collecting garbage would take long."""
+class CompletionBuilder:
+    """Joins the deltas of one completion.
+
+    It keeps no delta: with hundreds of thousands of small objects alive, each garbage collection would take long.
+    """
 
     __slots__ = ("_completion", "_logprobs", "_prompt_logprobs", "_texts", "_token_ids")
 
@@ -67,23 +71,23 @@ class Draft:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._completion: Completion | None = None
 
-    def add(self, increment: CompletionDelta) -> None:
-        """Take the next increment."""
-        self._texts.append(increment.text)
-        self._token_ids += increment.token_ids
-        self._logprobs += increment.logprobs
-        self._prompt_logprobs += increment.prompt_logprobs
-        if increment.finish_reason is not None:
-            self._completion = self._ended(increment, increment.finish_reason)
-            # Freed now, while others may still run: at the end of a call its caller would wait for it.
+    def add(self, delta: CompletionDelta) -> None:
+        """Append the next delta."""
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self._completion = self._build(delta, delta.finish_reason)
+            # Freed now, while other requests still run; at the end of the call, its caller would wait for it.
             self._texts.clear()
 
     def completion(self) -> Completion:
-        """All increments put together, once the last has come."""
-        assert self._completion is not None, "the last increment ends the completion"
+        """Return the completion, once its last delta was added."""
+        assert self._completion is not None, "the completion has not ended"
         return self._completion
 
-    def _ended(self, last: CompletionDelta, finish_reason: str) -> Completion:
+    def _build(self, last: CompletionDelta, finish_reason: str) -> Completion:
         return Completion(
             text="".join(self._texts),
             token_ids=self._token_ids,
@@ -95,28 +99,18 @@ class Draft:
         )
 
 
-def ended(
-    index: int,
-    text: str,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprob, ...],
-    finish: int,
-    usage: Usage,
-) -> CompletionDelta:
-    """The last increment of a completion."""
-    return CompletionDelta(
-        index,
-        text,
-        token_ids,
-        logprobs,
+def final_delta(delta: CompletionDelta, finish: int, usage: Usage) -> CompletionDelta:
+    """Return ``delta`` as the last one of its completion, with its finish reason and token counts."""
+    return replace(
+        delta,
         finish_reason=FinishReason(finish).name.lower(),
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
     )
 
 
-def to_token_logprob(told: TextLogprobs) -> TokenLogprob:
-    """One position's log-probabilities as a caller sees them."""
-    chosen, value = told.chosen, told.chosen.logprob
-    top = tuple([TokenLogprob(each.token, each.data, each.logprob) for each in told.top])
+def to_token_logprob(logprobs: TextLogprobs) -> TokenLogprob:
+    """Convert the log-probabilities of one position from the message; NaN there becomes None."""
+    chosen, value = logprobs.chosen, logprobs.chosen.logprob
+    top = tuple([TokenLogprob(each.token, each.data, each.logprob) for each in logprobs.top])
     return TokenLogprob(chosen.token, chosen.data, None if isnan(value) else value, top)

@@ -1,4 +1,4 @@
-"""The requests of an ``LLM`` that are under way: sent to the ranks, and their news brought to whoever asked."""
+"""Requests in flight of an ``LLM``: sent to the ranks within the queue limits, their outputs sorted by call."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -8,139 +8,151 @@ import numpy as np
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import AbortRequest, FinishReason, GenerateRequest, RequestFailed, TextBatch, Wire
 from skiff_runtime.offline.engine_client import EngineClient
-from skiff_runtime.offline.outputs import CompletionDelta, ended, to_token_logprob
+from skiff_runtime.offline.outputs import CompletionDelta, final_delta, to_token_logprob
 from skiff_runtime.tokenizer.detokenizer import Detokenizer
 
 
 class _Call:
-    """The requests of one call: those not yet sent, those that run, and news that nobody has taken."""
+    """The requests of one call, and the outputs that its caller has not yet received."""
 
     def __init__(self, requests: list[GenerateRequest]) -> None:
         self.waiting = deque(requests)
-        self.first = requests[0].uid
-        self.left = len(requests)
+        self.first_uid = requests[0].uid
+        self.unfinished = len(requests)
         self.running: set[int] = set()
-        self.news: list[CompletionDelta] = []
+        self.deltas: list[CompletionDelta] = []
         self.failure: RequestError | None = None
 
 
 class RequestTracker:
-    """Several calls may be open at a time, such as two streams that are read in turn; all from one thread."""
+    """Runs the requests of several open calls, such as two streams that are read in turn, from one thread."""
 
     def __init__(
-        self, backend: EngineClient, detokenizer: Detokenizer, *, window: int, max_tokens: int
+        self, engine: EngineClient, detokenizer: Detokenizer, *, max_requests: int, max_tokens: int
     ) -> None:
-        """At most ``window`` requests and ``max_tokens`` tokens of prompts (or one request) are sent ahead.
+        """Have at most ``max_requests`` requests, and ``max_tokens`` prompt tokens, in flight at a time.
 
-        That is as many as the scheduler is meant to hold: it would refuse more.
+        These are the limits of the scheduler's queue, which refuses further requests. A single request is sent even
+        if its prompt is longer than ``max_tokens``.
         """
-        self._backend = backend
+        self._engine = engine
         self._detokenizer = detokenizer
-        self._window = window
+        self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._owners: dict[int, _Call] = {}
-        self._prompts: dict[int, int] = {}
-        """Lengths of their prompts, in tokens."""
-        self._tokens = 0
+        self._calls: dict[int, _Call] = {}
+        self._prompt_lengths: dict[int, int] = {}
+        self._prompt_tokens = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that were sent to the ranks and have not ended."""
+        return len(self._calls)
 
     def run(self, requests: list[GenerateRequest]) -> Generator[list[CompletionDelta], None, None]:
-        """News of ``requests``, whose uids count upwards, step by step until each has ended.
+        """Run ``requests``, whose uids are consecutive, and yield their outputs after each step until all have ended.
 
-        Closing the generator ends those that still run. Raises RequestError when one of them fails, and
-        Unavailable when a rank has ended or hangs; either ends the others.
+        Closing the generator aborts those that still run.
+
+        Raises:
+            RequestError: one of the requests has failed; the others are aborted.
+            Unavailable: a rank has ended or hangs.
         """
         if not requests:
             return
         call = _Call(requests)
         try:
-            while call.left:
+            while call.unfinished:
                 self._submit(call)
-                if not call.news and call.failure is None:
-                    self._turn()
+                if not call.deltas and call.failure is None:
+                    self._process_step()
                 if call.failure is not None:
                     raise call.failure
-                news, call.news = call.news, []
-                if news:
-                    call.left -= sum(each.finish_reason is not None for each in news)
-                    yield news
+                deltas, call.deltas = call.deltas, []
+                if deltas:
+                    call.unfinished -= sum(each.finish_reason is not None for each in deltas)
+                    yield deltas
         finally:
-            self._abandon(call)
+            self._abort(call)
 
     def _submit(self, call: _Call) -> None:
-        while call.waiting and self._has_room(prompt := _prompt_tokens(call.waiting[0])):
+        """Send as many of the call's waiting requests as there is room for."""
+        while call.waiting and self._has_room(prompt := _count_prompt_tokens(call.waiting[0])):
             request = call.waiting.popleft()
-            self._owners[request.uid] = call
-            self._prompts[request.uid] = prompt
-            self._tokens += prompt
+            self._calls[request.uid] = call
+            self._prompt_lengths[request.uid] = prompt
+            self._prompt_tokens += prompt
             call.running.add(request.uid)
-            self._backend.send(request)
+            self._engine.send(request)
 
     def _has_room(self, prompt: int) -> bool:
-        if not self._owners:
+        if not self._calls:
             return True
-        return len(self._owners) < self._window and self._tokens + prompt <= self._max_tokens
+        return len(self._calls) < self._max_requests and self._prompt_tokens + prompt <= self._max_tokens
 
-    def _release(self, uid: int) -> _Call | None:
-        """A request is not under way any more; whose it was."""
-        self._tokens -= self._prompts.pop(uid, 0)
-        call = self._owners.pop(uid, None)
+    def _forget(self, uid: int) -> _Call | None:
+        """Remove a request that has ended, and return its call, if it was in flight."""
+        self._prompt_tokens -= self._prompt_lengths.pop(uid, 0)
+        call = self._calls.pop(uid, None)
         if call is not None:
             call.running.discard(uid)
         return call
 
-    def _turn(self) -> None:
-        """Bring one step's news to the calls that they belong to; what belongs to none is of an earlier one."""
-        batch, stopped = self._detokenizer.detokenize(self._backend.receive())
+    def _process_step(self) -> None:
+        """Receive one step's tokens and add the outputs to their calls; rows of aborted requests are dropped."""
+        batch, stopped = self._detokenizer.detokenize(self._engine.receive())
         for uid in stopped:
-            self._backend.send(AbortRequest(uid=uid, finish=FinishReason.STOP))
+            self._engine.send(AbortRequest(uid=uid, finish=FinishReason.STOP))
         for failed in batch.failed:
-            call = self._release(failed.uid)
+            call = self._forget(failed.uid)
             if call is not None:
-                call.failure = call.failure or _as_error(failed)
-        self._take_prompts(batch)
-        self._take_rows(batch)
+                call.failure = call.failure or _to_error(failed)
+        # The log-probabilities of a prompt come before the first token of its completion.
+        self._add_prompt_logprobs(batch)
+        self._add_rows(batch)
 
-    def _take_prompts(self, batch: TextBatch) -> None:
-        """What is told of prompts, which comes before the first token."""
+    def _add_prompt_logprobs(self, batch: TextBatch) -> None:
         for prompt in batch.prompt_logprobs:
-            if (call := self._owners.get(prompt.uid)) is not None:
-                told = tuple(map(to_token_logprob, prompt.tokens))
-                call.news.append(CompletionDelta(prompt.uid - call.first, prompt_logprobs=told))
+            if (call := self._calls.get(prompt.uid)) is not None:
+                logprobs = tuple(map(to_token_logprob, prompt.tokens))
+                call.deltas.append(CompletionDelta(prompt.uid - call.first_uid, prompt_logprobs=logprobs))
 
-    def _take_rows(self, batch: TextBatch) -> None:
-        told = {each.row: (to_token_logprob(each),) for each in batch.logprobs}
+    def _add_rows(self, batch: TextBatch) -> None:
+        logprobs_by_row = {each.row: (to_token_logprob(each),) for each in batch.logprobs}
         usages = iter(batch.usages)
-        for row, (uid, text, token, finish) in enumerate(_rows(batch)):
+        for row, (uid, text, token, finish) in enumerate(_iterate_rows(batch)):
+            # A batch has one usage for each row that finishes, so this one is consumed even if the row is dropped.
             usage = next(usages) if finish else None
-            call = self._owners.get(uid)
+            call = self._calls.get(uid)
             if call is None:
                 continue
-            index, token_ids, logprobs = uid - call.first, (token,) if token >= 0 else (), told.get(row, ())
+            delta = CompletionDelta(
+                uid - call.first_uid, text, (token,) if token >= 0 else (), logprobs_by_row.get(row, ())
+            )
             if usage is None:
-                call.news.append(CompletionDelta(index, text, token_ids, logprobs))
+                call.deltas.append(delta)
             else:
-                call.news.append(ended(index, text, token_ids, logprobs, finish, usage))
-                self._release(uid)
+                call.deltas.append(final_delta(delta, finish, usage))
+                self._forget(uid)
 
-    def _abandon(self, call: _Call) -> None:
-        """End what still runs, so that later calls start afresh."""
+    def _abort(self, call: _Call) -> None:
+        """Abort the call's requests that still run, so that later calls find the queue empty."""
         for uid in sorted(call.running):
-            self._release(uid)
-            self._backend.send(AbortRequest(uid=uid))
+            self._forget(uid)
+            self._engine.send(AbortRequest(uid=uid))
 
 
-def _prompt_tokens(request: GenerateRequest) -> int:
+def _count_prompt_tokens(request: GenerateRequest) -> int:
     return len(request.token_ids) // Wire.TOKEN.itemsize
 
 
-def _rows(batch: TextBatch) -> Iterator[tuple[int, str, int, int]]:
-    """Of each row its uid, text, token and finish."""
+def _iterate_rows(batch: TextBatch) -> Iterator[tuple[int, str, int, int]]:
+    """Yield uid, text, token (negative for none) and finish reason of each row."""
     uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
     tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
     return zip(uids, batch.texts, tokens, batch.finishes, strict=True)
 
 
-def _as_error(failed: RequestFailed) -> RequestError:
+def _to_error(failed: RequestFailed) -> RequestError:
     error = RequestError(failed.message, param=failed.param, code=failed.code)
     error.status, error.kind = failed.status, failed.kind
     return error

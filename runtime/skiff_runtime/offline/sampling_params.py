@@ -1,4 +1,4 @@
-"""How a caller of ``LLM`` asks for tokens to be chosen."""
+"""Sampling parameters of the offline ``LLM``, and their conversion to the messages for scheduler and detokenizer."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -14,15 +14,14 @@ from skiff_runtime.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the tokens of a completion are chosen, and when it ends.
+class SamplingParams:
+    """Sampling parameters and stopping conditions of a completion.
 
-    ``None`` means: what the model recommends (temperature, top_k, top_p, min_p), what the
-    context leaves (max_tokens), or a random one (seed). Temperature 0 is greedy. ``n`` completions
-    are made of each prompt, with seeds that count upwards. ``logprobs`` and ``prompt_logprobs``:
-    how many of the likeliest tokens are told of each position beside the one that stands there.
-    At most one of ``json_schema`` (a schema, or {} for any JSON), ``regex``, ``choice`` and
-    ``grammar`` (GBNF) says what the text must match.
+    None stands for the model's recommendation (temperature, top_k, top_p, min_p), the rest of the context
+    (max_tokens), or a random number (seed). Temperature 0 is greedy. Each prompt gets ``n`` completions, with
+    consecutive seeds. ``logprobs`` and ``prompt_logprobs`` are the numbers of most likely tokens to report for each
+    position, besides the token that is there. At most one of ``json_schema`` (a schema, or {} for any JSON),
+    ``regex``, ``choice`` and ``grammar`` (GBNF) constrains the text.
     """
 
     max_tokens: int | None = None
@@ -50,10 +49,10 @@ class Sampling:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no sampler can do."""
+        """Raise InvalidRequest for a parameter that is malformed or out of range."""
         for name, kind, allowed in _RANGES:
             value = getattr(self, name)
-            if value is not None and not (_is(value, kind) and allowed.holds(value)):
+            if value is not None and not (_is(value, kind) and allowed.contains(value)):
                 what = "a whole number" if kind is int else "a number"
                 raise InvalidRequest(f"{name} must be {what} {allowed}, not {value!r}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -64,10 +63,11 @@ class Sampling:
         self._check_bias()
         self._check_grammar()
 
-    def params(self, model: ModelConfig) -> SamplingSpec:
-        """As the scheduler wants it; ``max_tokens`` 0 stands for what the context leaves.
+    def to_spec(self, model: ModelConfig) -> SamplingSpec:
+        """Return the scheduler's message, in which ``max_tokens`` 0 stands for the rest of the context.
 
-        Raises InvalidRequest for a token id that ``model`` does not have.
+        Raises:
+            InvalidRequest: a token id lies outside of the vocabulary of ``model``.
         """
         defaults = model.sampling
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
@@ -90,16 +90,16 @@ class Sampling:
             prompt_logprobs=self.prompt_logprobs,
         )
 
-    def text_options(self) -> TextOptions:
-        """What the detokenizer needs to know."""
+    def to_text_options(self) -> TextOptions:
+        """Return the detokenizer's part."""
         return TextOptions(
             stop=tuple(self.stop),
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
         )
 
-    def constraint(self) -> Grammar | None:
-        """What the text must match, None for nothing."""
+    def to_grammar(self) -> Grammar | None:
+        """Return the grammar that constrains the text, or None."""
         if self.json_schema is not None:
             return json_schema_grammar(self.json_schema, "json_schema")
         if self.regex is not None:
@@ -123,7 +123,7 @@ class Sampling:
 
     def _check_bias(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
-            if not (_is(token, int) and _is(bias, float) and token >= 0 and limits.LOGIT_BIAS.holds(bias)):
+            if not (_is(token, int) and _is(bias, float) and token >= 0 and limits.LOGIT_BIAS.contains(bias)):
                 raise InvalidRequest(
                     f"logit_bias maps token ids to numbers {limits.LOGIT_BIAS}, not {token!r} to {bias!r}",
                     param="logit_bias",
@@ -162,7 +162,7 @@ _RANGES: Final[tuple[tuple[str, type, Range], ...]] = (
 
 
 def _is(value: object, kind: type) -> bool:
-    """Whether a value has the type that crosses processes; a whole number is a number, too."""
+    """Return whether a value is of a numeric type. An int is a float, too; a bool is neither."""
     return isinstance(value, kind | int) and not isinstance(value, bool)
 
 

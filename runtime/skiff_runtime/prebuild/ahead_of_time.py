@@ -63,7 +63,7 @@ class _Stage:
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
-        context, ranks = longest(config, model), config.tp
+        context, ranks = longest(config, model), config.tp_size
         placement = make_layer_context(config, model, DetachedRank(0, ranks, self._device))
         built = make_model(model, placement, max_positions=context)
         layout = kv_layout(config, built, placement.dtype, ranks=ranks)

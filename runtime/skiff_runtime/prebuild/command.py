@@ -1,7 +1,7 @@
 """Compiles the GPU kernels of a model ahead: where an image is built, with nvcc perhaps, but with no GPU.
 
 Triton's kernels are those that the engine launches in a rehearsal of its steps. FlashInfer's prefill is compiled where
-``--attention`` names it, or is left to us and nvcc is there; that takes a minute.
+``--attention-backend`` names it, or is left to us and nvcc is there; that takes a minute.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
 _USED: Final = (
-    "cache_dir",
+    "download_dir",
     "revision",
     "dtype",
     "quantization",
     "max_model_len",
-    "tp",
-    "attention",
+    "tp_size",
+    "attention_backend",
     "kernel_cache_dir",
     "max_running_requests",
     "max_num_batched_tokens",
@@ -91,8 +91,8 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
 
 
 def _wants_flashinfer(config: Config) -> bool:
-    if config.attention != AUTO:
-        return _FLASHINFER in config.attention
+    if config.attention_backend != AUTO:
+        return _FLASHINFER in config.attention_backend
     plain = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
     return plain and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
 

@@ -11,8 +11,7 @@ from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.hub.fetch import default_hub_cache
-from skiff_runtime.hub.fetch import resolve as resolve_hub
+from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 
 DEMO_NAME: Final = "skiff-demo"
@@ -33,10 +32,10 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     admin_keys = config.admin_api_key + read_api_keys(config.admin_api_key_file, "--admin-api-key-file")
     model = read_model_config(locate(config), max_model_len=config.max_model_len)
     model = replace(
-        model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.cache_dir))
+        model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
     device = _device(config)
-    check_tp_size(model, config.tp)
+    check_tp_size(model, config.tp_size)
     resolved = replace(
         config,
         api_key=keys,
@@ -47,7 +46,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         max_model_len=_max_model_len(config, model),
         served_model_name=config.served_model_name or _name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
-        cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp),
+        cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
     )
     return resolved, model
 
@@ -67,8 +66,8 @@ def locate(config: Config) -> Path:
     if uri.startswith(shapes.SCHEME):
         return shapes.find(uri)
     if uri.startswith(_HUB):
-        cache = Path(config.cache_dir) if config.cache_dir else default_hub_cache()
-        return resolve_hub(uri, config.revision, cache)
+        cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
+        return fetch_uri(uri, config.revision, cache)
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):
@@ -90,9 +89,9 @@ def _name(uri: str) -> str:
 def _device(config: Config) -> Device:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
-    if device == "cuda" and gpus < config.tp:
+    if device == "cuda" and gpus < config.tp_size:
         raise ConfigError(
-            f"--device cuda with --tp {config.tp} needs {config.tp} GPUs; this machine shows {gpus}"
+            f"--device cuda with --tp {config.tp_size} needs {config.tp_size} GPUs; this machine shows {gpus}"
         )
     return device
 

@@ -106,9 +106,9 @@ class Supervisor:
 
     def _spawn(self) -> None:
         self._children.spawn(Role.API)
-        for rank in range(self._config.tp):
+        for rank in range(self._config.tp_size):
             self._children.spawn(Role.RANK, rank)
-        for index in range(self._config.tokenizers):
+        for index in range(self._config.tokenizer_worker_num):
             self._children.spawn(Role.TOKENIZER, index)
         self._children.spawn(Role.DETOKENIZER)
         log.event("processes_started", pid=os.getpid(), processes=len(self._children.running))

@@ -51,7 +51,8 @@ class Scheduler:
         self._channel = channel
         self._overlap = not config.disable_overlap_schedule
         self._checks = config.log_level == "debug"
-        self._memory = memory = PagePool(num_pages=num_pages, page_size=config.page_size, cache=config.cache)
+        cache = "naive" if config.disable_radix_cache else "radix"
+        self._memory = memory = PagePool(num_pages=num_pages, page_size=config.page_size, cache=cache)
         self._slots = slots = Slots(
             count=config.running_limit,
             max_tokens=config.max_model_len,

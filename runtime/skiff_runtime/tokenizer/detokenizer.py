@@ -1,6 +1,6 @@
 """The detokenizer process: token batches of rank 0 in, text batches for the API out.
 
-With ``--tokenizers 0`` it tokenizes too; token batches then come first, for streams wait for them.
+With ``--tokenizer-worker-num 0`` it tokenizes too; token batches then come first, for streams wait for them.
 """
 
 from typing import Any, Final
@@ -165,7 +165,7 @@ def run(child: Child) -> None:
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)
     scheduler, api = Sender(endpoints.rank(0)), Sender(endpoints.api)
     worker = DetokenizerWorker(Detokenizer(load_decoder(child.launch)), scheduler=scheduler, api=api)
-    if child.launch.config.tokenizers:
+    if child.launch.config.tokenizer_worker_num:
         _run_alone(child, batches, worker)
         return
     _run_both(child, batches, worker, scheduler=scheduler, api=api)

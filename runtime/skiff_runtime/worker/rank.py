@@ -139,7 +139,7 @@ def run(child: Child) -> None:
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
-        rank=child.index, size=config.tp, device=config.device, run_dir=child.launch.run_dir
+        rank=child.index, size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
     )
     gc.freeze()  # else each collection of the memory profile would take a tenth of a second to look at torch
     engine = Engine(config, model, group, on_phase=child.phase)
@@ -151,7 +151,7 @@ def run(child: Child) -> None:
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
     """Be there for senders at once; the channel itself needs the engine."""
-    endpoints, ranks = child.endpoints, child.launch.config.tp
+    endpoints, ranks = child.endpoints, child.launch.config.tp_size
     if child.index == 0:
         leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
         return lambda engine, profiler: LeaderChannel(

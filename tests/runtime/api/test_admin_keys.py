@@ -195,7 +195,7 @@ def test_allow_priority_permits_higher_priority(model: Path, pool: ThreadPoolExe
 
 @pytest.fixture(scope="module")
 def local(model: Path) -> Iterator[Frontend]:
-    with running_frontend(model, allowed_host=("box.example",)) as front:
+    with running_frontend(model, allowed_hosts=("box.example",)) as front:
         yield front
 
 
@@ -210,7 +210,7 @@ def test_dns_rebinding_is_rejected(local: Frontend, path: str, host: str) -> Non
     headers = {"host": host, "origin": f"http://{host}"}
     for method in ("GET", "POST"):
         response = local.http.request(method, local.url + path, headers=headers)
-        assert rejection(response) == (403, "host_not_allowed") and "--allowed-host" in response.text
+        assert rejection(response) == (403, "host_not_allowed") and "--allowed-hosts" in response.text
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def test_host_name_is_extracted_from_header(text: str, name: str, loopback: bool
     ("options", "message"),
     [
         ({"isolate_keys": True}, "--isolate-keys needs keys"),
-        ({"allowed_host": ("http://x",)}, "--allowed-host must be"),
-        ({"allowed_host": ("x:80",)}, "--allowed-host must be"),
+        ({"allowed_hosts": ("http://x",)}, "--allowed-hosts must be"),
+        ({"allowed_hosts": ("x:80",)}, "--allowed-hosts must be"),
         ({"admin_api_key": ("two words",)}, "--admin-api-key: key 1 must"),
     ],
 )

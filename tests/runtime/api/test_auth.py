@@ -150,7 +150,7 @@ def test_without_allowed_origins_there_is_no_cors(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("keyless"))
-    with running_frontend(model, allowed_origins=(ORIGIN,), allowed_host=("skiff.example",)) as front:
+    with running_frontend(model, allowed_origins=(ORIGIN,), allowed_hosts=("skiff.example",)) as front:
         echo = Echo(front.rank)
         echo.start()
         yield front

@@ -1,4 +1,4 @@
-"""Several choices and several prompts in one request: the test speaks for the scheduler, real front processes for the rest."""
+"""Several choices and several prompts in one request, with real frontend processes; the test acts as the scheduler."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ CAPACITY = 8
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("model"))
     with running_frontend(
-        model, tokenizers=2, max_running_requests=CAPACITY - 2, max_queued_requests=2
+        model, tokenizer_worker_num=2, max_running_requests=CAPACITY - 2, max_queued_requests=2
     ) as front:
         yield front
 
@@ -59,8 +59,10 @@ def ask(client: OpenAI, **options: Any) -> ChatCompletion:
     return answer
 
 
-def test_choices_of_a_whole_reply(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor) -> None:
-    """They end in another order; the prompt is counted once, and cached is what the first of them found."""
+def test_choices_of_a_response_are_in_order_and_share_the_prompt(
+    front: Frontend, client: OpenAI, pool: ThreadPoolExecutor
+) -> None:
+    """They finish in another order. The prompt counts once, with the cached tokens of the choice that found the fewest."""
     asked = pool.submit(ask, client, n=3, seed=7)
     first, second, third = requests(front, 3)
     assert [each.sampling.seed for each in (first, second, third)] == [7, 8, 9]
@@ -72,9 +74,9 @@ def test_choices_of_a_whole_reply(front: Frontend, client: OpenAI, pool: ThreadP
     front.rank.generate(second.uid, "two boats", FinishReason.TIMEOUT)
     reply = asked.result()
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
-    told = [(choice.message.content, choice.finish_reason) for choice in reply.choices]
+    choices = [(choice.message.content, choice.finish_reason) for choice in reply.choices]
     last = front.rank.tokenizer.decode(front.rank.encode("three boats")[:-1])
-    assert told == [("one boat", "length"), ("two boats", "length"), (last, "stop")]
+    assert choices == [("one boat", "length"), ("two boats", "length"), (last, "stop")]
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
     assert reply.usage.prompt_tokens == len(first.token_ids) // 4
     texts = ("one boat", "two boats", "three boats")
@@ -107,10 +109,9 @@ def test_choices_of_a_stream_interleave(front: Frontend, client: OpenAI, pool: T
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_one_choice_ends_the_request(
+def test_error_of_one_choice_fails_the_request_and_aborts_the_others(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool
 ) -> None:
-    """One error, and the siblings are aborted."""
     send: Callable[[], Any] = lambda: list(ask(client, n=3, stream=True)) if stream else ask(client, n=3)  # noqa: E731
     asked: Future[Any] = pool.submit(send)
     first, second, third = requests(front, 3)
@@ -126,7 +127,7 @@ def test_an_error_of_one_choice_ends_the_request(
         asked.result()
 
 
-def test_a_stream_ends_with_its_only_error(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_stream_ends_with_a_single_error(front: Frontend, pool: ThreadPoolExecutor) -> None:
     body = {"model": NAME, "prompt": ["a", "b"], "stream": True}
     asked = pool.submit(front.http.post, front.url + "/v1/completions", json=body)
     first, second = requests(front, 2)
@@ -140,7 +141,7 @@ def test_a_stream_ends_with_its_only_error(front: Frontend, pool: ThreadPoolExec
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_every_choice(front: Frontend, stream: bool) -> None:
+def test_disconnect_aborts_every_choice(front: Frontend, stream: bool) -> None:
     body = json.dumps({"model": NAME, "prompt": ["a", "b"], "n": 2, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     host, _, port = front.url.removeprefix("http://").partition(":")
@@ -148,21 +149,21 @@ def test_a_client_that_leaves_aborts_every_choice(front: Frontend, stream: bool)
         client.sendall((head + body).encode())
         found = requests(front, 4)
         front.rank.start(*found)
-    told = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
-    assert told == [AbortRequest(uid=request.uid) for request in found]
+    aborted = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
+    assert aborted == [AbortRequest(uid=request.uid) for request in found]
     assert front.metric("skiff_requests_in_flight") == 4
     for request in found:
         front.rank.finish(request.uid)
 
 
-def test_a_prompt_that_cannot_be_served_ends_the_request(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_invalid_prompt_fails_the_request(front: Frontend, pool: ThreadPoolExecutor) -> None:
     body = {"model": NAME, "prompt": [[302], [389]], "n": 2}
     asked = pool.submit(front.http.post, front.url + "/v1/completions", json=body)
-    told = [front.rank.receive() for _ in range(5)]
-    asked_for = {each.uid for each in told if isinstance(each, GenerateRequest)}
-    aborted = {each.uid for each in told if isinstance(each, AbortRequest)}
-    assert len(asked_for) == 2 and aborted > asked_for  # the failed prompt's other copy, too
-    for uid in asked_for:
+    messages = [front.rank.receive() for _ in range(5)]
+    started = {each.uid for each in messages if isinstance(each, GenerateRequest)}
+    aborted = {each.uid for each in messages if isinstance(each, AbortRequest)}
+    assert len(started) == 2 and aborted > started  # including the second choice of the invalid prompt
+    for uid in started:
         front.rank.finish(uid)
     assert asked.result().status_code == 400
     assert "token id 389" in asked.result().json()["error"]["message"]
@@ -189,7 +190,7 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(front: Frontend, clie
         echo.stop()
 
 
-def test_more_choices_than_can_ever_be_served(
+def test_requests_beyond_the_capacity_are_refused(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}

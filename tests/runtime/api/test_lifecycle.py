@@ -70,7 +70,11 @@ def test_start_is_reported_by_probes(model: Path) -> None:
         assert front.metric('skiff_start_phase_seconds{phase="config"}') == 1.5
         assert front.metric('skiff_kv_cache_pages{state="free"}') == 128
         info = front.get("/server_info").json()
-        assert (info["kv_tokens"], info["model"]["name"], info["config"]["tokenizers"]) == (2048, NAME, 1)
+        assert (info["kv_tokens"], info["model"]["name"], info["config"]["tokenizer_worker_num"]) == (
+            2048,
+            NAME,
+            1,
+        )
 
 
 def test_drain_finishes_running_requests(model: Path) -> None:
@@ -175,7 +179,7 @@ def test_port_in_use_is_reported() -> None:
 
 
 def test_tokenizer_survives_rejected_requests(model: Path) -> None:
-    with running_frontend(model, tokenizers=0) as front:
+    with running_frontend(model, tokenizer_worker_num=0) as front:
         echo = Echo(front.rank)
         echo.start()
         for _ in range(20):

@@ -16,10 +16,10 @@ ECHO = "Be kind.Grüße 🙂, the boat!"
 """Text of the rendered chat without special tokens, which is the echoed output."""
 
 
-@pytest.fixture(scope="module", params=[1, 2, 0], ids=lambda n: f"tokenizers={n}")
+@pytest.fixture(scope="module", params=[1, 2, 0], ids=lambda n: f"tokenizer_worker_num={n}")
 def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("model"))
-    with running_frontend(model, tokenizers=request.param) as front:
+    with running_frontend(model, tokenizer_worker_num=request.param) as front:
         echo = Echo(front.rank)
         echo.start()
         yield front

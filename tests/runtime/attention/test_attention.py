@@ -206,5 +206,5 @@ def test_few_tokens_of_prompts_have_a_kernel_of_their_own(
 
 def test_an_unknown_backend_is_named() -> None:
     pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
-    with pytest.raises(ConfigError, match="--attention nonsense is unknown"):
+    with pytest.raises(ConfigError, match="--attention-backend nonsense is unknown"):
         make_backend("nonsense", pool, query_heads=1, longest=8)

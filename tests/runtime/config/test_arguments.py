@@ -8,6 +8,8 @@ import pytest
 from skiff_runtime import contract
 from skiff_runtime.config import Config, field_names, flag
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config, env_var_name
+from skiff_runtime.config.config import flags as spellings
+from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.errors import ConfigError
 
 
@@ -33,7 +35,7 @@ def test_switches_can_be_set_in_the_environment(text: str, value: bool) -> None:
 
 def test_every_flag_of_the_contract_exists() -> None:
     flags = {value for name, value in vars(contract).items() if name.startswith("FLAG_")}
-    assert flags <= {flag(name) for name in field_names()}
+    assert flags <= {spelling for name in field_names() for spelling in spellings(name)}
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +57,11 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
         {"SKIFF_PAGE_SIZ": "1"},
         "unknown environment variable SKIFF_PAGE_SIZ; did you mean SKIFF_PAGE_SIZE?",
     ),
-    (["--cache", "lru"], {}, "--cache must be one of radix, naive, not 'lru'"),
+    (["--schedule-policy", "prefix"], {}, "--schedule-policy must be one of fcfs, lpm, not 'prefix'"),
+    (["--queue-order", "prefix"], {}, "--queue-order is now --schedule-policy"),
+    (["--cache", "naive"], {}, "--cache is now --disable-radix-cache"),
+    (["--no-disable-overlap"], {}, "--no-disable-overlap is now --no-disable-overlap-schedule"),
+    ([], {"SKIFF_MAX_BATCH_TOKENS": "8"}, "SKIFF_MAX_BATCH_TOKENS is now SKIFF_MAX_NUM_BATCHED_TOKENS"),
     (["--mem-fraction-static", "1.5"], {}, "--mem-fraction-static must be from 0.01 to 0.99"),
     (["--mem-fraction-static", "nan"], {}, "--mem-fraction-static must be from 0.01 to 0.99"),
     (["--no-such-flag", "1"], {}, "--no-such-flag"),
@@ -76,6 +82,20 @@ def test_a_bad_option_is_an_error_that_names_it(
     with pytest.raises(ConfigError) as caught:
         read(*words, **environment)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED_FIELDS.keys() - {"tp"}))
+def test_former_name_is_refused_and_the_new_one_given(old: str) -> None:
+    spelled, variable = "--" + old.replace("_", "-"), f"SKIFF_{old.upper()}"
+    new = RENAMED_FIELDS[old]
+    with pytest.raises(ConfigError, match=f"^{spelled} is now {flag(new)};"):
+        read(spelled, "1")
+    with pytest.raises(ConfigError, match=f"^{variable} is now {env_var_name(new)}$"):
+        read(**{variable: "1"})
+
+
+def test_tensor_parallel_size_has_two_spellings() -> None:
+    assert read("--tp", "2") == read("--tensor-parallel-size", "2") == read(SKIFF_TP="2") == Config(tp_size=2)
 
 
 def test_variables_of_the_test_tooling_are_left_alone() -> None:

@@ -43,7 +43,13 @@ def maker(model: Path) -> GrammarFactory:
 @pytest.fixture(scope="module")
 def quiet(model: Path, maker: GrammarFactory) -> "Outcome":
     """Each request alone."""
-    return serve(model, requests(maker), max_running_requests=1, cache="naive", disable_overlap_schedule=True)
+    return serve(
+        model,
+        requests(maker),
+        max_running_requests=1,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+    )
 
 
 def requests(maker: GrammarFactory) -> list[GenerateRequest]:

@@ -1,4 +1,4 @@
-"""The exposition: well formed, true to what was noted, every metric of the contract on it."""
+"""Metrics: the exposition is well formed, complete, documented and equal to the recorded events."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
             key = f"{sample.name}{{{labels}}}" if labels else sample.name
-            assert key not in found, "a series appears twice"
+            assert key not in found, "the series appears twice"
             found[key] = sample.value
     return found
 
@@ -68,22 +68,22 @@ def test_every_metric_of_the_contract_is_exposed() -> None:
     assert plain - names == set()
 
 
-def test_the_documentation_tells_each_metric_s_type_and_labels() -> None:
+def test_documentation_has_type_and_labels_of_each_metric() -> None:
     page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
-    told = {
+    documented = {
         row[0].strip("`"): (row[1], tuple(re.findall(r"`(\w+)`", row[2]))) for row in rows if len(row) == 4
     }
     families = [family for family in make().families() if not family.name.startswith("sglang:")]
     assert len(families) > 25
     for family in families:
-        assert told.get(family.name) == (family.kind, family.labels), family.name
+        assert documented.get(family.name) == (family.kind, family.labels), family.name
 
 
-def test_gauges_are_those_of_the_last_step() -> None:
+def test_gauges_show_the_last_step() -> None:
     metrics = make()
-    metrics.note_step(StepStats(running=50), generated=0)
-    metrics.note_step(STATS, generated=2)
+    metrics.record_step(StepStats(running=50), generated=0)
+    metrics.record_step(STATS, generated=2)
     found = samples(metrics)
     assert found["skiff_requests_queued"] == found["sglang:num_queue_reqs"] == 3
     assert found["skiff_requests_running"] == found["sglang:num_running_reqs"] == 2
@@ -102,10 +102,10 @@ def test_gauges_are_those_of_the_last_step() -> None:
     assert found["skiff_start_phase_seconds{phase=weights}"] == 1.5
 
 
-def test_counters_add_up() -> None:
+def test_counters_sum_over_events() -> None:
     metrics = make()
     for _ in range(3):
-        metrics.note_step(STATS, generated=2)
+        metrics.record_step(STATS, generated=2)
         metrics.record_usage(Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4))
     metrics.record_request(Endpoint.CHAT, Outcome.FINISHED, 0.3)
     metrics.record_request(Endpoint.CHAT, Outcome.REJECTED, 0.0)
@@ -134,12 +134,12 @@ def test_counters_add_up() -> None:
     assert found["skiff_request_queue_time_seconds_count"] == 6
 
 
-def test_steps_are_told_apart_by_kind() -> None:
+def test_steps_are_counted_by_kind() -> None:
     metrics = make()
-    metrics.note_step(STATS, generated=2)
-    metrics.note_step(StepStats(step_seconds=0.5, prefill_tokens=9), generated=0)
-    metrics.note_step(StepStats(step_seconds=0.5, decode_tokens=9), generated=9)
-    metrics.note_step(StepStats(), generated=0)
+    metrics.record_step(STATS, generated=2)
+    metrics.record_step(StepStats(step_seconds=0.5, prefill_tokens=9), generated=0)
+    metrics.record_step(StepStats(step_seconds=0.5, decode_tokens=9), generated=9)
+    metrics.record_step(StepStats(), generated=0)
     found = samples(metrics)
     counts = [
         found[f"skiff_step_duration_seconds_count{{kind={kind}}}"] for kind in ("prefill", "decode", "mixed")
@@ -166,14 +166,14 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert found["skiff_inter_token_latency_seconds_sum"] == sum(values)
 
 
-def test_capacity_is_known_before_the_first_step() -> None:
+def test_kv_capacity_is_reported_before_the_first_step() -> None:
     metrics = make()
     metrics.record_kv_capacity(1024, 16)
     assert samples(metrics)["skiff_kv_cache_pages{state=free}"] == 64
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -182,11 +182,11 @@ class Clock:
         return self.now
 
 
-def test_a_page_is_kept_for_a_moment() -> None:
+def test_exposition_is_cached_until_its_ttl() -> None:
     metrics, clock = make(), Clock()
     page = MetricsExposition(metrics, clock=clock)
     before, _ = page.read()
-    metrics.note_step(STATS, generated=2)
+    metrics.record_step(STATS, generated=2)
     clock.now = 0.9 * METRICS_TTL_SECONDS
     assert page.read()[0] == before
     clock.now = METRICS_TTL_SECONDS
@@ -206,7 +206,7 @@ def test_a_page_is_kept_for_a_moment() -> None:
         ),
     ],
 )
-def test_a_scraper_gets_the_format_that_it_accepts(accept: str, kind: str) -> None:
+def test_exposition_has_the_format_of_the_accept_header(accept: str, kind: str) -> None:
     page, content_type = MetricsExposition(make()).read(accept)
     assert content_type == kind
     parse = text_string_to_metric_families if "plain" in kind else openmetrics.text_string_to_metric_families
@@ -215,7 +215,7 @@ def test_a_scraper_gets_the_format_that_it_accepts(accept: str, kind: str) -> No
     assert not [name for name in found if name.endswith("_created")]
 
 
-def test_formats_are_kept_in_a_bounded_number() -> None:
+def test_number_of_cached_formats_is_bounded() -> None:
     page = MetricsExposition(make(), clock=Clock())
     for minor in range(3 * MAX_FORMATS):
         page.read(f"text/plain;version=1.{minor}.0;escaping=dots")

@@ -1,4 +1,4 @@
-"""``LLM`` never waits for ever and leaves nothing behind: a hung rank, Ctrl-C, a script that just ends."""
+"""The end of an ``LLM``: no wait is unbounded, and no process or file remains after a hang, Ctrl-C or exit."""
 
 import signal
 import subprocess
@@ -22,9 +22,9 @@ SCRIPT = """
 import sys
 from skiff_runtime import LLM
 
-llm = LLM("demo://", tp=2, max_total_tokens=4096, cpu_threads=1)
-print(llm._backend.launch.run_dir, flush=True)
-if {asks}:
+llm = LLM("demo://", tp_size=2, max_total_tokens=4096, cpu_threads=1)
+print(llm._engine.launch.run_dir, flush=True)
+if {generates}:
     llm.generate(["Kubernetes is"] * 64, max_tokens=1500, ignore_eos=True, json_schema={{}}, n=2,
                  on_progress=lambda count: print("going", flush=True))
 print("going", flush=True)
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_gone(processes: list[psutil.Process], within_seconds: float = 15.0) -> bool:
-    """Whether every process ends; a zombie that nobody has reaped counts as ended."""
+    """Return whether every process ends within the time; a zombie counts as ended."""
     deadline = time.monotonic() + within_seconds
     while time.monotonic() < deadline:
         if not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
@@ -46,9 +46,9 @@ def all_gone(processes: list[psutil.Process], within_seconds: float = 15.0) -> b
     return False
 
 
-def test_ctrl_c_leaves_nothing_behind() -> None:
-    """Neither the ranks nor the compiler of grammars, nor the directory of sockets."""
-    script = SCRIPT.format(asks=True)
+def test_ctrl_c_ends_all_processes_and_removes_their_directory() -> None:
+    """The processes are two ranks and the grammar compiler; the directory contains their sockets."""
+    script = SCRIPT.format(generates=True)
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -68,18 +68,18 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     assert not run_dir.exists()
 
 
-def test_a_script_that_closes_nothing_leaves_nothing() -> None:
-    script = SCRIPT.format(asks=False)
+def test_exit_without_close_removes_the_directory() -> None:
+    script = SCRIPT.format(generates=False)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     run_dir, said = done.stdout.split()
     assert (done.returncode, said) == (0, "going"), done.stderr
     assert not Path(run_dir).exists()
 
 
-def test_an_ending_that_fails_in_part_is_done_in_all_others(
+def test_close_continues_after_one_of_its_steps_has_failed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C may come in the middle of a change to what is to be closed."""
+    """A step can fail if Ctrl-C interrupts a change to the state that it closes."""
     llm = LLM(str(model), max_total_tokens=1024, cpu_threads=1)
     children = ranks_of(llm)
 
@@ -90,11 +90,11 @@ def test_an_ending_that_fails_in_part_is_done_in_all_others(
     with pytest.raises(KeyError):
         llm.close()
     assert all_gone(children)
-    assert not llm._backend.launch.run_dir.exists()
+    assert not llm._engine.launch.run_dir.exists()
 
 
-def test_a_rank_that_hangs_is_an_error(model: Path) -> None:
-    with LLM(str(model), tp=2, max_total_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
+def test_hung_rank_is_an_error_and_is_killed(model: Path) -> None:
+    with LLM(str(model), tp_size=2, max_total_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
         assert llm.generate([1], max_tokens=1, ignore_eos=True)
         ranks = ranks_of(llm)
         ranks[1].send_signal(signal.SIGSTOP)
@@ -105,8 +105,10 @@ def test_a_rank_that_hangs_is_an_error(model: Path) -> None:
             llm.generate([1], max_tokens=1)
 
 
-def test_beats_of_a_long_idle_never_fill_a_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads the reports of an ``LLM`` that is not asked anything; a rank must not mind."""
+def test_heartbeats_to_an_idle_llm_never_block_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ``LLM`` reads the reports of its ranks only during its calls, so their queue fills in between."""
     from skiff_runtime.messages import transport
     from skiff_runtime.processes import child_process as process
     from skiff_runtime.processes.launch import Role
@@ -123,11 +125,11 @@ def test_beats_of_a_long_idle_never_fill_a_queue(tmp_path: Path, monkeypatch: py
     reports.close()
 
 
-def test_closing_twice_and_the_garbage_collector_do_no_harm(model: Path) -> None:
+def test_close_after_garbage_collection_is_a_no_op(model: Path) -> None:
     llm = LLM(str(model), max_total_tokens=1024, cpu_threads=1)
-    backend: EngineClient = llm._backend
+    engine: EngineClient = llm._engine
     [rank] = ranks_of(llm)
     del llm
-    backend.close()
-    backend.close()
-    assert all_gone([rank]) and not backend.launch.run_dir.exists()
+    engine.close()
+    engine.close()
+    assert all_gone([rank]) and not engine.launch.run_dir.exists()

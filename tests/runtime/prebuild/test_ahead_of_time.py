@@ -30,7 +30,7 @@ group = rehearsal.DetachedRank
 rehearsal.DetachedRank = lambda _rank, size, device: group(rank, size, device)
 sizes = {"max_running_requests": 17, "max_model_len": 512}
 config, model = resolve(
-    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp=tp, **sizes)
+    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
 )
 rehearsal.rehearse(config, model, 90)
 print(json.dumps(sorted(seen)))

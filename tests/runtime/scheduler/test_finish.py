@@ -51,7 +51,7 @@ def test_stop_tokens_hold_even_where_eos_is_ignored() -> None:
 
 def test_a_row_in_flight_of_an_ended_request_keeps_its_pages_until_it_retires() -> None:
     prompt, place = prompt_with_eos(within=12)
-    bench = SchedulerBench(cache="naive")
+    bench = SchedulerBench(disable_radix_cache=True)
     bench.put(generate(0, prompt, max_tokens=30, ignore_eos=False))
     while not (0 in bench.replies and bench.replies[0].ended):
         bench.turn()

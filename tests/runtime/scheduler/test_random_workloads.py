@@ -68,7 +68,7 @@ options = st.fixed_dictionaries(
         "page_size": st.sampled_from([1, 2, 4, 16]),
         "max_running_requests": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([6, 7, 16, 200]),
-        "cache": st.sampled_from(["radix", "radix", "naive"]),
+        "disable_radix_cache": st.sampled_from([False, False, True]),
         "disable_overlap_schedule": st.booleans(),
         "schedule_policy": st.sampled_from(["fcfs", "lpm"]),
         "max_queued_requests": st.sampled_from([0, 3, 100]),

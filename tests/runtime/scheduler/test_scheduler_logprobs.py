@@ -76,10 +76,14 @@ def test_what_was_told_of_a_prompt_is_told_to_the_cache_too() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache", ["radix", "naive"])
-def test_retraction_tells_no_token_of_a_prompt_twice(overlap: bool, cache: str) -> None:
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_retraction_tells_no_token_of_a_prompt_twice(overlap: bool, disable_radix_cache: bool) -> None:
     bench = SchedulerBench(
-        num_pages=22, page_size=1, max_running_requests=2, disable_overlap_schedule=not overlap, cache=cache
+        num_pages=22,
+        page_size=1,
+        max_running_requests=2,
+        disable_overlap_schedule=not overlap,
+        disable_radix_cache=disable_radix_cache,
     )
     prompts = [[1, 2], [3, 4], [5, 6]]
     bench.put(

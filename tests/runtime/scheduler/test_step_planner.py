@@ -21,7 +21,7 @@ def cells(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 
 def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
-    bench = SchedulerBench(max_num_batched_tokens=8, cache="naive")
+    bench = SchedulerBench(max_num_batched_tokens=8, disable_radix_cache=True)
     bench.put(generate(0, range(5), max_tokens=5))
     bench.turn()
     bench.put(generate(1, range(10, 30), max_tokens=2), generate(2, range(3), max_tokens=1))
@@ -54,7 +54,7 @@ def test_the_longest_contexts_come_first_among_decode_rows() -> None:
 
 
 def test_prompts_take_smaller_chunks_beside_decode_rows() -> None:
-    bench = SchedulerBench(max_num_batched_tokens=8, mixed_prefill_tokens=3, cache="naive")
+    bench = SchedulerBench(max_num_batched_tokens=8, mixed_prefill_tokens=3, disable_radix_cache=True)
     bench.put(generate(0, range(7), max_tokens=3))
     bench.turn()
     bench.put(generate(1, range(10, 20), max_tokens=1))
@@ -180,7 +180,7 @@ def test_tokens_of_the_retracted_outlive_their_slots() -> None:
 
 
 def test_a_chunk_takes_only_the_memory_there_is() -> None:
-    bench = SchedulerBench(num_pages=8, page_size=2, cache="naive", max_running_requests=2)
+    bench = SchedulerBench(num_pages=8, page_size=2, disable_radix_cache=True, max_running_requests=2)
     bench.put(generate(0, [1], max_tokens=3), generate(1, range(9), max_tokens=7))
     bench.finish()
     assert bench.replies[0].tokens == continuation([1], 3)

@@ -218,7 +218,7 @@ class Dispatcher:
                 self._finish(choice.request, uid, FinishReason(finish), usage)
         for failure in batch.failed:
             self.fail(failure)
-        self._metrics.note_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
+        self._metrics.record_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
 
     def _deliver_prompts(self, batch: TextBatch) -> None:
         for opened in batch.opened:

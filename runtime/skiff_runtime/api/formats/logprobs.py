@@ -41,7 +41,7 @@ def json_logprob(logprob: float) -> float | None:
 class CompletionLogprobs:
     """Formats the ``logprobs`` objects of one completion choice, in order.
 
-    It counts the characters that its tokens have written, because ``text_offset`` holds the place of each token in the text.
+    It counts the characters of its tokens for ``text_offset``, the offset of each token in the text.
     """
 
     def __init__(self, prompt: str | None) -> None:

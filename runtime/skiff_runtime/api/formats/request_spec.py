@@ -1,7 +1,7 @@
 """A validated generation request, and the formatters that write its response.
 
-``RequestSpec`` is what an endpoint makes of a request body. The rest of the API handles every endpoint through it: the
-dispatcher sends the prompts to a tokenizer, the response writers pass the results to the formatters.
+Each endpoint parses its request body into a ``RequestSpec``. The rest of the API depends on no endpoint: the dispatcher
+sends the prompts to a tokenizer, and the response writers pass the results to the formatters.
 """
 
 from collections.abc import Sequence

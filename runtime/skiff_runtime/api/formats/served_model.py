@@ -119,7 +119,7 @@ def make_text_options(body: SamplingFields) -> TextOptions:
 
 
 def _fingerprint(launch: Launch) -> str:
-    facts = encode_json([__version__, repr(launch.model), launch.config.shown()])
+    facts = encode_json([__version__, repr(launch.model), launch.config.public_fields()])
     return "fp_" + hashlib.sha256(facts).hexdigest()[:12]
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from skiff_runtime import contract
@@ -99,6 +99,11 @@ class AccessPolicy:
     cors: CorsPolicy
     hosts: AllowedHosts | None
     everyone_is_admin: bool
+    _keyless: Principal = field(init=False)
+    """The principal of every request to a server without keys, made once."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keyless", Principal(admin=self.everyone_is_admin))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -108,7 +113,7 @@ class AccessPolicy:
             keys=KeyRing(config.api_key),
             admin_keys=KeyRing(config.admin_api_key),
             cors=CorsPolicy(config.allowed_origins),
-            hosts=AllowedHosts(config.allowed_host) if loopback and not config.api_key else None,
+            hosts=AllowedHosts(config.allowed_hosts) if loopback and not config.api_key else None,
             everyone_is_admin=loopback and not config.admin_api_key,
         )
 
@@ -130,7 +135,7 @@ class AccessPolicy:
                 return Principal(digest, admin=True)
         if not self.keys:
             self.cors.check_origin(scope)
-            return Principal(admin=self.everyone_is_admin)
+            return self._keyless
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return Principal()
         return Principal(self._authenticate(headers), admin=self.everyone_is_admin)

@@ -147,7 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._progress.check_head_size(self.url, self.headers)
         method, version = self.parser.get_method().decode("ascii"), self.parser.get_http_version()
         self.url = check_head(method, version, self.url, self.headers)
-        self._stop_timers()
+        if self._head_timer is not None:
+            self._stop_timers()
         self._progress.end_head()
         super().on_headers_complete()
         self.headers = []  # trailers are collected here, and must not count as headers

@@ -10,7 +10,7 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str | None,
     """
     found = [(start, -len(marker), marker) for marker in markers if (start := text.find(marker)) >= 0]
     if found:
-        start, _, marker = min(found)  # of two markers that begin at the same place, the longer one
+        start, _, marker = min(found)  # the longer of two markers that begin at the same offset
         return text[:start], marker, text[start + len(marker) :]
     held = max((_overlap(text, marker) for marker in markers), default=0)
     end = len(text) - held

@@ -36,8 +36,8 @@ class _TokenizerFile(msgspec.Struct):
 class OutputFormat:
     """``tool_call_format`` is None where the model calls no tools. ``special_tokens``: their texts.
 
-    ``reasoning_starts`` maps each switch that a request can set, and None for no switch, to the place where the output
-    then begins. It is None where the model does not reason, or its reasoning is not to be divided from the content.
+    ``reasoning_starts`` maps each switch that a request can set, and None for no switch, to the start of the output. It
+    is None if the model does not reason, or if its reasoning is to stay in the content.
     """
 
     tool_call_format: ToolCallFormat | None = None
@@ -54,13 +54,13 @@ class OutputFormat:
             and (reasoning_parser.OPEN in template or reasoning_parser.CLOSE in template)
         )
         return cls(
-            tool_call_format=select_tool_call_format(config.tool_parser, files.template),
+            tool_call_format=select_tool_call_format(config.tool_call_parser, files.template),
             special_tokens=_read_special_tokens(files.tokenizer),
             reasoning_starts=_find_reasoning_starts(files) if reasons else None,
         )
 
     def reasoning_start(self, prompt: ChatPrompt) -> ReasoningStart | None:
-        """Return where the output begins after ``prompt``; None where reasoning is not parsed."""
+        """Return how the output starts after ``prompt``; None if reasoning is not parsed."""
         if self.reasoning_starts is None:
             return None
         if prompt.continue_final_message:

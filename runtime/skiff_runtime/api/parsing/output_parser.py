@@ -94,7 +94,7 @@ def _select_format(body: ToolFields, output_format: OutputFormat) -> ToolCallFor
     if output_format.tool_call_format is None:
         raise InvalidRequest(
             "the model's chat template supports no tools in a known format; remove 'tools', or name the format with "
-            "--tool-parser",
+            "--tool-call-parser",
             param="tools",
             code="unsupported_parameter",
         )

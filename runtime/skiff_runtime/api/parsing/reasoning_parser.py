@@ -1,4 +1,4 @@
-"""Reasoning parser: divides the text between ``<think>`` and ``</think>`` from the output after it."""
+"""The reasoning parser, which separates the text between ``<think>`` and ``</think>`` from the output after it."""
 
 from enum import Enum, auto
 from typing import Final
@@ -11,7 +11,7 @@ CLOSE: Final = "</think>"
 
 
 class ReasoningStart(Enum):
-    """Where the output begins, by the end of the prompt: inside reasoning, after it, or with optional reasoning."""
+    """The start of the output as the prompt leaves it: inside reasoning, after it, or with optional reasoning."""
 
     INSIDE = auto()
     AFTER = auto()
@@ -19,7 +19,7 @@ class ReasoningStart(Enum):
 
 
 def detect_reasoning_start(prompt: str) -> ReasoningStart:
-    """Return where the output begins after a rendered prompt."""
+    """Return how the output starts after a rendered prompt."""
     end = prompt.rstrip()
     if end.endswith(CLOSE):
         return ReasoningStart.AFTER

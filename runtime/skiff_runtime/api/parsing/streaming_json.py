@@ -14,7 +14,7 @@ _MAX_HEAD_CHARACTERS: Final = 1 << 16
 class JsonValueScanner:
     """Finds the end of one JSON value, character by character. ``is_done`` and ``is_broken`` report its state.
 
-    The scanner follows brackets and quotation marks alone. It accepts text between them that is not JSON, because the
+    The scanner tracks only brackets and quotation marks. It accepts text between them that is not JSON, because the
     arguments of a call go to the client as the model wrote them.
     """
 
@@ -101,7 +101,7 @@ class ToolCallReader:
 
     @staticmethod
     def of_arguments(name: str) -> "ToolCallReader":
-        """Make a reader of the arguments alone, for formats in which the name stands before the JSON."""
+        """Make a reader of the arguments only, for formats that write the name before the JSON."""
         reader = ToolCallReader(frozenset((name,)))
         reader.name, reader._arguments_only = name, True
         reader._state, reader._key = "value", _ARGUMENT_KEYS[0]

@@ -78,7 +78,7 @@ def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceS
             version=__version__,
             status=status.state,
             model={"name": model.name, **description},
-            config=launch.config.shown(),
+            config=launch.config.public_fields(),
             kv_tokens=status.kv_tokens,
             start_phase_seconds=status.phase_seconds(),
         )

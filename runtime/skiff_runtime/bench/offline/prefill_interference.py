@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
-    if config.tp != 1:
+    if config.tp_size != 1:
         raise ConfigError("bench gaps measures one rank; leave out --tp")
     assert config.max_model_len is not None
     longest = max(arguments.prompt_len + 1, arguments.context + _outputs(config, arguments))
@@ -206,6 +206,6 @@ def _figures(results: Sequence[Result], config: Config, arguments: argparse.Name
         "streams": arguments.streams,
         "context": arguments.context,
         "prompt_len": arguments.prompt_len,
-        "config": config.shown(),
+        "config": config.public_fields(),
         "runs": [{**asdict(each), "ratio": each.ratio} for each in results],
     }

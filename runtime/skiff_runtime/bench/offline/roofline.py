@@ -70,8 +70,8 @@ class Floor:
 
 
 def work_of(config: Config, model: ModelConfig) -> Work:
-    """One of ``config.tp`` ranks' share. ``config`` is resolved."""
-    ranks, element_bytes = config.tp, DTYPE_BYTES[config.dtype]
+    """One of ``config.tp_size`` ranks' share. ``config`` is resolved."""
+    ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     share = count_parameters(model, ranks)
     weights = weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)

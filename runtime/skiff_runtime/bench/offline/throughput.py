@@ -25,7 +25,7 @@ from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.offline.llm import LLM
-from skiff_runtime.offline.sampling_params import Sampling
+from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.progress import Counter
 
@@ -115,9 +115,9 @@ def _run_round(llm: LLM, bench: Bench, title: str, on_half: Callable[[], None] |
     return Round(seconds, sum(each.prompt_tokens for each in completions), output, steps, least)
 
 
-def _samplings(samples: list[Sample], arguments: argparse.Namespace) -> list[Sampling]:
+def _samplings(samples: list[Sample], arguments: argparse.Namespace) -> list[SamplingParams]:
     return [
-        Sampling(
+        SamplingParams(
             max_tokens=each.output_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed + index,

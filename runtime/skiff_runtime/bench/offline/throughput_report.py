@@ -27,7 +27,7 @@ def figures(bench: Bench, rounds: Sequence[Round], breakdown: Breakdown | None) 
         "output_len": str(outputs),
         "temperature": arguments.temperature,
         "seed": arguments.seed,
-        "config": bench.config.shown(),
+        "config": bench.config.public_fields(),
         "rounds": [_round(each) for each in rounds],
         "output_tokens_per_second": sum(each.output_tokens for each in counted) / seconds,
         "rates": None if bench.rates is None else asdict(bench.rates),

@@ -33,7 +33,7 @@ started for the measurement.
 
 examples:
   skiff bench overhead                                       the demo model, its own server
-  skiff bench overhead --serve-flags "--tokenizers 0"
+  skiff bench overhead --serve-flags "--tokenizer-worker-num 0"
   skiff bench overhead --url http://127.0.0.1:8000 --pid $(pgrep -of "skiff serve") --output overhead.json
 """
 

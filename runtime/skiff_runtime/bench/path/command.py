@@ -31,7 +31,7 @@ and what a decode step costs the whole scheduler over an engine that takes no ti
 examples:
   skiff bench path
   skiff bench path --tokenizer-backend fastokens
-  skiff bench path --tokenizers 0 --output path.json
+  skiff bench path --tokenizer-worker-num 0 --output path.json
 """
 _TOKEN_TEXT: Final = " pod"
 
@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=positive_float, default=10.0, metavar="MS", help="one step (default: %(default)s)"
     )
     parser.add_argument(
-        "--tokenizers", type=natural_int, default=1, metavar="N", help="processes (default: %(default)s)"
+        "--tokenizer-worker-num",
+        type=natural_int,
+        default=1,
+        metavar="N",
+        help="processes (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer-backend",
@@ -86,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with FrontendProcesses(
         arguments.model,
-        tokenizers=arguments.tokenizers,
+        tokenizer_worker_num=arguments.tokenizer_worker_num,
         tokenizer_backend=arguments.tokenizer_backend,
         step_milliseconds=arguments.step_ms,
         token=_token(arguments.model),

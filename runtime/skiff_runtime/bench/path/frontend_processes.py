@@ -43,7 +43,7 @@ class FrontendProcesses:
         self,
         model: str,
         *,
-        tokenizers: int,
+        tokenizer_worker_num: int,
         tokenizer_backend: TokenizerBackend,
         step_milliseconds: float,
         token: int,
@@ -54,7 +54,7 @@ class FrontendProcesses:
         config = Config(
             model=str(directory),
             port=0,
-            tokenizers=tokenizers,
+            tokenizer_worker_num=tokenizer_worker_num,
             tokenizer_backend=tokenizer_backend,
             max_running_requests=4096,
             log_level="warning",
@@ -84,7 +84,7 @@ class FrontendProcesses:
 
     def _start(self) -> None:
         roles = [(Role.API, 0), (Role.DETOKENIZER, 0)]
-        roles += [(Role.TOKENIZER, index) for index in range(self.launch.config.tokenizers)]
+        roles += [(Role.TOKENIZER, index) for index in range(self.launch.config.tokenizer_worker_num)]
         names = {self._children.spawn(role, index) for role, index in roles}
         self._rank = subprocess.Popen([sys.executable, "-m", _STUB, str(self.launch.run_dir), *self._stub])
         ports = self._await_ready(names)

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in what models write: however the text is cut, the deltas make the same message."""
+"""Reasoning and tool calls are parsed to the same message however the text is cut."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, Reasonin
 from skiff_runtime.api.parsing.tool_parser import ToolCallOptions, ToolParser
 
 NAMES = frozenset(("now", "add"))
-KINDS: dict[str, type[ToolParser]] = {
+PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "mistral": MistralParser,
@@ -28,7 +28,7 @@ KINDS: dict[str, type[ToolParser]] = {
 
 @dataclass
 class Message:
-    """What a client puts together of deltas."""
+    """A message that a client assembles from deltas."""
 
     content: str = ""
     reasoning: str = ""
@@ -49,7 +49,7 @@ class Message:
             self.calls[-1] = (name, arguments + delta.arguments)
 
 
-def read(parser: OutputParser, pieces: Sequence[str]) -> Message:
+def parse(parser: OutputParser, pieces: Sequence[str]) -> Message:
     message = Message()
     for piece in pieces:
         for delta in parser.push(piece):
@@ -59,25 +59,27 @@ def read(parser: OutputParser, pieces: Sequence[str]) -> Message:
     return message
 
 
-def maker(kind: str, thinking: ReasoningStart | None = None, **options: object) -> Callable[[], OutputParser]:
+def make_parser_of(
+    kind: str, start: ReasoningStart | None = None, **options: object
+) -> Callable[[], OutputParser]:
     tools = ToolCallOptions(NAMES, **options)  # type: ignore[arg-type]
 
     def make() -> OutputParser:
-        return ChatOutputParser(None if thinking is None else ReasoningParser(thinking), KINDS[kind](tools))
+        return ChatOutputParser(None if start is None else ReasoningParser(start), PARSERS[kind](tools))
 
     return make
 
 
-def check(make: Callable[[], OutputParser], text: str) -> Message:
-    """The message of ``text``, the same whether it comes whole, by characters or in random pieces."""
-    whole = read(make(), [text])
-    assert read(make(), list(text)) == whole
+def parse_in_every_cut(make: Callable[[], OutputParser], text: str) -> Message:
+    """Parse ``text`` as a whole, by characters and in random parts, check that the messages are equal, and return one."""
+    whole = parse(make(), [text])
+    assert parse(make(), list(text)) == whole
     cuts = random.Random(text)
     for _ in range(5):
-        places = sorted(cuts.sample(range(len(text) + 1), min(4, len(text))))
-        ends = [0, *places, len(text)]
+        positions = sorted(cuts.sample(range(len(text) + 1), min(4, len(text))))
+        ends = [0, *positions, len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
-        assert read(make(), pieces) == whole
+        assert parse(make(), pieces) == whole
     return whole
 
 
@@ -118,39 +120,41 @@ ADD = ("add", '{"a": [1, {"b": "}]"}]}')
         ("mistral", "[1, 2] [TOOL", "[1, 2] [TOOL", []),
     ],
 )  # fmt: skip
-def test_formats(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    message = check(maker(kind), text)
+def test_calls_are_parsed_in_each_format(
+    kind: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    message = parse_in_every_cut(make_parser_of(kind), text)
     assert (message.content, message.calls) == (content, calls)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_arguments_are_told_as_they_come(kind: str) -> None:
+@pytest.mark.parametrize("kind", PARSERS)
+def test_arguments_are_streamed(kind: str) -> None:
     before = {
         "hermes": '<tool_call>{"name": "now", "arguments": ',
         "llama3": '{"name": "now", "parameters": ',
         "mistral": "[TOOL_CALLS]now[ARGS]",
     }
-    parser = maker(kind)()
+    parser = make_parser_of(kind)()
     parser.push(before[kind])
-    told = [parser.push(piece) for piece in ('{"zone"', ': "K', 'öln"')]
-    assert all(told), told
+    deltas = [parser.push(piece) for piece in ('{"zone"', ': "K', 'öln"')]
+    assert all(deltas), deltas
 
 
-def test_calls_beyond_the_limit_are_not_told() -> None:
+def test_calls_beyond_max_calls_are_dropped() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    message = check(maker("hermes", max_calls=1), call * 3)
+    message = parse_in_every_cut(make_parser_of("hermes", max_calls=1), call * 3)
     assert (message.calls, message.content) == ([("now", "{}")], "")
 
 
-def test_special_tokens_are_no_content() -> None:
-    message = check(
-        maker("mistral", special_tokens=("[TOOL_CALLS]", "<s>", "[/INST]")), "<s>Hello[/INST], [INST"
+def test_special_tokens_are_dropped_from_the_content() -> None:
+    message = parse_in_every_cut(
+        make_parser_of("mistral", special_tokens=("[TOOL_CALLS]", "<s>", "[/INST]")), "<s>Hello[/INST], [INST"
     )
     assert message.content == "Hello, [INST"
 
 
 @pytest.mark.parametrize(
-    ("thinking", "text", "reasoning", "content"),
+    ("start", "text", "reasoning", "content"),
     [
         (ReasoningStart.OPTIONAL, "<think>\nhm \n m\n</think>\n\nYes. ", "hm \n m", "Yes. "),
         (ReasoningStart.OPTIONAL, "  <think></think>Yes", "", "Yes"),
@@ -162,14 +166,16 @@ def test_special_tokens_are_no_content() -> None:
         (ReasoningStart.AFTER, "Yes", "", "Yes"),
     ],
 )
-def test_reasoning(thinking: ReasoningStart, text: str, reasoning: str, content: str) -> None:
-    message = check(lambda: ChatOutputParser(ReasoningParser(thinking), None), text)
+def test_reasoning_is_divided_from_the_content(
+    start: ReasoningStart, text: str, reasoning: str, content: str
+) -> None:
+    message = parse_in_every_cut(lambda: ChatOutputParser(ReasoningParser(start), None), text)
     assert (message.reasoning, message.content) == (reasoning, content)
 
 
-def test_calls_behind_reasoning() -> None:
+def test_calls_after_reasoning() -> None:
     text = 'I think <tool_call> of it</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    message = check(maker("hermes", ReasoningStart.INSIDE), text)
+    message = parse_in_every_cut(make_parser_of("hermes", ReasoningStart.INSIDE), text)
     assert (message.reasoning, message.calls, message.content) == (
         "I think <tool_call> of it",
         [("now", "{}")],
@@ -177,7 +183,7 @@ def test_calls_behind_reasoning() -> None:
     )
 
 
-PIECES = st.sampled_from(
+FRAGMENTS = st.sampled_from(
     [
         "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "now", "add",
         "<", "[", "]", "{", "}", '"', "\\", ":", ",", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"now"',
@@ -188,14 +194,14 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    pieces=st.lists(PIECES, max_size=14),
-    kind=st.sampled_from(sorted(KINDS)),
-    thinking=st.sampled_from([None, *ReasoningStart]),
+    pieces=st.lists(FRAGMENTS, max_size=14),
+    kind=st.sampled_from(sorted(PARSERS)),
+    start=st.sampled_from([None, *ReasoningStart]),
 )
-def test_any_text_is_read_alike_however_it_is_cut(
-    pieces: list[str], kind: str, thinking: ReasoningStart | None
+def test_any_text_is_parsed_alike_however_it_is_cut(
+    pieces: list[str], kind: str, start: ReasoningStart | None
 ) -> None:
-    message = check(maker(kind, thinking), "".join(pieces))
+    message = parse_in_every_cut(make_parser_of(kind, start), "".join(pieces))
     for name, arguments in message.calls:
         assert name in NAMES
         assert arguments.startswith("{")
@@ -204,10 +210,10 @@ def test_any_text_is_read_alike_however_it_is_cut(
 @settings(max_examples=100, deadline=None)
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<[{"), max_size=60),
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(sorted(PARSERS)),
 )
-def test_plain_text_passes_unchanged(text: str, kind: str) -> None:
-    assert check(maker(kind), text).content == text
+def test_plain_text_is_unchanged_content(text: str, kind: str) -> None:
+    assert parse_in_every_cut(make_parser_of(kind), text).content == text
 
 
 @settings(max_examples=100, deadline=None)
@@ -225,7 +231,9 @@ def test_plain_text_passes_unchanged(text: str, kind: str) -> None:
     ),
     indent=st.sampled_from([None, 2]),
 )
-def test_any_arguments_come_through(arguments: dict[str, object], indent: int | None) -> None:
+def test_arguments_are_unchanged(arguments: dict[str, object], indent: int | None) -> None:
     text = json.dumps(arguments, indent=indent, ensure_ascii=False)
-    message = check(maker("hermes"), f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>')
+    message = parse_in_every_cut(
+        make_parser_of("hermes"), f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>'
+    )
     assert message.calls == [("add", text)]

@@ -1,4 +1,4 @@
-"""Structured answers as a client asks for them: the grammar reaches rank 0 compiled, and what cannot be is a 400."""
+"""Structured outputs: the compiled grammar reaches rank 0; an invalid constraint is a 400."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ def front(model: Path) -> Iterator[Frontend]:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_each_form_reaches_the_engine_compiled(
+def test_each_constraint_reaches_the_engine_as_a_compiled_grammar(
     front: Frontend, model: Path, path: str, fields: dict[str, Any], expected: set[str]
 ) -> None:
     body = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
@@ -57,7 +57,7 @@ def test_each_form_reaches_the_engine_compiled(
     assert admitted(model, request.grammar, TEXTS) == expected
 
 
-def test_through_the_official_client(front: Frontend) -> None:
+def test_openai_client_reports_an_unsupported_schema(front: Frontend) -> None:
     client = openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
     with pytest.raises(
         openai.BadRequestError, match="'uniqueItems' of the JSON schema at #/properties/a"
@@ -93,7 +93,7 @@ def test_through_the_official_client(front: Frontend) -> None:
         ({"guided_regex": "x" * (300 << 10)}, "guided_regex"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
+def test_invalid_constraint_is_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
     reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, **fields)
     assert reply.status_code == 400, reply.text
     assert says in reply.json()["error"]["message"]

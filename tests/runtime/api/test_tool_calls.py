@@ -1,4 +1,4 @@
-"""Tools and reasoning through the official client: what the model is told, what it must write, what the client gets."""
+"""Tools and reasoning through the OpenAI client: the prompt, the enforced grammar, and the parsed response."""
 
 import json
 from collections.abc import Iterator
@@ -51,14 +51,14 @@ def client(front: Frontend) -> openai.OpenAI:
     return openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
 
 
-def answered(
+def complete(
     front: Frontend,
     client: openai.OpenAI,
     text: str,
     finish: FinishReason = FinishReason.STOP,
     **options: Any,
 ) -> tuple[GenerateRequest, Any]:
-    """The request that rank 0 got, and what the client got: a completion, or the list of its chunks."""
+    """Return the request as rank 0 received it, and the completion, or the list of its chunks, as the client received it."""
 
     def ask() -> Any:
         options.setdefault("messages", MESSAGES)
@@ -78,8 +78,8 @@ def prompt_text(front: Frontend, request: GenerateRequest) -> str:
     return str(front.rank.tokenizer.decode(front.rank.prompt_ids(request)))
 
 
-def test_calls_are_told_whole(front: Frontend, client: openai.OpenAI) -> None:
-    request, reply = answered(front, client, f"Wait. {CALL}\n{CALL}", tools=TOOLS)
+def test_full_response_has_complete_calls(front: Frontend, client: openai.OpenAI) -> None:
+    request, reply = complete(front, client, f"Wait. {CALL}\n{CALL}", tools=TOOLS)
     assert prompt_text(front, request).startswith('{"type": "function", "function": {"name": "now", "desc')
     [choice] = reply.choices
     assert choice.finish_reason == "tool_calls"
@@ -91,8 +91,8 @@ def test_calls_are_told_whole(front: Frontend, client: openai.OpenAI) -> None:
     assert request.grammar is None
 
 
-def test_calls_are_streamed_with_their_arguments_as_they_come(front: Frontend, client: openai.OpenAI) -> None:
-    _, chunks = answered(front, client, CALL, tools=TOOLS, stream=True)
+def test_arguments_of_calls_are_streamed(front: Frontend, client: openai.OpenAI) -> None:
+    _, chunks = complete(front, client, CALL, tools=TOOLS, stream=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
     assert (calls[0].index, calls[0].function.name, bool(calls[0].id)) == (0, "now", True)
@@ -102,14 +102,14 @@ def test_calls_are_streamed_with_their_arguments_as_they_come(front: Frontend, c
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_conversation_with_calls_and_results_is_rendered(front: Frontend, client: openai.OpenAI) -> None:
+def test_calls_and_tool_results_are_rendered_in_the_prompt(front: Frontend, client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Köln"}'}}
     messages = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
     ]
-    request, _ = answered(front, client, "It is noon.", messages=messages, tools=TOOLS)
+    request, _ = complete(front, client, "It is noon.", messages=messages, tools=TOOLS)
     expected = "<user>x<assistant><tool_call>nowKöln</tool_call><tool>12:00<assistant>"
     assert prompt_text(front, request).endswith(expected)
 
@@ -123,7 +123,7 @@ def test_a_conversation_with_calls_and_results_is_rendered(front: Frontend, clie
         (NAMED, True, {CALL}),
     ],
 )
-def test_calls_that_must_be_are_enforced(
+def test_required_calls_are_enforced_by_grammar(
     front: Frontend,
     client: openai.OpenAI,
     model: Path,
@@ -132,7 +132,7 @@ def test_calls_that_must_be_are_enforced(
     expected: set[str],
 ) -> None:
     options: dict[str, Any] = {} if parallel is None else {"parallel_tool_calls": parallel}
-    request, reply = answered(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
+    request, reply = complete(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
     assert reply.choices[0].message.tool_calls[0].function.name == "now"
     texts = (
         CALL,
@@ -156,27 +156,26 @@ def test_calls_that_must_be_are_enforced(
         ({"tool_choice": NAMED}, 1),
     ],
 )
-def test_at_most_one_call_is_told_where_one_is_wanted(
+def test_second_call_is_dropped_if_calls_are_not_parallel(
     front: Frontend, client: openai.OpenAI, options: dict[str, Any], count: int, stream: bool
 ) -> None:
-    """Though the model wrote two."""
-    _, reply = answered(front, client, f"{CALL}\n{CALL}", tools=TOOLS, stream=stream, **options)
+    _, reply = complete(front, client, f"{CALL}\n{CALL}", tools=TOOLS, stream=stream, **options)
     if stream:
-        told = {call.index for chunk in reply for call in chunk.choices[0].delta.tool_calls or ()}
+        indices = {call.index for chunk in reply for call in chunk.choices[0].delta.tool_calls or ()}
     else:
-        told = set(range(len(reply.choices[0].message.tool_calls)))
-    assert told == set(range(count))
+        indices = set(range(len(reply.choices[0].message.tool_calls)))
+    assert indices == set(range(count))
 
 
-def test_no_tools_are_offered_where_none_may_be_called(front: Frontend, client: openai.OpenAI) -> None:
-    request, reply = answered(front, client, "a <tool_call> b", tools=TOOLS, tool_choice="none")
+def test_tool_choice_none_offers_no_tools(front: Frontend, client: openai.OpenAI) -> None:
+    request, reply = complete(front, client, "a <tool_call> b", tools=TOOLS, tool_choice="none")
     assert "function" not in prompt_text(front, request)
     assert reply.choices[0].message.content == "a <tool_call> b"
 
 
-def test_text_that_is_no_call_is_content(front: Frontend, client: openai.OpenAI) -> None:
+def test_malformed_call_is_content(front: Frontend, client: openai.OpenAI) -> None:
     text = 'Write <tool_call>{"nam": 1}</tool_call> so.'
-    _, reply = answered(front, client, text, tools=TOOLS)
+    _, reply = complete(front, client, text, tools=TOOLS)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, "stop")
 
 
@@ -185,29 +184,29 @@ def test_text_that_is_no_call_is_content(front: Frontend, client: openai.OpenAI)
     ("options", "text"),
     [({}, "<think>\nhm\n</think>\n\nYes."), ({"enable_thinking": True}, "hm</think>Yes.")],
 )
-def test_reasoning_is_told_apart(
+def test_reasoning_is_divided_from_the_content(
     front: Frontend, client: openai.OpenAI, options: dict[str, bool], text: str, stream: bool
 ) -> None:
     extra = {"chat_template_kwargs": options}
-    _, reply = answered(front, client, text, stream=stream, extra_body=extra)
-    told = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
-    assert "".join(getattr(part, "reasoning_content", None) or "" for part in told) == "hm"
-    assert "".join(part.content or "" for part in told) == "Yes."
+    _, reply = complete(front, client, text, stream=stream, extra_body=extra)
+    parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "hm"
+    assert "".join(part.content or "" for part in parts) == "Yes."
 
 
-def test_an_answer_without_reasoning_is_content(front: Frontend, client: openai.OpenAI) -> None:
+def test_output_without_reasoning_is_content(front: Frontend, client: openai.OpenAI) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
-    _, reply = answered(front, client, "Yes.", extra_body=extra)
+    _, reply = complete(front, client, "Yes.", extra_body=extra)
     assert (reply.choices[0].message.content, reply.choices[0].message.reasoning_content) == ("Yes.", None)
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
-def test_a_grammar_holds_behind_the_reasoning(
+def test_grammar_applies_after_the_reasoning(
     front: Frontend, client: openai.OpenAI, options: dict[str, bool]
 ) -> None:
     extra = {"chat_template_kwargs": options, "guided_choice": ["Yes.", "No."]}
     text = "Yes." if options == {"enable_thinking": False} else "<think>hm</think>Yes."
-    request, reply = answered(
+    request, reply = complete(
         front, client, text.removeprefix("<think>") if options else text, extra_body=extra
     )
     assert request.grammar is not None
@@ -238,17 +237,17 @@ def test_a_grammar_holds_behind_the_reasoning(
         ),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
+def test_invalid_tool_fields_are_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
     reply = front.post("/v1/chat/completions", **{"model": NAME, "messages": MESSAGES, **fields})
     assert reply.status_code == 400, reply.text
     assert says in reply.json()["error"]["message"]
 
 
-def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
-    with running_frontend(write_model(tmp_path), tool_parser="auto") as front:
+def test_tools_are_refused_by_a_model_without_tool_calls(tmp_path: Path) -> None:
+    with running_frontend(write_model(tmp_path), tool_call_parser="auto") as front:
         reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
         assert reply.status_code == 400
-        assert "--tool-parser" in reply.json()["error"]["message"]
+        assert "--tool-call-parser" in reply.json()["error"]["message"]
 
 
 MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
@@ -256,7 +255,7 @@ MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """A model whose mark of calls is a special token."""
+    """A model whose marker of calls is a special token."""
     model = write_model(tmp_path_factory.mktemp("model"))
     tokenizer = (model / "tokenizer.json").read_text().replace("<|system|>", "[TOOL_CALLS]")
     (model / "tokenizer.json").write_text(tokenizer.replace("<|user|>", "[INST]"))
@@ -270,9 +269,9 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     ("choice", "text"),
     [("auto", f"Hm.[INST] {MISTRAL_CALL}"), ("required", MISTRAL_CALL.removeprefix("[TOOL_CALLS] "))],
 )
-def test_marks_that_are_special_tokens(mistral: Frontend, choice: str, text: str) -> None:
+def test_calls_of_a_model_whose_marker_is_a_special_token(mistral: Frontend, choice: str, text: str) -> None:
     client = openai.OpenAI(base_url=mistral.url + "/v1", api_key="none", max_retries=0)
-    request, reply = answered(mistral, client, text, tools=TOOLS, tool_choice=choice)
+    request, reply = complete(mistral, client, text, tools=TOOLS, tool_choice=choice)
     message = reply.choices[0].message
     assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
         ("now", {"zone": "Köln"})
@@ -285,7 +284,7 @@ def test_marks_that_are_special_tokens(mistral: Frontend, choice: str, text: str
     "fields",
     [{"guided_regex": "a"}, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}],
 )
-def test_what_no_grammar_can_ask_for_is_refused(mistral: Frontend, fields: dict[str, Any]) -> None:
+def test_constraints_that_need_special_tokens_are_refused(mistral: Frontend, fields: dict[str, Any]) -> None:
     body = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, **fields}
     reply = mistral.post("/v1/chat/completions", **body)
     assert reply.status_code == 400

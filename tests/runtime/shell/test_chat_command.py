@@ -1,4 +1,4 @@
-"""``skiff chat`` as a process: through a pipe, and at a real pseudo-terminal."""
+"""``skiff chat`` as a process, with a pipe and with a pseudo-terminal."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def server() -> Iterator[CannedServer]:
         yield running
 
 
-def piped(server: CannedServer, lines: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+def run_piped(server: CannedServer, lines: str, *flags: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*COMMAND, "--url", server.url, *flags], input=lines, capture_output=True, text=True, timeout=60
     )
 
 
-def test_each_piped_line_is_a_question_of_one_conversation(server: CannedServer) -> None:
-    done = piped(server, "one\n\ntwo\n", "--system", "Be brief.", "--temperature", "0", "--seed", "7")
+def test_piped_lines_are_questions_of_one_conversation(server: CannedServer) -> None:
+    done = run_piped(server, "one\n\ntwo\n", "--system", "Be brief.", "--temperature", "0", "--seed", "7")
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.strip() for line in done.stdout.splitlines()] == [ANSWER, ANSWER]
     first, second = server.bodies
@@ -50,9 +50,9 @@ def test_each_piped_line_is_a_question_of_one_conversation(server: CannedServer)
     assert second["messages"][2]["content"].strip() == ANSWER
 
 
-def test_commands_steer_the_conversation(server: CannedServer) -> None:
+def test_slash_commands_reset_and_instruct_the_conversation(server: CannedServer) -> None:
     lines = "one\n/reset\ntwo\n/system You are a boat.\n/system\nthree\n/nonsense\n/help\n/exit\nfour\n"
-    done = piped(server, lines)
+    done = run_piped(server, lines)
     assert done.returncode == 0, done.stderr
     assert "You are a boat." in done.stdout
     assert "no command /nonsense" in done.stdout and "/system TEXT" in done.stdout
@@ -60,7 +60,7 @@ def test_commands_steer_the_conversation(server: CannedServer) -> None:
     assert asked == [["one"], ["two"], ["You are a boat.", "three"]]
 
 
-def test_settings_are_changed_checked_and_sent(server: CannedServer) -> None:
+def test_set_command_validates_parameters_and_sends_them(server: CannedServer) -> None:
     lines = [
         "/set",
         "/set temperature 0.5",
@@ -73,52 +73,54 @@ def test_settings_are_changed_checked_and_sent(server: CannedServer) -> None:
         "/set temperature default",
         "two",
     ]
-    done = piped(server, "\n".join(lines), "--seed", "7")
+    done = run_piped(server, "\n".join(lines), "--seed", "7")
     assert done.returncode == 0, done.stderr
-    for said in (
+    for text in (
         "seed 7",
         "temperature is 0.5.",
-        "There is no warmth; there are temperature, top_p",
+        "There is no parameter warmth; the parameters are temperature, top_p",
         "temperature must be a number from 0.0 to 2.0, or default, not '9'",
         "seed must be a whole number",
-        "temperature is the server's choice.",
+        "temperature is the server's default.",
     ):
-        assert said in done.stdout
+        assert text in done.stdout
     first, second = server.bodies
     assert (first["temperature"], first["top_k"], first["seed"]) == (0.5, -1, 7)
     assert "temperature" not in second and second["top_k"] == -1
-    wrong = piped(server, "", "--temperature", "hot")
+    wrong = run_piped(server, "", "--temperature", "hot")
     assert wrong.returncode == 2 and "temperature must be a number" in wrong.stderr
 
 
-def test_a_conversation_is_saved(server: CannedServer, tmp_path: Path) -> None:
+def test_save_command_writes_the_conversation_as_json(server: CannedServer, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
-    done = piped(server, f"/system Be brief.\none\n/save {file}\n/save\n/save {tmp_path}\n", "--seed", "3")
+    done = run_piped(
+        server, f"/system Be brief.\none\n/save {file}\n/save\n/save {tmp_path}\n", "--seed", "3"
+    )
     assert done.returncode == 0, done.stderr
     saved = json.loads(file.read_text())
     assert (saved["model"], saved["parameters"]) == ("canned", {"seed": 3})
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
-    assert f"3 messages are in {file}" in done.stdout
+    assert f"Wrote 3 messages to {file}" in done.stdout
     assert "Give a file" in done.stdout and "cannot be written" in done.stdout
 
 
-def test_a_backslash_continues_a_piped_question(server: CannedServer) -> None:
-    assert piped(server, "one\\\ntwo\\\n\nthree\\\n").returncode == 0
+def test_backslash_continues_a_piped_question(server: CannedServer) -> None:
+    assert run_piped(server, "one\\\ntwo\\\n\nthree\\\n").returncode == 0
     assert [body["messages"][-1]["content"] for body in server.bodies] == ["one\ntwo", "three"]
 
 
-def test_reasoning_is_neither_piped_nor_remembered(server: CannedServer) -> None:
-    done = piped(server, "think\nmore\n")
+def test_reasoning_is_neither_printed_to_a_pipe_nor_sent_back(server: CannedServer) -> None:
+    done = run_piped(server, "think\nmore\n")
     assert [line.strip() for line in done.stdout.splitlines()] == [ANSWER, ANSWER]
     assert server.bodies[1]["messages"][1]["content"].strip() == ANSWER
 
 
-def test_a_key_is_sent_and_from_the_environment(
+def test_api_key_comes_from_the_flag_or_the_environment(
     server: CannedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piped(server, "one\n", "--api-key", "k1")
+    run_piped(server, "one\n", "--api-key", "k1")
     monkeypatch.setenv("SKIFF_API_KEY", "k2,k3")
-    piped(server, "one\n")
+    run_piped(server, "one\n")
     assert server.authorizations == ["Bearer k1", "Bearer k2"]
 
 
@@ -130,17 +132,17 @@ def test_a_key_is_sent_and_from_the_environment(
         ("broken", "the engine failed"),
     ],
 )
-def test_a_failure_is_one_line_and_leaves_the_conversation(
+def test_failed_question_is_one_line_and_leaves_the_conversation_unchanged(
     server: CannedServer, question: str, complaint: str
 ) -> None:
-    done = piped(server, f"{question}\nfine\n")
+    done = run_piped(server, f"{question}\nfine\n")
     assert done.returncode == 1
     assert complaint in done.stderr and len(done.stderr.splitlines()) == 1
     assert ANSWER in done.stdout
     assert [message["content"] for message in server.bodies[-1]["messages"]] == ["fine"]
 
 
-def test_an_address_where_nothing_listens_is_named() -> None:
+def test_unreachable_server_is_named() -> None:
     done = subprocess.run(
         [*COMMAND, "--url", "http://127.0.0.1:1"], input="", capture_output=True, text=True, timeout=60
     )
@@ -148,17 +150,17 @@ def test_an_address_where_nothing_listens_is_named() -> None:
     assert "nothing answers at http://127.0.0.1:1" in done.stderr and "skiff serve" in done.stderr
 
 
-def test_an_unknown_model_is_named(server: CannedServer) -> None:
-    done = piped(server, "", "--model", "other")
+def test_model_that_the_server_does_not_serve_is_named(server: CannedServer) -> None:
+    done = run_piped(server, "", "--model", "other")
     assert done.returncode == 1 and "serves canned, not other" in done.stderr
 
 
-def test_a_model_cannot_command_the_terminal() -> None:
+def test_printable_removes_terminal_control_characters() -> None:
     assert printable("red \x1b[31m\x07bell\nnew\tline é 漢") == "red [31mbell\nnew\tline é 漢"
 
 
 class Screen:
-    """``skiff chat`` at a pseudo-terminal."""
+    """``skiff chat`` on a pseudo-terminal."""
 
     def __init__(self, url: str, home: Path) -> None:
         self._master, slave = pty.openpty()
@@ -181,11 +183,11 @@ class Screen:
         self._text = ""
 
     def type(self, keys: str) -> None:
-        """Press keys."""
+        """Type ``keys``."""
         os.write(self._master, keys.encode())
 
     def expect(self, text: str, timeout_seconds: float = 30.0) -> str:
-        """Wait until ``text`` appears; what was shown until then, which is forgotten."""
+        """Wait until ``text`` appears. Return the output before it, and discard both."""
         deadline = time.monotonic() + timeout_seconds
         while text not in self._text:
             assert time.monotonic() < deadline, f"no {text!r} in {self._text!r}"
@@ -195,7 +197,7 @@ class Screen:
         return shown
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         os.close(self._master)
@@ -208,8 +210,10 @@ def screen(server: CannedServer, tmp_path: Path) -> Iterator[Screen]:
     shown.close()
 
 
-def test_a_terminal_streams_stops_and_remembers(server: CannedServer, screen: Screen, tmp_path: Path) -> None:
-    screen.expect("Talking to canned at " + server.url)
+def test_terminal_streams_answers_and_keeps_the_interrupted_one(
+    server: CannedServer, screen: Screen, tmp_path: Path
+) -> None:
+    screen.expect("Connected to canned at " + server.url)
     screen.expect("you>")
     screen.type("first line\x1b\rsecond line\r")
     screen.expect("w4")
@@ -236,10 +240,10 @@ def test_a_terminal_streams_stops_and_remembers(server: CannedServer, screen: Sc
     assert screen.process.wait(30) == 0
     assert "slow" in (tmp_path / "skiff" / "chat_history").read_text()
     kept = [message["content"].strip() for message in server.bodies[-1]["messages"]]
-    assert kept[-2:] == ["w0 w1", "busy"]  # the half that was heard is remembered
+    assert kept[-2:] == ["w0 w1", "busy"]  # the part of the interrupted answer that was shown is kept
 
 
-def test_ctrl_d_leaves(screen: Screen) -> None:
+def test_ctrl_d_ends_the_chat(screen: Screen) -> None:
     screen.expect("you>")
     screen.type("\x04")
     assert screen.process.wait(30) == 0

@@ -1,4 +1,4 @@
-"""Models whose tokenizer is no tokenizer.json: converted once, by a child process, to one that encodes the same."""
+"""Tokenizers of SentencePiece, tiktoken and tekken are converted once to a tokenizer.json that encodes the same."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ class TestSentencePiece:
     @given(text=TEXTS)
     @example("  two blanks first")
     @example("")
-    def test_it_encodes_and_decodes_as_sentencepiece_does(
+    def test_converted_tokenizer_encodes_and_decodes_like_sentencepiece(
         self, sentencepiece_pair: tuple[SentencePieceProcessor, Tokenizer], text: str
     ) -> None:
         pieces, converted = sentencepiece_pair
@@ -79,13 +79,13 @@ class TestSentencePiece:
         assert ids == pieces.encode(text)
         assert converted.decode(ids) == pieces.decode(ids)
 
-    def test_the_begin_token_stands_first_once(
+    def test_begin_token_is_added_once(
         self, sentencepiece_pair: tuple[SentencePieceProcessor, Tokenizer]
     ) -> None:
         pieces, converted = sentencepiece_pair
         assert converted.encode("boat").ids == [pieces.bos_id(), *pieces.encode("boat")]
 
-    def test_pieces_that_the_user_defined_stay_whole(self, tmp_path: Path) -> None:
+    def test_user_defined_pieces_are_not_split(self, tmp_path: Path) -> None:
         model = write_model(tmp_path / "model")
         write_sentencepiece(model / "tokenizer.model", user_defined_symbols=["<tool>", "<boat>"])
         declared = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": False}
@@ -94,13 +94,15 @@ class TestSentencePiece:
         pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
         whole = {pieces.piece_to_id("<tool>"), pieces.piece_to_id("<boat>")}
         assert [token for token in converted.encode("a<tool>b <boat>").ids if token in whole] == sorted(whole)
-        assert converted.encode("the boat").ids == pieces.encode("the boat")  # no begin token, as declared
+        assert converted.encode("the boat").ids == pieces.encode(
+            "the boat"
+        )  # no begin token, as tokenizer_config.json says
 
 
 class TestTiktoken:
     @settings(max_examples=300, deadline=None)
     @given(text=TEXTS)
-    def test_it_encodes_as_tiktoken_does(
+    def test_converted_tokenizer_encodes_like_tiktoken(
         self, tiktoken_pair: tuple[tiktoken.Encoding, Tokenizer], text: str
     ) -> None:
         plain, converted = tiktoken_pair
@@ -108,23 +110,27 @@ class TestTiktoken:
         assert ids == plain.encode_ordinary(text)
         assert converted.decode(ids) == text
 
-    def test_special_tokens_have_their_ids(self, tiktoken_pair: tuple[tiktoken.Encoding, Tokenizer]) -> None:
+    def test_special_tokens_keep_their_ids(self, tiktoken_pair: tuple[tiktoken.Encoding, Tokenizer]) -> None:
         plain, converted = tiktoken_pair
         begin, _, turn = TIKTOKEN_SPECIAL
         first = len(tiktoken_ranks())
         assert converted.encode(f"boat{turn}").ids == [first, *plain.encode_ordinary("boat"), first + 2]
         assert converted.token_to_id(begin) == first
 
-    def test_special_tokens_that_nothing_names_are_refused(self, tmp_path: Path) -> None:
+    def test_unnamed_special_tokens_are_refused(self, tmp_path: Path) -> None:
         model = write_model(tmp_path / "model")
         write_tiktoken(model / "tokenizer.model")
-        with pytest.raises(ModelError, match=r"tokenizer\.model cannot be converted.*names the special ones"):
+        with pytest.raises(
+            ModelError, match=r"tokenizer\.model cannot be converted.*names the special tokens"
+        ):
             find_or_convert_tokenizer(model, [tmp_path / "cache"])
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
-def test_tekken_encodes_bytes_exactly(tekken: tuple[dict[bytes, int], Tokenizer], text: str) -> None:
+def test_converted_tekken_encodes_bytes_exactly(
+    tekken: tuple[dict[bytes, int], Tokenizer], text: str
+) -> None:
     ids, converted = tekken
     tokens = {number: token for token, number in ids.items()}
     encoded = converted.encode(text, add_special_tokens=False).ids
@@ -138,8 +144,8 @@ def tekken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[bytes, int], 
     return ids, convert(model, model.parent / "cache")
 
 
-class TestPlace:
-    def test_it_is_converted_once_and_never_into_the_model(self, tmp_path: Path) -> None:
+class TestConversion:
+    def test_conversion_runs_once_and_leaves_the_model_directory_unchanged(self, tmp_path: Path) -> None:
         model = write_model(tmp_path / "model")
         write_sentencepiece(model / "tokenizer.model")
         (tmp_path / "file").touch()
@@ -149,16 +155,16 @@ class TestPlace:
         assert find_or_convert_tokenizer(model, [tmp_path / "cache"]) == first
         assert (first / "tokenizer.json").stat().st_mtime_ns == written
         assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
-        assert list(first.parent.iterdir()) == [first]  # nothing half-made beside it
+        assert list(first.parent.iterdir()) == [first]  # no scratch directory is left
         special = read_tokenizer_files(model, first).special_tokens
         assert (special["bos_token"], special["eos_token"]) == ("<s>", "</s>")
-        # Elsewhere only with other files: no place is left to write them to.
+        # A model with other files needs another conversion, for which no directory is writable.
         assert find_or_convert_tokenizer(model, [tmp_path / "file", tmp_path / "cache"]) == first
         (model / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-        with pytest.raises(ModelError, match=r"make a --cache-dir writable"):
+        with pytest.raises(ModelError, match=r"make a --download-dir writable"):
             find_or_convert_tokenizer(model, [tmp_path / "file"])
 
-    def test_a_model_with_its_own_is_left_alone(self, tmp_path: Path) -> None:
+    def test_model_with_its_own_tokenizer_json_is_not_converted(self, tmp_path: Path) -> None:
         model = write_model(tmp_path / "model")
         (model / "tokenizer.model").write_bytes(b"not read")
         (model / "tokenizer.json").write_text("{}")
@@ -168,7 +174,7 @@ class TestPlace:
         assert find_or_convert_tokenizer(model, [tmp_path / "cache"]) == model
 
     @pytest.mark.parametrize("content", [b"", b"\0\1\2 nothing", b"QQ== 0\nnonsense\n"])
-    def test_what_is_no_vocabulary_is_named(self, tmp_path: Path, content: bytes) -> None:
+    def test_malformed_vocabulary_is_named(self, tmp_path: Path, content: bytes) -> None:
         model = write_model(tmp_path / "model")
         (model / "tokenizer.model").write_bytes(content)
         with pytest.raises(ModelError, match=r"no tokenizer\.json, and tokenizer\.model cannot be converted"):
@@ -178,7 +184,7 @@ class TestPlace:
     @pytest.mark.parametrize(
         ("module", "package"), [("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")]
     )
-    def test_a_missing_package_is_named(self, tmp_path: Path, module: str, package: str) -> None:
+    def test_missing_package_is_named(self, tmp_path: Path, module: str, package: str) -> None:
         model = write_model(tmp_path / "model")
         write_sentencepiece(model / "tokenizer.model")
         code = (
@@ -188,10 +194,10 @@ class TestPlace:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 1
         assert (
-            done.stderr.strip().splitlines()[-1] == f"that needs the package {package}: pip install {package}"
+            done.stderr.strip().splitlines()[-1] == f"this needs the package {package}: pip install {package}"
         )
 
-    def test_code_of_the_repository_is_never_run(self, tmp_path: Path) -> None:
+    def test_code_of_the_repository_is_not_run(self, tmp_path: Path) -> None:
         model = write_model(tmp_path / "model")
         write_sentencepiece(model / "tokenizer.model")
         (model / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
@@ -202,22 +208,22 @@ class TestPlace:
         try:
             find_or_convert_tokenizer(model, [tmp_path / "cache"])
         except ModelError:
-            assert time.monotonic() - started < 60  # it waits for no confirmation
+            assert time.monotonic() - started < 60  # it does not wait for a confirmation
         assert not (tmp_path / "ran").exists()
 
-    def test_the_parent_imports_no_transformers(self) -> None:
+    def test_parent_process_does_not_import_transformers(self) -> None:
         code = "import sys, skiff_runtime.conversion.tokenizer_json, skiff_runtime.processes.resolve; sys.exit(bool({'transformers', 'sentencepiece', 'torch'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_model_with_a_sentencepiece_file_alone_serves(tmp_path: Path) -> None:
+def test_server_serves_a_model_with_only_a_sentencepiece_file(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", vocab_size=420)
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").unlink()
     write_sentencepiece(model / "tokenizer.model")
     pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     text = "The boat, Köln 🙂"
-    flags = ["--model", str(model), "--cache-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
+    flags = ["--model", str(model), "--download-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
     with (
         LocalServer([*flags, "--max-total-tokens", "4096"]) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,

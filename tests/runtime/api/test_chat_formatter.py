@@ -1,4 +1,4 @@
-"""How a chat reply is written where its text is parsed: content, reasoning, tool calls."""
+"""The chat formatter writes parsed output: content, reasoning and tool calls."""
 
 import json
 from typing import Any
@@ -18,8 +18,8 @@ TEXT = "?why not! yes #sum:1,2; bye #len:3;"
 CALLS = [("sum", "1,2"), ("len", "3")]
 
 
-class Marks:
-    """A small language: ``?`` begins reasoning and ``!`` content, ``#name:arguments;`` is a call."""
+class MarkerParser:
+    """The parser of a small language: ``?`` begins reasoning, ``!`` begins content, ``#name:arguments;`` is a call."""
 
     def __init__(self) -> None:
         self._kind = "!"
@@ -48,28 +48,29 @@ class Marks:
         return [ReasoningDelta(character) if self._kind == "?" else ContentDelta(character)]
 
 
-def whole(text: str, finish: FinishReason = FinishReason.STOP) -> Any:
-    reply = ChatResponseFormatter(MODEL, None, make_parser=Marks)
-    body = reply.format_full(
-        [reply.make_choice_formatter(0).format_full(ChoiceOutput(text, [], [], [], finish))], Usage(1, 1, 0)
+def format_full(text: str, finish: FinishReason = FinishReason.STOP) -> Any:
+    response = ChatResponseFormatter(MODEL, None, make_parser=MarkerParser)
+    body = response.format_full(
+        [response.make_choice_formatter(0).format_full(ChoiceOutput(text, [], [], [], finish))],
+        Usage(1, 1, 0),
     )
     return ChatCompletion.model_validate_json(body).choices[0]
 
 
-def streamed(
+def format_stream(
     texts: list[str], finish: FinishReason = FinishReason.STOP, logprobs: TextLogprobs | None = None
 ) -> list[Any]:
-    reply = ChatResponseFormatter(MODEL, None, make_parser=Marks)
-    choice = reply.make_choice_formatter(0)
+    response = ChatResponseFormatter(MODEL, None, make_parser=MarkerParser)
+    choice = response.make_choice_formatter(0)
     data = choice.format_opening() + b"".join(choice.format_delta(text, 5, logprobs) for text in texts)
-    data += choice.format_closing(finish) + reply.format_ending(Usage(1, 1, 0))
+    data += choice.format_closing(finish) + response.format_ending(Usage(1, 1, 0))
     *events, done, rest = data.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [ChatCompletionChunk.model_validate(json.loads(each[6:])).choices[0] for each in events]
 
 
-def test_a_whole_reply() -> None:
-    choice = whole(TEXT)
+def test_full_response_has_content_reasoning_and_calls() -> None:
+    choice = format_full(TEXT)
     assert choice.message.content == " yes  bye "
     assert choice.message.reasoning_content == "why not"
     calls = [
@@ -80,13 +81,13 @@ def test_a_whole_reply() -> None:
     assert choice.finish_reason == "tool_calls"
 
 
-def test_a_whole_reply_of_calls_alone_has_no_content() -> None:
-    message = whole("#sum:1;").message
+def test_full_response_of_calls_alone_has_no_content() -> None:
+    message = format_full("#sum:1;").message
     assert message.content is None and message.reasoning_content is None and len(message.tool_calls) == 1
 
 
-def test_a_whole_reply_that_calls_nothing() -> None:
-    choice = whole("hello")
+def test_full_response_without_calls_is_content() -> None:
+    choice = format_full("hello")
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
         "hello",
         None,
@@ -95,37 +96,37 @@ def test_a_whole_reply_that_calls_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_a_stream(size: int) -> None:
-    choices = streamed([TEXT[start : start + size] for start in range(0, len(TEXT), size)])
+def test_stream_has_the_same_parts_however_the_text_is_cut(size: int) -> None:
+    choices = format_stream([TEXT[start : start + size] for start in range(0, len(TEXT), size)])
     assert choices[0].delta.role == "assistant"
     assert "".join(choice.delta.content or "" for choice in choices) == " yes  bye "
     assert "".join(getattr(choice.delta, "reasoning_content", "") for choice in choices) == "why not"
     calls: dict[int, list[Any]] = {}
     for choice in choices:
-        for piece in choice.delta.tool_calls or ():
-            calls.setdefault(piece.index, []).append(piece)
+        for part in choice.delta.tool_calls or ():
+            calls.setdefault(part.index, []).append(part)
     for index, (name, arguments) in enumerate(CALLS):
         first, *others = calls[index]
         assert (first.id, first.type, first.function.name) == (f"call-{index}", "function", name)
-        assert "".join(piece.function.arguments for piece in calls[index]) == arguments
-        assert all(piece.id is None and piece.function.name is None for piece in others)
+        assert "".join(part.function.arguments for part in calls[index]) == arguments
+        assert all(part.id is None and part.function.name is None for part in others)
     assert [choice.finish_reason for choice in choices][-2:] == [None, "tool_calls"]
 
 
-def test_what_was_held_back_comes_before_the_end() -> None:
-    *_, held, last = streamed(["#su", "m"], FinishReason.LENGTH)
+def test_held_back_text_comes_before_the_finish_reason() -> None:
+    *_, held, last = format_stream(["#su", "m"], FinishReason.LENGTH)
     assert (held.delta.content, last.finish_reason) == ("unfinished sum", "length")
-    assert whole("#sum", FinishReason.LENGTH).message.content == "unfinished sum"
+    assert format_full("#sum", FinishReason.LENGTH).message.content == "unfinished sum"
 
 
-def test_a_call_that_is_cut_short_is_told_as_such() -> None:
-    assert streamed(["#sum:1"], FinishReason.LENGTH)[-1].finish_reason == "length"
-    assert whole("#sum:1", FinishReason.TIMEOUT).finish_reason == "length"
+def test_truncated_call_has_finish_reason_length() -> None:
+    assert format_stream(["#sum:1"], FinishReason.LENGTH)[-1].finish_reason == "length"
+    assert format_full("#sum:1", FinishReason.TIMEOUT).finish_reason == "length"
 
 
-def test_each_token_tells_its_log_probability_once() -> None:
-    """Also where its text is held back, or makes several deltas."""
-    told = TextLogprobs(0, TokenText(5, b"x", -1.0), [])
-    choices = streamed(["#su", "m:1;yes", "!"], logprobs=told)
+def test_each_token_has_its_logprobs_once() -> None:
+    """Even if its text is held back or becomes several deltas."""
+    logprobs = TextLogprobs(0, TokenText(5, b"x", -1.0), [])
+    choices = format_stream(["#su", "m:1;yes", "!"], logprobs=logprobs)
     counts = [len(choice.logprobs.content) for choice in choices if choice.logprobs]
     assert counts == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""``skiff info``: its figures against the engine's own, and what it reads and refuses."""
+"""``skiff info``: its sizes equal the engine's; its input and its errors."""
 
 import json
 import subprocess
@@ -15,8 +15,7 @@ from fp8_checkpoints import COMPRESSED
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
-from skiff_runtime.info.gpus import Gpu
-from skiff_runtime.info.memory_fit import LIBRARY_BYTES, fit, need
+from skiff_runtime.info.memory_fit import LIBRARY_BYTES, Gpu, estimate_memory, fit_gpu
 from skiff_runtime.kvcache.kv_pool import KVLayout, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import read_model_config
@@ -82,7 +81,7 @@ def test_published_models_have_the_published_number_of_parameters(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_that_the_engine_allocates(tmp_path: Path, family: str, ranks: int) -> None:
+def test_sizes_equal_those_of_the_engine(tmp_path: Path, family: str, ranks: int) -> None:
     model = read_model_config(make_model(tmp_path, family))
     placement = LayerContext(torch.float16, torch.device("meta"), TensorParallelGroup(0, ranks))
     built = build(model, placement, max_positions=1)
@@ -91,36 +90,39 @@ def test_weights_are_those_that_the_engine_allocates(tmp_path: Path, family: str
     assert 16 * kv_bytes_per_token(model, ranks, 2) == layout.page_bytes
 
 
-def test_the_cache_has_the_size_that_the_engine_gives_it(tmp_path: Path) -> None:
+def test_kv_cache_equals_that_of_the_engine(tmp_path: Path) -> None:
     model = read_model_config(Path(describe(tmp_path, LLAMA_8B)))
     config = make_config(tmp_path, max_total_tokens=None, device="cuda", dtype="bfloat16", max_model_len=8192)
-    needed = need(config, model, "bfloat16")
-    found = fit(config, needed, Gpu("one", 80 << 30))
+    need = estimate_memory(config, model, "bfloat16")
+    found = fit_gpu(config, need, Gpu("one", 80 << 30))
     pages = plan_capacity(
         config,
         KVLayout(32, 8, 128, config.page_size, torch.bfloat16),
-        free_bytes=(80 << 30) - LIBRARY_BYTES - needed.weights,
-        reserved_bytes=needed.working,
+        free_bytes=(80 << 30) - LIBRARY_BYTES - need.weight_bytes,
+        reserved_bytes=need.working_bytes,
         max_model_len=8192,
     )
     assert found.fits and found.kv_tokens == pages * config.page_size > 300_000
-    assert not fit(config, needed, Gpu("small", 15 << 30)).fits
+    assert not fit_gpu(config, need, Gpu("small", 15 << 30)).fits
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8", "auto"])
-def test_only_a_cpu_keeps_memory_for_what_it_widens(tmp_path: Path, quantization: Any) -> None:
-    """K and V that its attention puts together; a matrix in e4m3, by flag or by checkpoint, in float32."""
-    told = {"quantization_config": COMPRESSED} if quantization == "auto" else {}
-    model = read_model_config(Path(describe(tmp_path, LLAMA_8B | told)))
+def test_cpu_needs_working_memory_for_float32_copies(tmp_path: Path, quantization: Any) -> None:
+    """Attention gathers K and V, and an FP8 matrix (by flag or by checkpoint) is dequantized to float32."""
+    changes = {"quantization_config": COMPRESSED} if quantization == "auto" else {}
+    model = read_model_config(Path(describe(tmp_path, LLAMA_8B | changes)))
     config = make_config(tmp_path, quantization=quantization, dtype="bfloat16", max_model_len=1024)
-    gpu, cpu = (need(replace(config, device=device), model, "bfloat16").working for device in ("cuda", "cpu"))
+    gpu, cpu = (
+        estimate_memory(replace(config, device=device), model, "bfloat16").working_bytes
+        for device in ("cuda", "cpu")
+    )
     gathered = 2 * 1024 * 8 * 128 * 2
     assert cpu - gpu == 2 * GATHER_WORKSPACE_BYTES - gathered + (
         0 if quantization == "none" else 4 * 28672 * 4096
     )
 
 
-def test_the_command_tells_what_fits(tmp_path: Path) -> None:
+def test_tables_and_json_show_sizes_and_fit(tmp_path: Path) -> None:
     path = describe(tmp_path, LLAMA_8B)
     shown = info(path, "--max-model-len", "8192")
     assert shown.returncode == 0, shown.stderr
@@ -128,21 +130,21 @@ def test_the_command_tells_what_fits(tmp_path: Path) -> None:
     assert "1 GiB" in shown.stdout  # one full context of 8,192 tokens
     small = info(path, "--gpu", "L4", "--dtype", "float32")
     assert small.returncode == 1 and "no" in small.stdout and "H100" not in small.stdout
-    rounded = info(path, "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
-    assert "weights in fp8 and bfloat16" in rounded.stdout and "8.463 GiB" in rounded.stdout
-    halved = json.loads(info(path, "--tp", "2", "--gpu-memory", "24", "--json").stdout)
-    assert halved["each_rank"]["kv_bytes_per_token"] == 64 << 10
-    assert halved["parameters"]["total"] == 8_030_261_248 and halved["gpus"][0]["fits"]
-    assert halved["quantization"] == "none" and halved["config"]["unquantized"] == []
+    fp8 = info(path, "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
+    assert "weights in fp8 and bfloat16" in fp8.stdout and "8.463 GiB" in fp8.stdout
+    two_ranks = json.loads(info(path, "--tp", "2", "--gpu-memory", "24", "--json").stdout)
+    assert two_ranks["each_rank"]["kv_bytes_per_token"] == 64 << 10
+    assert two_ranks["parameters"]["total"] == 8_030_261_248 and two_ranks["gpus"][0]["fits"]
+    assert two_ranks["quantization"] == "none" and two_ranks["config"]["unquantized"] == []
 
 
-def test_only_the_description_of_a_hub_model_is_downloaded(
+def test_only_the_configuration_of_a_hub_model_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(tmp_path / "hub" / "acme" / "tiny", "qwen3")
     with running_hub(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        done = info("hf://acme/tiny", "--cache-dir", str(tmp_path / "cache"))
+        done = info("hf://acme/tiny", "--download-dir", str(tmp_path / "cache"))
         names = {seen.path.rsplit("/", 1)[-1] for seen in hub.seen if "/resolve/" in seen.path}
     assert done.returncode == 0, done.stderr
     assert "Qwen3ForCausalLM" in done.stdout
@@ -160,11 +162,11 @@ def test_only_the_description_of_a_hub_model_is_downloaded(
         (("/nowhere",), "/nowhere does not exist"),
     ],
 )
-def test_what_cannot_be_reckoned_is_named(flags: tuple[str, ...], complaint: str) -> None:
+def test_invalid_input_is_named(flags: tuple[str, ...], complaint: str) -> None:
     done = info(*flags)
     assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_no_torch_is_imported() -> None:
+def test_info_does_not_import_torch() -> None:
     code = "import sys, skiff_runtime.__main__ as m; m.main(['info', 'demo://']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
