@@ -267,7 +267,7 @@ def test_host_name_is_extracted_from_header(text: str, name: str, loopback: bool
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"isolate_keys": True}, "--isolate-keys needs keys"),
+        ({"isolate_keys": True}, "--isolate-keys needs API keys"),
         ({"allowed_hosts": ("http://x",)}, "--allowed-hosts must be"),
         ({"allowed_hosts": ("x:80",)}, "--allowed-hosts must be"),
         ({"admin_api_key": ("two words",)}, "--admin-api-key: key 1 must"),
