@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import itl_client
 from fuzz_requests import PAUSE_SECONDS, FuzzRequest, draw_request
-from raw_http import Address, Line, Reply
+from raw_http import Address, RawConnection, Reply
 
 PROGRESS_SECONDS: Final = 10.0
 MAX_EXAMPLES: Final = 10
@@ -80,21 +80,21 @@ async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> 
 
 async def _send(address: Address, request: FuzzRequest, verdict: Verdict) -> str | None:
     """Send a request. Returns what is wrong with its response, or None."""
-    line = await Line.open(address)
+    connection = await RawConnection.open(address)
     try:
         for number, piece in enumerate(request.pieces):
             if number:
                 await asyncio.sleep(PAUSE_SECONDS)
-            if line.lost:
+            if connection.lost:
                 break
-            line.send(piece)
+            connection.send(piece)
         if not request.complete:
-            line.finish_sending()
-        reply = await line.reply()
+            connection.finish_sending()
+        reply = await connection.reply()
     except TimeoutError:
         return "no response and no end"
     finally:
-        line.cut()
+        connection.cut()
     verdict.statuses[reply.status] += 1
     return _judge(request, reply)
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 import psutil
-from raw_http import address_of, ask, post
+from raw_http import address_of, post, send_request
 from service import Service
 from stages import Clients, Ending
 from watch import Family, alive, grammar_process, nothing_held
@@ -77,7 +77,7 @@ def victim_of(service: Service, process: str) -> psutil.Process:
 async def inject(service: Service, process: str, fault: Fault, *, salt: int) -> list[Ending]:
     """Clients at every stage, then the fault; how each client ended."""
     fresh = {"type": "object", "properties": {f"b{salt}": {"type": "null"}}}
-    await ask(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
+    await send_request(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
     victim = victim_of(service, process)
     clients = Clients(service, DEADLINE_SECONDS, salt)
     await clients.place()
@@ -131,7 +131,7 @@ def judge_end(service: Service, family: Family) -> list[str]:
 
 def probe(service: Service) -> bytes:
     """What a healthy service answers to one small question, through every process."""
-    reply = asyncio.run(ask(address_of(service.url), post("/generate", PROBE)))
+    reply = asyncio.run(send_request(address_of(service.url), post("/generate", PROBE)))
     assert reply.status == 200, reply
     return reply.body.partition(b'"text"')[2].partition(b'"usage"')[0]
 

@@ -44,7 +44,7 @@ def head(method: str, path: str, headers: dict[str, str]) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-class Line(asyncio.Protocol):
+class RawConnection(asyncio.Protocol):
     """One connection with one request at a time."""
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Line(asyncio.Protocol):
         self._fresh()
 
     @classmethod
-    async def open(cls, address: Address, *, receive_buffer_bytes: int | None = None) -> "Line":
+    async def open(cls, address: Address, *, receive_buffer_bytes: int | None = None) -> "RawConnection":
         """Connect. With a small receive buffer, a client that does not read soon blocks the server."""
-        connection = socket.socket()
+        raw = socket.socket()
         if receive_buffer_bytes is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        connection.setblocking(False)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        raw.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(HANG_SECONDS):
-            await loop.sock_connect(connection, address)
-        _, line = await loop.create_connection(cls, sock=connection)
-        return line
+            await loop.sock_connect(raw, address)
+        _, connection = await loop.create_connection(cls, sock=raw)
+        return connection
 
     def _fresh(self) -> None:
         loop = asyncio.get_running_loop()
@@ -170,11 +170,11 @@ def _resolve(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-async def ask(address: Address, request: bytes, timeout_seconds: float = HANG_SECONDS) -> Reply:
+async def send_request(address: Address, request: bytes, timeout_seconds: float = HANG_SECONDS) -> Reply:
     """Send one request over its own connection, and return the response."""
-    line = await Line.open(address)
+    connection = await RawConnection.open(address)
     try:
-        line.send(request)
-        return await line.reply(timeout_seconds)
+        connection.send(request)
+        return await connection.reply(timeout_seconds)
     finally:
-        line.cut()
+        connection.cut()

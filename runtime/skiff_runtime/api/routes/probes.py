@@ -58,19 +58,19 @@ def make_probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Me
 
     @router.get(contract.PATH_LIVEZ, summary="Liveness", responses=not_ready_response(StatusResponse))
     async def livez(response: Response) -> StatusResponse:
-        """200 until the service fails: the supervisor ends every process if one of them sends no heartbeat."""
+        """Return 200 until the service fails: the supervisor ends every process if one of them sends no heartbeat."""
         _set_status(response, ok=status.state is not ServiceState.FAILED)
         return StatusResponse(status=status.state)
 
     @router.get(contract.PATH_READYZ, summary="Readiness", responses=not_ready_response(StatusResponse))
     async def readyz(response: Response) -> StatusResponse:
-        """200 while the service accepts new requests."""
+        """Return 200 while the service accepts new requests."""
         _set_status(response, ok=status.state is ServiceState.READY)
         return StatusResponse(status=status.state)
 
     @router.get(contract.PATH_STARTUPZ, summary="Startup", responses=not_ready_response(StartupResponse))
     async def startupz(response: Response) -> StartupResponse:
-        """200 once every process is ready; the body has each process's phase and progress."""
+        """Return 200 once every process is ready; the body has each process's phase and progress."""
         _set_status(response, ok=status.state in (ServiceState.READY, ServiceState.DRAINING))
         return StartupResponse(**status.startup_report())
 
@@ -90,7 +90,7 @@ def make_probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Me
         responses=text_response("text/plain", "application/openmetrics-text"),
     )
     async def read_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
-        """Metrics in Prometheus' text format, or in OpenMetrics if the Accept header asks for it."""
+        """Return the metrics in Prometheus' text format, or in OpenMetrics if the Accept header asks for it."""
         content, content_type = page.read(accept)
         return Response(content, headers={"content-type": content_type})
 
