@@ -1,4 +1,4 @@
-"""API process: listens while the model still loads, serves, drains, and ends every request with a response."""
+"""The API process: listens while the model still loads, serves, drains, and ends every request with a response."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,9 @@ from skiff_runtime.processes.child_process import Child
 
 LISTEN_BACKLOG: Final = 2048
 KEEP_ALIVE_SECONDS: Final = 75
-"""Longer than the idle timeout of common load balancers, so that they close idle connections, and not this server.
+"""Longer than the idle timeout of common load balancers, so that they are the ones to close idle connections.
 
-Else a request could arrive on a connection that is just being closed.
+Otherwise a balancer could send a request on a connection that this server is just closing.
 """
 RESERVED_FILE_DESCRIPTORS: Final = EXTRA_PROBE_CONNECTIONS + 64
 """File descriptors that are not clients' connections: sockets between processes, and connections for probes."""
@@ -149,16 +149,17 @@ class ApiServer:
             raise self._error
 
     async def _tick(self) -> None:
-        """Send heartbeats, and read messages, because a ZeroMQ descriptor signals a change once, and not that messages are left."""
+        """Send heartbeats, read messages, and notice the signal to stop, every ``TICK_SECONDS``."""
         while True:
             self._guarded(self._child.beat)
+            # ZeroMQ's descriptor signals a change once, not that messages are left, so a wake-up can be missed.
             self._guarded(self._read)
             if self._child.stopping:
                 self._begin_drain(self._child.launch.config.drain_timeout_seconds)
             await asyncio.sleep(TICK_SECONDS)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a callback. An error in it ends the process, where asyncio would only log it."""
+        """Run a callback. An error in it ends the process; asyncio would only log it."""
         try:
             step()
         except Exception as error:  # noqa: BLE001 (re-raised by serve)
@@ -239,7 +240,7 @@ def _make_tracer(child: Child) -> RequestTracer | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket. Raises ``ConfigError`` that names an address which is not free."""
+    """Return a listening TCP socket. Raises ``ConfigError`` if the address is not free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -259,6 +260,6 @@ def raise_file_limit() -> int:
 
 def run(child: Child) -> None:
     """Run the API process."""
-    gc.collect()  # the garbage of the imports, whose memory the application then takes: 0.5 MiB
+    gc.collect()  # frees the garbage of the imports, so the application reuses its memory: 0.5 MiB
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ApiServer(child).serve())

@@ -108,7 +108,7 @@ class AsgiWriter:
 
 
 class _StartedAwaitable:
-    """An awaitable that was driven to its first suspension: ``waiting`` is the value that it yielded, ``steps`` the rest of it."""
+    """An awaitable that has run to its first suspension, where it yielded ``waiting``; ``steps`` is the rest of it."""
 
     __slots__ = ("_steps", "_waiting")
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 protocol of one connection, on uvicorn's: with limits, and exactly one response for each request.
+"""The HTTP/1.1 protocol: uvicorn's, with limits, and with exactly one response for each request.
 
 ``uvicorn_internals`` holds the undocumented parts of uvicorn: its protocol class and its request/response cycle.
 """
