@@ -122,12 +122,14 @@ def _load_llama(model: Path, source: Path, name: str) -> Any:
 
 
 def _prepend_space(tokenizer: Any) -> None:
+    """Put a space before every text, as SentencePiece does with ``add_dummy_prefix``."""
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
 
 
 def _add_user_defined(tokenizer: Any, pieces: list[str]) -> None:
+    """Add the user-defined pieces that transformers' conversion has dropped."""
     known = {token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
     missing = [AddedToken(piece, normalized=False) for piece in pieces if piece not in known]
     if missing:

@@ -8,7 +8,7 @@ from skiff_runtime.vocabulary.decode_stream import DecodeStream
 class IncrementalDetokenizer:
     """Turns the tokens of one request into text.
 
-    ``stopped`` is set once a stop string was found; later tokens are dropped by the caller.
+    ``stopped`` is set once a stop string was found; the caller drops later tokens.
     """
 
     __slots__ = (
@@ -43,10 +43,10 @@ class IncrementalDetokenizer:
         return self._match(self._stop_strings, text)
 
     def finish(self, token: int, finish: FinishReason) -> str:
-        """Return the last text of a request that the scheduler ended. ``token`` is ``NO_TOKEN`` if it has no last token.
+        """Return the last text of a request that the scheduler ended; ``token`` may be ``NO_TOKEN``.
 
-        A token that ended the answer (``FinishReason.STOP``) is counted, but its text is
-        part of the answer only with ``include_stop_str_in_output``.
+        A token that ended the answer (``FinishReason.STOP``) is counted, but its text is part of the answer only with
+        ``include_stop_str_in_output``.
         """
         text = ""
         if token != NO_TOKEN and (finish != FinishReason.STOP or self._include_stop):

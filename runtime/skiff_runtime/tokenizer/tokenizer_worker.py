@@ -50,7 +50,7 @@ class TokenizerWorker:
         self._api = api
 
     def forward_decided(self) -> None:
-        """Forward the requests whose grammar was compiled to the scheduler, and the refusals of the others to the API."""
+        """Send requests whose grammar was compiled to the scheduler, and the refusals of others to the API."""
         for decided in self._grammars.pop_decided():
             receiver = self._scheduler if isinstance(decided, GenerateRequest) else self._api
             receiver.send(decided)

@@ -68,7 +68,7 @@ class Encoder:
             ) from None
         try:
             ids = self._encode_text(text, add_special_tokens)
-        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower, and one request must not end the process)
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
             raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from None
         return self._check(ids)
 
@@ -84,7 +84,7 @@ class Encoder:
         return self._tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special_tokens=False)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of ``token_ids``, special tokens included. Raises ``InvalidRequest`` or ``ContextTooLong``."""
+        """Decode ``token_ids``, special tokens included. Raises ``InvalidRequest`` or ``ContextTooLong``."""
         if len(token_ids) > self._max_model_len:
             raise ContextTooLong(
                 f"{len(token_ids)} tokens exceed the model's context of {self._max_model_len} tokens; send fewer",

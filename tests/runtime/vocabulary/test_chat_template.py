@@ -7,7 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import ChatPrompt
-from skiff_runtime.vocabulary import chat_template as template_module
+from skiff_runtime.vocabulary import chat_template
 from skiff_runtime.vocabulary.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -93,7 +93,7 @@ def test_error_of_a_template_is_in_the_message(source: str, says: str) -> None:
 
 
 def test_endless_template_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_SECONDS", 0.2)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(InvalidRequest, match="ran for more than"):
         ChatTemplate(loop, TOKENS).render(ChatPrompt(CHAT))

@@ -79,7 +79,7 @@ class GrammarCompileQueue:
         return outcomes
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until ``pop_outcomes`` must be called even if the poller does not wake up; None: no limit."""
+        """Return the seconds until ``pop_outcomes`` must be called even without a wake-up; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:

@@ -44,7 +44,7 @@ class UnsatisfiableSchema(InvalidRequest):
 
 
 def lower_schema(schema: object) -> Schema:
-    """Lower a JSON schema. Raises ``InvalidRequest`` that names the keyword that cannot be enforced, and its location."""
+    """Lower a JSON schema. Raises ``InvalidRequest`` that names the unenforceable keyword and its location."""
     lowering = SchemaLowering(schema)
     lowered = lowering.lower(schema, "#")
     defs = lowering.definitions
@@ -166,8 +166,8 @@ class SchemaLowering:
                     branch, branches[earlier], lambda node: self._follow_reference(node, location)
                 ):
                     raise InvalidRequest(
-                        f"'oneOf' of the JSON schema at {location}: one value may meet both branch {earlier} and branch "
-                        f"{index}; distinguish them by type, const, enum, bounds or a property that both require, "
+                        f"'oneOf' of the JSON schema at {location}: one value may meet both branch {earlier} and "
+                        f"branch {index}; distinguish them by type, const, enum, bounds or a property that both require, "
                         "or use 'anyOf'"
                     )
 

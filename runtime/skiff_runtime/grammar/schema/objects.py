@@ -60,8 +60,8 @@ def _lower_named(
 def _lower_patterns(patterns: Schema, location: str, lower: LowerSchema) -> Schema:
     """Lower the schemas of property names that match a pattern.
 
-    A name is generated from one pattern only, so it must not match a second one, whose schema would be ignored. Patterns
-    are kept apart by their literal prefixes.
+    A name is generated from one pattern only, so it must not match a second one, whose schema would be ignored.
+    Distinct literal prefixes ensure that.
     """
     what = f"'patternProperties' of the JSON schema at {location}"
     checked = {pattern: check_pattern(pattern, what) for pattern in patterns}

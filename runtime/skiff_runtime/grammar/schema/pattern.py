@@ -7,8 +7,8 @@ from skiff_runtime.errors import InvalidRequest
 
 MAX_PATTERN_CHARACTERS: Final = 4096
 ANY_CHARACTER: Final = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-"""A character that needs no escape in a JSON string. Used for ``.``, because xgrammar's own also accepts bytes that are no
-valid UTF-8: a client would see each of them as U+FFFD, and so more characters than the grammar counted."""
+"""A character that needs no escape in a JSON string. Used for ``.``, because xgrammar's own also accepts bytes that are
+no valid UTF-8: a client would see each of them as U+FFFD, and so more characters than the grammar counted."""
 _CLASS_LETTERS: Final = "dDsSwW"
 _META: Final = frozenset(".^$*+?()[]{}|\\")
 _PARTS: Final = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
