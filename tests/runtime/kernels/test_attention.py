@@ -121,7 +121,7 @@ def test_decode_attention_with_shared_prefixes(
     paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=kv_dtype, seed=dim)
     paged.share(groups, tokens)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = pack_work_items(groups, tokens, max_rows=2, rows=len(lengths))
+    packed = pack_work_items(groups, tokens, max_rows=2, rows=len(lengths), min_split_tokens=256)
     output = decode(
         q.to(DEVICE),
         paged.pool,
