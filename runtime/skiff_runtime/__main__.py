@@ -82,6 +82,9 @@ def _parser(words: list[str]) -> Parser:
         "compile GPU kernels ahead, without a GPU",
         "skiff_runtime.prebuild.command",
     )
+    _add(
+        commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
+    )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, (module, text) in _BENCHMARKS.items():
