@@ -14,7 +14,7 @@ import pytest
 from api_fuzz import Verdict, steady, strike
 from raw_http import address_of
 from service import Service, running_service
-from watch import nothing_held
+from watch import check_nothing_held
 
 NAME: Final = "demo"
 SHORT: Final = 1500
@@ -62,7 +62,7 @@ def attack(
             verdict = attacker.submit(strike, address_of(service.url), count, SEED, concurrency).result()
         meanwhile = beside.mark()
     print(json.dumps({"fuzz": verdict.summary(), "itl_before": before, "itl_meanwhile": meanwhile}, indent=1))
-    nothing_held(service)
+    check_nothing_held(service)
     assert {name: each.pid for name, each in service.children.items()} == processes
     return verdict, {"before": before, "meanwhile": meanwhile}
 
@@ -103,7 +103,7 @@ def examples(service: Service, count: int, phases: str, folder: Path) -> None:
     told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     print(told.stdout[-3000:])
     assert told.returncode == 0, told.stdout[-20000:] + told.stderr[-2000:]
-    nothing_held(service)
+    check_nothing_held(service)
 
 
 def test_hostile_requests(tmp_path: Path) -> None:

@@ -1,21 +1,21 @@
-"""Whether an engine's steps read prefixes once for several rows."""
+"""Records the steps of an engine that read a prefix once for several rows."""
 
 from typing import Any
 
 import pytest
 
-from skiff_runtime.engine import shared_prefix as sharing
+from skiff_runtime.engine import shared_prefix
 
 
-def note_cuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """However little it saves, let prefixes be shared from now on; the rows of each step in which they are."""
-    noted: list[int] = []
-    cut = sharing.cut
+def record_shared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Share prefixes from now on, however little that saves; return the row counts of the steps that do."""
+    recorded: list[int] = []
+    pack_work_items = shared_prefix.pack_work_items
 
-    def noting(*arguments: Any, **options: Any) -> Any:
-        noted.append(options["rows"])
-        return cut(*arguments, **options)
+    def record(*arguments: Any, **options: Any) -> Any:
+        recorded.append(options["rows"])
+        return pack_work_items(*arguments, **options)
 
-    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 0)
-    monkeypatch.setattr(sharing, "cut", noting)
-    return noted
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_TOKENS", 0)
+    monkeypatch.setattr(shared_prefix, "pack_work_items", record)
+    return recorded

@@ -133,8 +133,8 @@ class ApiServer:
         ticker = loop.create_task(self._tick())
         port = listener.getsockname()[1]
         log.event("listening", host=config.host, port=port)
-        self._child.phase("ready")
-        self._child.ready(port=port)
+        self._child.report_phase("ready")
+        self._child.report_ready(port=port)
         try:
             await self._http.serve(sockets=[listener])
         finally:
@@ -150,7 +150,7 @@ class ApiServer:
         while True:
             self._guarded(self._child.beat)
             self._guarded(self._read)
-            if self._child.stopping:
+            if self._child.should_stop:
                 self._begin_drain(self._child.launch.config.drain_timeout_seconds)
             await asyncio.sleep(TICK_SECONDS)
 

@@ -24,7 +24,7 @@ ATTEMPTS: Final = 5
 BASE_WAIT_SECONDS: Final = 1.0
 """Wait before the second attempt; it doubles with each further attempt."""
 MAX_WAIT_SECONDS: Final = 310
-"""The longest Retry-After to obey. The hub limits requests in windows of five minutes and asks clients to wait for the next."""
+"""The longest Retry-After to obey. The hub limits requests per five minutes, and asks clients to wait for the next window."""
 MAX_FILES: Final = 10_000
 _LISTING_TIMEOUT_SECONDS: Final = 20.0
 _TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
@@ -105,14 +105,14 @@ class HubClient:
             except FetchError:
                 raise
             except Exception as error:
-                meaning = self._translate(error)
-                if not isinstance(meaning, TransientHubError):
-                    raise meaning from error
+                translated = self._translate(error)
+                if not isinstance(translated, TransientHubError):
+                    raise translated from error
                 if attempt == ATTEMPTS:
-                    raise HubUnavailable(f"{what}: {meaning}; gave up after {attempt} attempts") from error
+                    raise HubUnavailable(f"{what}: {translated}; gave up after {attempt} attempts") from error
                 # Jitter spreads the retries of many pods.
                 wait = BASE_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                log.warning("fetch_attempt_failed", what=what, reason=str(meaning), wait_seconds=wait)
+                log.warning("fetch_attempt_failed", what=what, reason=str(translated), wait_seconds=wait)
             if self.stop.wait(wait):
                 break
         raise FetchError(f"{what}: stopped while waiting to try again")

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from accepted_texts import admitted
+from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 
 from skiff_runtime.messages import FinishReason
@@ -54,7 +54,7 @@ def test_each_constraint_reaches_the_engine_as_a_compiled_grammar(
         front.rank.open(request)
         front.rank.say(request.uid, "a", FinishReason.STOP)
         assert reply.result().status_code == 200
-    assert admitted(model, request.grammar, TEXTS) == expected
+    assert accepted_texts(model, request.grammar, TEXTS) == expected
 
 
 def test_openai_client_reports_an_unsupported_schema(front: Frontend) -> None:

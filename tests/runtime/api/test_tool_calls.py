@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from accepted_texts import admitted
+from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 from tiny_models import edit_json
 
@@ -143,7 +143,7 @@ def test_required_calls_are_enforced_by_grammar(
         CALL.replace("now", "new"),
         "",
     )
-    assert admitted(model, request.grammar, texts) == expected
+    assert accepted_texts(model, request.grammar, texts) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

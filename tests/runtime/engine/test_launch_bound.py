@@ -1,16 +1,16 @@
-"""For which steps the host is thought to be the limit."""
+"""Numbers of tokens up to which prefill steps count as launch-bound."""
 
 import pytest
 
 from skiff_runtime.config import Config
-from skiff_runtime.engine.launch_bound import MOST_TOKENS, launch_bound_tokens
+from skiff_runtime.engine.launch_bound import MAX_TOKENS, launch_bound_tokens
 from skiff_runtime.processes.resolve import resolve
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "weight_bytes", "least", "most"),
+    ("shape", "tp_size", "element_bytes", "low", "high"),
     [
-        ("qwen3-0.6b", 1, 2, MOST_TOKENS, MOST_TOKENS),
+        ("qwen3-0.6b", 1, 2, MAX_TOKENS, MAX_TOKENS),
         ("llama-3.1-8b", 1, 2, 0, 0),
         ("llama-3.1-8b", 2, 2, 200, 212),
         ("llama-3.1-8b", 1, 1, 200, 212),
@@ -19,8 +19,8 @@ from skiff_runtime.processes.resolve import resolve
         ("qwen3-14b", 2, 1, 270, 280),
     ],
 )
-def test_small_layers_alone_wait_for_the_host(
-    shape: str, ranks: int, weight_bytes: int, least: int, most: int
+def test_only_small_layers_are_launch_bound(
+    shape: str, tp_size: int, element_bytes: int, low: int, high: int
 ) -> None:
     _, model = resolve(Config(model=f"shape://{shape}", load_format="dummy", device="cpu"))
-    assert least <= launch_bound_tokens(model, ranks, weight_bytes) <= most
+    assert low <= launch_bound_tokens(model, tp_size, element_bytes) <= high

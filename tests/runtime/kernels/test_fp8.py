@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checkpoints import PROMPTS, own_tokens, round_linear_layers
+from fp8_checkpoints import PROMPTS, generate_greedy, quantize_linear_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import load_reference, make_model, oracle_choices
@@ -80,9 +80,9 @@ def test_fp8_weights_give_the_tokens_of_transformers_with_quantized_layers(
     tmp_path: Path, family: str
 ) -> None:
     path = make_model(tmp_path, family)
-    outputs = own_tokens(path, quantization="fp8")
+    outputs = generate_greedy(path, quantization="fp8")
     oracle = load_reference(path)
-    round_linear_layers(oracle)
+    quantize_linear_layers(oracle)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
 
 
@@ -101,7 +101,7 @@ def with_fp8_cache(oracle: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_fp8_cache_gives_the_tokens_of_transformers_with_one(tmp_path: Path, family: str) -> None:
     path = make_model(tmp_path, family)
-    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3")
+    outputs = generate_greedy(path, kv_cache_dtype="fp8_e4m3")
     oracle = load_reference(path)
     assert oracle_choices(with_fp8_cache(oracle), PROMPTS, outputs) == outputs
     assert oracle_choices(oracle, PROMPTS, outputs) != outputs, (
@@ -117,15 +117,15 @@ def test_fp8_cache_gives_the_same_tokens_for_every_page_size_and_chunk(
     found = []
     for page_size, budget in ((1, 64), (16, 64), (16, 13)):
         options: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "quantization": quantization}
-        found.append(own_tokens(path, page_size=page_size, budget=budget, **options))
+        found.append(generate_greedy(path, page_size=page_size, budget=budget, **options))
     assert found[0] == found[1] == found[2]
 
 
 def test_fp8_weights_and_cache_stay_close_to_transformers_with_both(tmp_path: Path) -> None:
     """Tokens need not be equal: where sums differ in the last bit, activations are rounded differently, and so are keys."""
     path = make_model(tmp_path, "qwen3")
-    outputs = own_tokens(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
+    outputs = generate_greedy(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
     oracle = load_reference(path)
-    round_linear_layers(oracle)
+    quantize_linear_layers(oracle)
     chosen = torch.tensor(oracle_choices(with_fp8_cache(oracle), PROMPTS, outputs))
     assert (chosen == torch.tensor(outputs)).float().mean() > 0.85

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, poison
 from numpy.random import Generator, default_rng
-from reference_logits_processors import edited_row
+from reference_logits_processors import process_row
 
 from skiff_runtime.kernels.triton.sampling import penalties, token_bitmask
 from skiff_runtime.messages import SamplingSpec
@@ -54,8 +54,8 @@ def test_penalties_equal_the_definition(vocab: int, longest: int) -> None:
             presence_penalty=presence,
             frequency_penalty=frequency,
         )
-        expected = edited_row(
-            before[row, :vocab], text[:prompt_len], text[prompt_len:], sampling, ends=(), banned=0.0
+        expected = process_row(
+            before[row, :vocab], text[:prompt_len], text[prompt_len:], sampling, end_tokens=(), masked=0.0
         )
         torch.testing.assert_close(after[row, :vocab].double(), expected, rtol=1e-5, atol=1e-4)
         before[row, :vocab] = after[row, :vocab]
