@@ -1,4 +1,4 @@
-"""What an image must install: the requirements of some extras, without what its base image already holds.
+"""Requirements of an image: those of some extras, minus the packages of its base image.
 
 Run in a stage of a Dockerfile, as `requirements.py OUT EXTRA...`, by a Python that sees the base's packages. It writes
 OUT/requirements.txt, OUT/alone.txt (to be installed without what those packages require), and OUT/constraints.txt with the project's pins except those of packages that the base holds: a base comes

@@ -28,7 +28,7 @@ _STOP_SECONDS: Final = 5.0
 
 
 def main() -> int:
-    """Run until told to stop. Exit codes: 0 stopped, 1 failed or lost the Lease, 2 bad settings."""
+    """Run until SIGTERM. Exit codes: 0 stopped, 1 failed or lost the Lease, 2 invalid settings."""
     try:
         settings = from_arguments(sys.argv[1:], os.environ)
     except SettingsError as error:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 async def serve(settings: Settings) -> None:
-    """Everything between reading the settings and the end of the process.
+    """Run the operator with these settings until the process ends.
 
     Raises:
         OperatorError: the process cannot go on.
@@ -68,7 +68,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def _signalled() -> None:
-    """Return on SIGTERM or SIGINT; once kopf runs, it takes both over and ends by itself."""
+    """Wait for SIGTERM or SIGINT; once kopf runs, it handles both and ends by itself."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -76,9 +76,9 @@ async def _signalled() -> None:
 
 
 async def _lead(work: Callable[[], Coroutine[Any, Any, None]], leadership: Leadership) -> None:
-    """Wait for the Lease and work while it is ours; losing it ends the process at once.
+    """Wait for the Lease and work while it is ours; its loss ends the process at once.
 
-    There is no clean-up then: what is in flight must not be finished under another's lead.
+    There is no clean-up then: work in flight must not complete while another process leads.
     """
     await leadership.acquire()
     try:
@@ -93,14 +93,14 @@ def _end_process(reason: str) -> None:
 
 
 async def _work(controller: Controller, settings: Settings) -> None:
-    """Watch, and work on what is listed, until a signal stops kopf."""
+    """Watch and reconcile until a signal stops kopf."""
     controller.streams.begin()
     workers = [controller.work() for _ in range(settings.workers)]
     await _until_first(handlers.run(controller, settings), controller.resync(), *workers)
 
 
 async def _until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all; when one ends, stop the others, and raise its failure if it has one."""
+    """Run all tasks; when one ends, cancel the others and raise its exception, if any."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

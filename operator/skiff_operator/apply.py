@@ -1,7 +1,7 @@
-"""The only writer of the cluster: creations, server-side apply, deletions, status and Events.
+"""The applier, the only writer to the cluster: creations, server-side apply, deletions, status and Events.
 
-Every write names the one object that it means. A creation is a POST, which never changes what exists; a change and
-a deletion carry the uid and the resourceVersion at which the object was last read and found to be ours.
+Every write identifies one object. A creation is a POST, which never changes an existing object; a change and a
+deletion carry the uid and the resourceVersion at which the object was last read and found to be ours.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ from skiff_operator.workqueue import Key
 T = TypeVar("T")
 
 _ATTEMPTS: Final = 3
-"""Reads of one object in a turn; a write of others, such as a Deployment's status, makes a read stale."""
+"""Reads of one object in one reconcile; a write by others, such as of a Deployment's status, makes a read stale."""
 
 
 class Failure(NamedTuple):
-    """A step that failed, and why."""
+    """A failed step and its error."""
 
     step: plan.Step
     error: OperatorError
 
 
 class Goal(NamedTuple):
-    """The children that the InferenceService of this uid must have."""
+    """The desired children of the InferenceService of this uid."""
 
     uid: str
     desired: DesiredState
@@ -50,7 +50,7 @@ class Goal(NamedTuple):
 
 
 class Applier:
-    """Carries out steps and reports the results to the observer, so that no echo needs to be awaited."""
+    """Executes steps and passes the responses to the observer, so that no watch event needs to be awaited."""
 
     def __init__(self, client: Client, observer: Observer, *, reporter: str) -> None:
         """Write through `client`; `reporter` names this process in Events."""
@@ -59,7 +59,7 @@ class Applier:
         self._reporter = reporter
 
     async def run(self, key: Key, entry: Entry, steps: list[plan.Step], goal: Goal) -> list[Failure]:
-        """Take the steps in their order, and go on behind one that fails with those that do not need it.
+        """Execute the steps in order; after a failure, go on with the steps that do not depend on it.
 
         Raises:
             ApiUnavailable: the API server cannot be reached.
@@ -67,7 +67,7 @@ class Applier:
         failures = []
         for step in steps:
             if plan.is_blocked(entry, goal.desired, step):
-                continue  # the step that makes what it needs has failed
+                continue  # a step that it depends on has failed
             try:
                 if step.action == "delete":
                     await self._delete(key, goal.uid, step)
@@ -82,13 +82,13 @@ class Applier:
         return failures
 
     async def write_status(self, key: Key, entry: Entry, status: Status) -> None:
-        """Write the status if it differs from the last one, and announce the transitions in it."""
+        """Write the status if it differs from the last one, and send Events for its transitions."""
         if status == entry.status:
             return
         body = {
             "apiVersion": INFERENCE_SERVICE.api_version,
             "kind": INFERENCE_SERVICE.name,
-            # For a status the API server ignores the uid, so that only the version keeps it from a successor.
+            # The API server ignores the uid in a status write, so only the version protects a successor of the same name.
             "metadata": {"name": key[1], "uid": entry.uid, "resourceVersion": entry.resource_version},
             "status": msgspec.to_builtins(status),
         }
@@ -102,13 +102,13 @@ class Applier:
             await self._announce(key, uid, news)
 
     async def _write(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
-        """Create or change a child of the InferenceService `uid`; the answer is the child as it is now."""
+        """Create or update a child of the InferenceService `uid`; return the child as stored."""
         ownership.require_free(step.kind, step.name)
         if step.action == "create":
             try:
                 return await self._client.create(step.kind, key[0], obj)
             except ApiAlreadyExists:
-                pass  # It is ours if the answer to an earlier creation, or the label, was lost.
+                pass  # It is ours if the response to an earlier creation was lost, or its label was removed.
         try:
             return await _on_current(lambda: self._change(key, uid, step.kind, obj))
         except ApiNotFound as error:
@@ -116,7 +116,7 @@ class Applier:
             raise ApiConflict(f"{step.kind.name} {step.name} was deleted meanwhile") from error
 
     async def _change(self, key: Key, uid: str, kind: Kind, obj: dict[str, Any]) -> dict[str, Any]:
-        """Read a child and apply to what was read, and to nothing else."""
+        """Read a child and apply to exactly the version that was read."""
         place = key[0], obj["metadata"]["name"]
         live = await self._client.get(kind, *place)
         ownership.require_owned(kind, live, service=key[1], uid=uid)
@@ -129,7 +129,7 @@ class Applier:
         return await self._client.apply(kind, *place, {**obj, "metadata": {**obj["metadata"], **guard}})
 
     async def _delete(self, key: Key, uid: str, step: plan.Step) -> None:
-        """Delete a child of the InferenceService `uid`; one that is gone, or is no longer ours, is left alone."""
+        """Delete a child of the InferenceService `uid`, unless it is gone or no longer ours."""
         with contextlib.suppress(ApiNotFound):
             await _on_current(lambda: self._delete_once(key, uid, step))
         self._observer.observe_deleted(step.kind, key, step.name, step.uid)
@@ -153,10 +153,10 @@ class Applier:
 
 
 async def _on_current(write: Callable[[], Awaitable[T]]) -> T:
-    """Read and write an object; read it again when others wrote to it in between.
+    """Read and write an object; read it again when another writer came in between.
 
     Raises:
-        ApiConflict: that happened at every attempt.
+        ApiConflict: every attempt met another write.
     """
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(ApiConflict):
@@ -165,5 +165,5 @@ async def _on_current(write: Callable[[], Awaitable[T]]) -> T:
 
 
 def clock() -> str:
-    """The time as conditions write it."""
+    """Return the current time in the format of conditions."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,7 +1,7 @@
 """The API server over HTTP: the kubernetes package's asyncio client, with plain dicts and short timeouts.
 
-Connections, TLS and credentials are the package's; its generated models are left out, for they cost ten times
-the work of the JSON itself. Errors leave here as this project's own.
+Connections, TLS and credentials are the package's; its generated models are not used, because they cost ten times
+as much CPU as the JSON itself. Errors are translated to those of `errors`.
 """
 
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ _MALFORMED: Final = "failed to create typed patch object"
 
 
 async def configure() -> Configuration:
-    """Credentials of the pod's service account, or those of the kubeconfig file when there is no pod.
+    """Load the credentials of the pod's service account, or of the kubeconfig file outside of a pod.
 
     Raises:
         OperatorError: neither exists.
@@ -62,12 +62,12 @@ async def configure() -> Configuration:
 
 
 class Client:
-    """One pool of connections to one API server."""
+    """A client with one pool of connections to one API server."""
 
     def __init__(self, configuration: Configuration, *, connections: int) -> None:
         """Open at most `connections` at a time."""
         configuration.connection_pool_maxsize = connections
-        # By default each request looks for a netrc file and for proxies in a thread; `configuration` knows already.
+        # By default each request looks up netrc and proxies in a thread; `configuration` holds them already.
         configuration.client_session_kwargs = {"trust_env": False}
         self._api = ApiClient(configuration)
         self._agent = f"{FIELD_MANAGER}/skiff"
@@ -79,7 +79,7 @@ class Client:
     async def list(
         self, kind: Kind, namespace: str | None, *, selector: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """All objects of a kind, in one namespace or all, page by page, each with the type that lists leave out."""
+        """List all objects of a kind, in one namespace or all, page by page; kind and apiVersion are filled in."""
         query = {"limit": str(PAGE), "labelSelector": selector}
         while True:
             page = await self.request("GET", kind.path(namespace), query=query)
@@ -91,7 +91,7 @@ class Client:
             query["continue"] = token
 
     async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
-        """One object. Raises `ApiNotFound`."""
+        """Read one object. Raises `ApiNotFound`."""
         return await self.request("GET", kind.path(namespace, name))
 
     async def apply(
@@ -103,17 +103,17 @@ class Client:
         *,
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Server-side apply under this operator's name, by force; the answer is the object as it is now.
+        """Server-side apply as this operator's field manager, with force; return the object as stored.
 
-        It creates what does not exist and takes over what does, unless `metadata` of the body has the uid and the
-        resourceVersion of the object that is meant: then any other raises `ApiConflict`.
+        It creates a missing object and takes over an existing one, unless `metadata` of the body has a uid and a
+        resourceVersion: then any other object raises `ApiConflict`.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         path = kind.path(namespace, name, subresource)
         return await self.request("PATCH", path, body, query=query, content_type=_APPLY)
 
     async def create(self, kind: Kind, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Create an object; the answer is the object as it is now. An unknown field is refused, as by an apply.
+        """Create an object and return it as stored. Unknown fields are refused, as by an apply.
 
         Raises:
             ApiAlreadyExists: another object has the name.
@@ -124,22 +124,22 @@ class Client:
     async def edit(
         self, kind: Kind, namespace: str, name: str, values: dict[str, Any], *, version: str
     ) -> dict[str, Any]:
-        """Replace the values at JSON pointers. Raises `ApiConflict` unless the object is of this version."""
+        """Replace values at JSON pointers by a JSON patch. Raises `ApiConflict` for another version of the object."""
         places = {"/metadata/resourceVersion": version, **values}
         operations = [{"op": "replace", "path": path, "value": value} for path, value in places.items()]
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
         return await self.request("PATCH", path, operations, query=query, content_type=_JSON_PATCH)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Write a whole object over the version it was read at. Raises `ApiConflict` when that is old."""
+        """Replace an object at the version it was read. Raises `ApiConflict` when that version is stale."""
         return await self.request("PUT", kind.path(namespace, name), body)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
-        """Delete exactly this version of an object, and what it owns in the background.
+        """Delete exactly this version of an object, and its dependents in the background.
 
         Raises:
-            ApiNotFound: nothing has the name.
-            ApiConflict: the object is another one, or of another version.
+            ApiNotFound: no object has the name.
+            ApiConflict: the object has another uid or version.
         """
         preconditions = {"uid": uid, "resourceVersion": version}
         body = {"preconditions": preconditions, "propagationPolicy": "Background"}
@@ -154,12 +154,12 @@ class Client:
         query: dict[str, str] | None = None,
         content_type: str = _JSON,
     ) -> dict[str, Any]:
-        """One request and its decoded answer.
+        """Send one request and return the decoded response.
 
         Raises:
-            ApiUnavailable: no answer; `ApiBusy` one that says to try later.
-            ApiConflict: what the request is about has changed meanwhile.
-            ApiRefused: any other answer that is not a success.
+            ApiUnavailable: no response; `ApiBusy`: the server asks to retry later.
+            ApiConflict: the object has changed meanwhile.
+            ApiRefused: any other unsuccessful response.
         """
         configuration = self._api.configuration
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
@@ -183,7 +183,7 @@ class Client:
 
 
 def _error(status: int, request: str, data: bytes) -> OperatorError:
-    """Choose the error by the code and by the Status object's reason, for a 409 stands for conflicts of many kinds."""
+    """Map a response to an error by its code and the reason of its Status: a 409 covers conflicts of several kinds."""
     try:
         answer: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError:

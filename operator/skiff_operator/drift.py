@@ -1,9 +1,9 @@
 """Drift detection: the comparison of a live object with the desired one. Pure.
 
-The API server adds defaults and other controllers add fields of their own, so this is no equality: each
-desired field must be there with an equal value, and anything else may be there too. A desired False, 0, empty
-text, map or list may also be absent, for the API server does not store the zero value of most fields. Some it
-does store, because their absence means something else; there, absence is drift.
+The API server adds defaults and other controllers add fields of their own, so the comparison is containment: each
+desired field must be present with an equal value, and other fields are ignored. A desired False, 0, empty string,
+map or list may be absent, because the API server omits the zero value of most fields. It does store the zero value
+of some fields, whose absence means something else; their absence is drift.
 """
 
 from decimal import Decimal, InvalidOperation
@@ -12,7 +12,7 @@ from typing import Any, Final
 _IDENTITIES: Final = ("uid", "mountPath", "containerPort", "name", "port")
 _QUANTITY_MAPS: Final = ("requests", "limits")
 _MAPS: Final = ("labels", "annotations", "matchLabels", "selector", "nodeSelector", *_QUANTITY_MAPS)
-"""Fields whose value is a map with keys of free choice; each key is stored, also with an empty value."""
+"""Fields whose value is a map with arbitrary keys; each key is stored even with an empty value."""
 
 _STORED_ZEROS: Final = frozenset(
     {
@@ -23,7 +23,7 @@ _STORED_ZEROS: Final = frozenset(
         *("replicas", "maxSurge", "maxUnavailable"),
     }
 )
-"""Fields that the API server stores with their zero value, too (pointers in its Go types)."""
+"""Fields that the API server stores even with their zero value (pointers in its Go types)."""
 
 _SUFFIXES: Final = {
     **{suffix: Decimal(10) ** power for suffix, power in zip("num", (-9, -6, -3), strict=True)},
@@ -33,9 +33,9 @@ _SUFFIXES: Final = {
 
 
 def covers(desired: Any, live: Any, *, quantity: bool = False) -> bool:
-    """Return whether `live` contains `desired`. `quantity`: the values are amounts, `1000m` equals `1`."""
+    """Return whether `live` contains `desired`. `quantity`: values are Kubernetes quantities, where `1000m` equals `1`."""
     if desired is None:
-        return True  # null asks for whatever is the default
+        return True  # null means the default
     if isinstance(desired, dict):
         return isinstance(live, dict) and _covers_map(desired, live)
     if isinstance(desired, list | tuple):
@@ -62,7 +62,7 @@ def _covers_map(
 
 
 def _may_be_absent(key: str, value: Any) -> bool:
-    """Return whether the API server may leave out a desired field: nothing in it differs from its zero value."""
+    """Return whether the API server may omit a desired field: every value in it is its zero value."""
     if value is None:
         return True
     if key in _STORED_ZEROS:
@@ -81,7 +81,7 @@ def _covers_list(desired: list[Any] | tuple[Any, ...], live: list[Any]) -> bool:
 
 
 def _identity(items: list[Any] | tuple[Any, ...]) -> str | None:
-    """Return the field that tells the entries of a list apart; None for other lists, which have an order."""
+    """Return the field that identifies the entries of a list; None for ordered lists."""
     if not items or not all(isinstance(item, dict) for item in items):
         return None
     for key in _IDENTITIES:
@@ -91,7 +91,7 @@ def _identity(items: list[Any] | tuple[Any, ...]) -> str | None:
 
 
 def _amount(value: Any) -> Any:
-    """A Kubernetes quantity as a number; what is none stays as it is."""
+    """Parse a Kubernetes quantity as a number; other values are returned unchanged."""
     text = str(value)
     digits = text.rstrip("numkKMGTPEi")
     try:

@@ -1,4 +1,4 @@
-"""The operator's own HTTP: probes on one port, metrics on another."""
+"""HTTP endpoints of the operator: probes on one port, metrics on another."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +15,7 @@ from skiff_runtime import contract
 async def serving(
     settings: Settings, *, unhealthy: Callable[[], str], unready: Callable[[], str]
 ) -> AsyncIterator[None]:
-    """Serve until the block ends. `unhealthy` and `unready` give the reason why their probe must fail, or nothing."""
+    """Serve inside the block. `unhealthy` and `unready` return the reason why their probe fails, or an empty string."""
 
     def verdict(reason: str) -> web.Response:
         return web.Response(text=reason or "ok", status=503 if reason else 200)

@@ -1,32 +1,32 @@
-"""Every error that the operator raises by name, split by what to do about it: try again, or tell the user."""
+"""The exceptions of the operator, divided into retryable and permanent ones."""
 
 
 class OperatorError(Exception):
-    """The root of the tree; `reason` is the CamelCase word that a condition or an Event shows."""
+    """The root of the tree; `reason` is the CamelCase reason of a condition or an Event."""
 
     reason = "OperatorError"
 
 
 class Retryable(OperatorError):
-    """The same work may succeed later without anyone changing anything."""
+    """The same work may succeed later without any change."""
 
     reason = "TemporaryError"
 
 
 class Permanent(OperatorError):
-    """Only a change of the spec, of the cluster or of the operator's rights can help."""
+    """Only a change of the spec, of the cluster or of the operator's role can help."""
 
     reason = "PermanentError"
 
 
 class InvalidSpec(Permanent):
-    """The InferenceService asks for something impossible; the message says what to change."""
+    """The spec of the InferenceService is invalid; the message says what to change."""
 
     reason = "InvalidSpec"
 
 
 class SettingsError(Permanent):
-    """The operator was started with an option that it cannot honour."""
+    """An option of the operator is invalid."""
 
     reason = "InvalidSettings"
 
@@ -38,23 +38,23 @@ class ApiUnavailable(Retryable):
 
 
 class ApiBusy(ApiUnavailable):
-    """The API server answered one request with "try again later"; others may succeed."""
+    """The API server asked to retry one request later; others may succeed."""
 
 
 class ApiFailed(ApiBusy):
-    """500: the API server, or an admission webhook that it had to call, failed over this one request."""
+    """500: the API server, or an admission webhook that it called, failed on this request."""
 
     reason = "ApplyFailed"
 
 
 class ApiConflict(Retryable):
-    """The object is no longer as it was read: someone wrote, replaced or deleted it, or its quota, meanwhile."""
+    """The object, or its quota, was changed, replaced or deleted since it was read."""
 
     reason = "Conflict"
 
 
 class ApiRefused(Permanent):
-    """The API server answered and said no. `status` is the HTTP code, the message the server's own."""
+    """The API server refused the request. `status` is the HTTP code, the message is the server's own."""
 
     reason = "ApplyFailed"
 

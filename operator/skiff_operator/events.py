@@ -1,4 +1,4 @@
-"""Which transitions of a status are told as Kubernetes Events, and how such an Event looks. Pure."""
+"""Kubernetes Events for transitions of the status. Pure."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from skiff_operator.status import DEGRADED, READY, SERVING, Status
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """A Kubernetes Event to be: `type` is Normal or Warning."""
+    """A Kubernetes Event to send: `type` is Normal or Warning."""
 
     type: str
     reason: str
@@ -19,7 +19,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def announcements(previous: Status | None, status: Status) -> Iterator[Announcement]:
-    """The transitions that are worth an Event; none when nothing but counts and messages moved."""
+    """Return the transitions that merit an Event; none when only counts and messages changed."""
     degraded = status.condition(DEGRADED)
     was_degraded = previous.condition(DEGRADED) if previous else None
     if (
@@ -36,7 +36,7 @@ def announcements(previous: Status | None, status: Status) -> Iterator[Announcem
 
 
 def _serves(status: Status) -> bool:
-    """Return whether it is Ready with pods; with no replicas it is Ready, too, and serves nothing."""
+    """Return whether the service is Ready with pods; at zero replicas it is Ready without any."""
     ready = status.condition(READY)
     return ready is not None and (ready.status, ready.reason) == ("True", SERVING)
 
@@ -44,7 +44,7 @@ def _serves(status: Status) -> bool:
 def build(
     news: Announcement, *, namespace: str, name: str, uid: str, reporter: str, now: str
 ) -> dict[str, Any]:
-    """The Event object. `now` is RFC 3339 with microseconds, `reporter` this process's name."""
+    """Build the Event object. `now` is RFC 3339 with microseconds, `reporter` the name of this process."""
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.name,

@@ -1,7 +1,7 @@
-"""kopf's settings and its registry: which kinds are watched, how, and with what credentials.
+"""kopf's settings and registry: the watched kinds and the credentials.
 
 kopf watches the kinds that have handlers. The handlers themselves never run: `reflector` takes each event from its
-watch, in order. Persistence, indices, posting and queueing limits of kopf are not used; docs/decisions/0004 says why.
+watch in order. Persistence, indices, posting and queueing limits of kopf are not used; docs/decisions/0004 says why.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from skiff_runtime import contract
 
 
 class _Backoffs:
-    """Pauses between attempts of kopf's discovery, without end: an API server that starts late is waited for."""
+    """Endless delays between attempts of kopf's discovery: an API server may start late."""
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((1.0, 2.0, 4.0, 8.0, 16.0), itertools.repeat(reflector.LAST_RETRY_SECONDS))
@@ -29,7 +29,7 @@ def configure(settings: Settings) -> kopf.OperatorSettings:
     """Return kopf's settings, each with its reason."""
     found = kopf.OperatorSettings()
     found.scanning.disabled = True  # the kinds are known; a new CRD needs no watch of all CRDs
-    found.posting.enabled = False  # Events are few and ours
+    found.posting.enabled = False  # we send our own Events
     found.watching.chunk_size = 100  # bounds memory when many objects are listed
     found.watching.server_timeout = settings.watch_timeout_seconds
     found.watching.inactivity_timeout = settings.watch_inactivity_seconds
@@ -67,5 +67,5 @@ async def run(sink: Sink, settings: Settings) -> None:
         OperatorError: this process cannot watch.
     """
     await reflector.run(sink, register(), configure(settings), settings.namespaces)
-    # kopf leaves its generators of watch events unfinished, about which asyncio complains while the process ends.
+    # kopf leaves its generators of watch events unfinished, and asyncio would log that while the process ends.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
 """Installation of the CustomResourceDefinition by the chart's hook: `python -m skiff_operator.install_crd FILE`.
 
-The definition belongs to the cluster and not to a release of Helm. Server-side apply creates it, takes it over from
-whoever installed it before, and upgrades it; a newer one stays, so that an older release does not take fields away.
+The definition belongs to the cluster and not to a Helm release. Server-side apply creates it, takes over an existing
+one, and upgrades it; a newer one stays, so that an older release does not remove fields.
 """
 
 import argparse
@@ -26,12 +26,12 @@ FIELD_MANAGER: Final = "skiff-crd"
 TIMEOUT_SECONDS: Final = 60.0
 _RETRY_SECONDS: Final = 1.0
 _TRANSIENT: Final = (403, 404, 409)
-"""The role of the hook is not in force yet; the definition went away, or was written by another, in between."""
+"""The role of the hook is not in force yet, or the definition was deleted or changed concurrently."""
 _APPLY: Final = "application/apply-patch+yaml"
 
 
 def version(body: dict[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of the release that a definition is from; an unlabelled one is older than any."""
+    """Return the release version of a definition; an unlabelled one counts as older than any."""
     label = body["metadata"].get("labels", {}).get(VERSION_LABEL, "")
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", label)
     return tuple(map(int, match.groups())) if match else ()
@@ -40,10 +40,10 @@ def version(body: dict[str, Any]) -> tuple[int, ...]:
 async def install(client: Client, body: dict[str, Any]) -> str:
     """Apply the definition, unless the cluster has a newer one, and wait until the API server serves it.
 
-    Returns a line that says what was done.
+    Returns a line that describes the action taken.
 
     Raises:
-        ApiUnavailable: the definition that the cluster has is being deleted.
+        ApiUnavailable: the existing definition is being deleted.
         OperatorError: the API server refused it.
     """
     path = f"{COLLECTION}/{body['metadata']['name']}"
@@ -71,7 +71,7 @@ async def install(client: Client, body: dict[str, Any]) -> str:
 
 
 async def install_patiently(body: dict[str, Any]) -> str:
-    """Install, again and again where the reason for a failure may pass.
+    """Install, with retries of transient failures.
 
     Raises:
         OperatorError: it was refused, or did not succeed in time.

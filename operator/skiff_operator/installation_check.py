@@ -1,7 +1,7 @@
 """Check of an installation, which `helm test` runs in a pod: `python -m skiff_operator.installation_check`.
 
-It runs as the operator's ServiceAccount and looks at the two things that an installation lacks when it is broken: the
-API server serves InferenceServices to that account, and an operator behind the metrics Service leads and works.
+It runs as the operator's ServiceAccount and checks two things: the API server serves InferenceServices to that
+account, and an operator behind the metrics Service is the leader and resyncs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_runtime import contract
 
 TIMEOUT_SECONDS: Final = 60.0
-"""Longer than an operator takes to start. The Service reaches one replica of many, so several requests may be needed."""
+"""Longer than the start of an operator. The Service picks one of several replicas, so several requests may be needed."""
 _RETRY_SECONDS: Final = 0.5
 _REQUEST: Final = aiohttp.ClientTimeout(total=5)
 
@@ -45,7 +45,7 @@ async def check_leader(url: str) -> None:
     """Wait until an operator leads and has finished a resync.
 
     Raises:
-        OperatorError: none did in time; the message says what was seen last.
+        OperatorError: none did in time; the message contains the last observation.
     """
     seen = "nothing"
     deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -81,7 +81,7 @@ async def check(namespaces: Sequence[str], metrics_url: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 all is well, 1 something is not."""
+    """Run the command. Exit codes: 0 success, 1 failure."""
     parser = argparse.ArgumentParser(prog="skiff_operator.installation_check", description=__doc__)
     parser.add_argument("--metrics-url", required=True, help="page of metrics of the operator's Service")
     parser.add_argument("--namespaces", default="", help="those that it serves, separated by commas (all)")

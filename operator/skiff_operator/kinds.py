@@ -7,7 +7,7 @@ from skiff_runtime import contract
 
 
 class Stage(IntEnum):
-    """The order in which the work of all InferenceServices is done; a lower stage is more urgent."""
+    """Priority of work over all InferenceServices; a lower stage is more urgent."""
 
     CHILDREN = 0
     NETWORK = 1
@@ -26,11 +26,11 @@ class Kind(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """The `apiVersion` of its objects."""
+        """The `apiVersion` of its objects, such as `apps/v1`."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
-        """The URL path of the collection in all namespaces or in one, of one object, or of its subresource."""
+        """Return the URL path of a collection (in all namespaces or one), of an object, or of its subresource."""
         parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
         if namespace is not None:
             parts += ["namespaces", namespace]
@@ -58,9 +58,9 @@ LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS
 EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
 
 CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
-"""What one InferenceService may own, in the order of creation: a pod needs its account and its claim."""
+"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim."""
 
 NEEDED_BY_PODS: Final = (SERVICE_ACCOUNT, CLAIM)
-"""Children without which a pod cannot start; under another's, it must not."""
+"""Children that a pod needs to start; it must not start with an object of another owner in their place."""
 
 BY_NAME: Final = {kind.name: kind for kind in CHILDREN}

@@ -1,4 +1,4 @@
-"""Leadership by a Lease: one replica works, the others wait, and who cannot renew in time ends its process."""
+"""Leader election by a Lease: one replica works, the others wait; a leader that cannot renew in time exits."""
 
 import asyncio
 import datetime
@@ -19,14 +19,14 @@ _RELEASE_SECONDS: Final = 3.0
 
 
 class Leadership:
-    """This process's side of the Lease.
+    """This process's part in the election.
 
     Clocks of different nodes are never compared: a holder counts as gone when its record has not changed for
-    the lease's duration on our own clock.
+    the lease duration on our own clock.
     """
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """Compete for the Lease that `settings` name."""
+        """Prepare to compete for the Lease named in `settings`."""
         self._client = client
         self._settings = settings
         self._seen = ("", "")
@@ -35,7 +35,7 @@ class Leadership:
         self._mine: dict[str, Any] | None = None
 
     async def acquire(self) -> None:
-        """Return when this process leads."""
+        """Wait until this process is the leader."""
         waiting = False
         while True:
             try:
@@ -51,7 +51,7 @@ class Leadership:
         logger.info("leading", extra={"identity": self._settings.identity})
 
     async def hold(self, on_loss: Callable[[str], None]) -> None:
-        """Renew for ever; call `on_loss` with the reason when another process leads, or may by now."""
+        """Renew for ever; call `on_loss` with the reason when another process leads, or may lead by now."""
         period = self._settings.lease_renew_seconds
         deadline = self._settings.lease_duration_seconds - period
         while True:
@@ -64,10 +64,12 @@ class Leadership:
                 held = time.monotonic() - self._renewed_at < deadline
             if not held:
                 metrics.leader.set(0)
-                on_loss(f"the lease is {self._seen[0] or 'nobody'}'s or may be another's by now")
+                on_loss(
+                    f"another process holds the Lease, or may by now (last seen holder: {self._seen[0] or 'none'})"
+                )
 
     async def release(self) -> None:
-        """Give the Lease back if it is ours, so that the next leader need not wait for it to run out."""
+        """Release the Lease if it is ours, so that the next leader need not wait for its expiry."""
         metrics.leader.set(0)
         if self._mine is None:
             return
@@ -79,9 +81,9 @@ class Leadership:
             logger.warning("lease not released", extra={"error": repr(error)})
 
     async def _try(self) -> bool:
-        """Take or renew the Lease once; False when someone else holds it.
+        """Acquire or renew the Lease once; False when another process holds it.
 
-        A renewal is one write over what was written last; only a conflict makes it read again.
+        A renewal is one write over the last written version; only a conflict causes a read.
         """
         if self._mine is not None:
             try:

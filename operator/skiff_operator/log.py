@@ -28,7 +28,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Log from `level` on; kopf tells only of warnings, for it repeats what is logged here."""
+    """Log from `level` on; kopf logs warnings only, because the rest repeats our own events."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -20,7 +20,7 @@ from skiff_operator.status import CONDITIONS, READY
 from skiff_operator.watch_streams import WatchStreams
 from skiff_runtime import contract
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, useless series per counter
 
 registry: Final = CollectorRegistry()
 ProcessCollector(registry=registry)
@@ -57,14 +57,14 @@ for _result in ("done", "retry", "refused", "bug"):
 
 
 class ObjectsCollector(Collector):
-    """Counts InferenceServices by condition, from the cache, when it is asked."""
+    """Counts InferenceServices by condition, from the cache, at each scrape."""
 
     def __init__(self, cache: Cache) -> None:
-        """Count what `cache` holds."""
+        """Count the entries of `cache`."""
         self._cache = cache
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One series per condition and status, and one per InferenceService that says whether it is ready."""
+        """Yield one series per condition and status, and one per InferenceService with its readiness."""
         counts = {(kind, status): 0 for kind in CONDITIONS for status in ("True", "False", "Unknown")}
         ready = GaugeMetricFamily(
             contract.OPERATOR_SERVICE_READY,
@@ -118,5 +118,5 @@ class StreamsCollector(Collector):
 
 
 def page() -> bytes:
-    """The text that Prometheus scrapes."""
+    """Render the page that Prometheus scrapes."""
     return generate_latest(registry)

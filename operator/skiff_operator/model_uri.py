@@ -1,4 +1,4 @@
-"""Model URIs: which schemes exist and what they name. Where the files are mounted is not said here."""
+"""Model URIs: the schemes and their parts. `resources.volumes` decides where files are mounted."""
 
 import re
 from typing import Final, NamedTuple

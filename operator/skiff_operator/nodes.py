@@ -1,8 +1,8 @@
-"""Capacity of the nodes: whether one of them could ever hold a pod of an InferenceService.
+"""Node capacity: detects pods that no node of the cluster could ever hold.
 
-The scheduler reports that too few GPUs are free, and not that no node has as many. Nodes are listed only while pods
-of some InferenceService have no place yet, at most once in two resyncs, and without the right to list them nothing
-is reported. Nothing watches them: a watch would bring the heartbeats of every node of the cluster.
+The scheduler reports that too few GPUs are free, but not that no node has that many. Nodes are listed only while
+pods of some InferenceService are unscheduled, at most once in two resyncs; without the right to list them nothing
+is reported. They are not watched: a watch would deliver the heartbeats of every node.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ class Node(NamedTuple):
 
 
 class Nodes:
-    """The schedulable nodes that have devices, as they were listed last."""
+    """The schedulable nodes with devices, from the last list."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """List through `client` when first needed."""
+        """List through `client` on first use."""
         self._client = client
         self._settings = settings
         self._nodes: tuple[Node, ...] | None = None
@@ -39,7 +39,7 @@ class Nodes:
         self._listing = asyncio.Lock()
 
     async def shortage(self, service: InferenceService) -> str:
-        """Explain that no node can hold a pod of `service`; empty when one can, or when nothing is known."""
+        """Return a message when no node can hold a pod of `service`; empty when one can, or when nodes are unknown."""
         needed, resource = containers.gpus(service), containers.gpu_resource(service, self._settings)
         if not needed:
             return ""
@@ -55,7 +55,7 @@ class Nodes:
         return f"no schedulable node{allowed} has {needed} {resource}; the largest has {largest}"
 
     async def _refresh(self) -> None:
-        """List the nodes unless that was done lately; callers that wait for the same list share it."""
+        """List the nodes unless the last list is recent; concurrent callers share one list."""
         async with self._listing:
             now = time.monotonic()
             if (
@@ -75,7 +75,7 @@ class Nodes:
 
 
 def _read(node: dict[str, Any]) -> Node | None:
-    """Reduce a node to what is kept of it; None for one that is cordoned or has no devices."""
+    """Reduce a node to its record; None for one that is cordoned or has no devices."""
     allocatable = (node.get("status") or {}).get("allocatable") or {}
     devices = {
         name: int(amount) for name, amount in allocatable.items() if "/" in name and amount.isdecimal()
@@ -86,7 +86,7 @@ def _read(node: dict[str, Any]) -> Node | None:
 
 
 def _node_selector(service: InferenceService) -> dict[str, str]:
-    """Merge the labels that the pods' node must have, `podTemplate` included."""
+    """Merge the node selectors of the spec and of its `podTemplate`."""
     patch = (service.spec.pod_template.get("spec") or {}).get("nodeSelector", {})
     selector = overlay.merge({"nodeSelector": service.spec.node_selector}, {"nodeSelector": patch})
     labels = selector.get("nodeSelector")

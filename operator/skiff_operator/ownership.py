@@ -1,7 +1,7 @@
-"""Ownership of live objects: whose they are by their controller reference, and which of their fields are ours.
+"""Ownership of live objects: by controller reference, and of their fields by field manager.
 
-Names are shared with everybody who may write to a namespace, so the operator reads before it writes: an object is
-its own only when the controller is the InferenceService of that uid. All else about it, labels included, proves nothing.
+Anybody with write access to a namespace may use any name in it, so the operator reads before it writes: an object is
+owned only when its controller reference has the uid of the InferenceService. Nothing else, labels included, proves it.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from skiff_operator.kinds import INFERENCE_SERVICE, SERVICE_ACCOUNT, Kind
 from skiff_operator.resources.metadata import FIELD_MANAGER
 
 _RESERVED = frozenset({(SERVICE_ACCOUNT, "default")})
-"""Children that every namespace has of itself, or will have in a moment."""
+"""Names that every namespace has by itself, or soon will have."""
 
 
 class NameTaken(Permanent):
-    """Another object, which is not ours, has the name that a child needs."""
+    """An object that is not ours has the name of a child."""
 
     reason = "NameConflict"
 
@@ -33,13 +33,13 @@ def controller_uid(obj: dict[str, Any]) -> str:
 
 
 def require_free(kind: Kind, name: str) -> None:
-    """Raise `NameTaken` for a name that belongs to the namespace itself, even where nothing has it yet."""
+    """Raise `NameTaken` for a name that is reserved in every namespace, even before an object has it."""
     if (kind, name) in _RESERVED:
         raise NameTaken(f"{kind.name} {name} belongs to the namespace; rename the InferenceService")
 
 
 def require_owned(kind: Kind, live: dict[str, Any], *, service: str, uid: str) -> None:
-    """Raise `NameTaken`, which says whose the object is, unless the InferenceService of this uid controls it."""
+    """Raise `NameTaken`, naming the owner of the object, unless the InferenceService of this uid controls it."""
     owner = controller(live)
     if owner.get("uid") == uid:
         return
@@ -56,10 +56,10 @@ def require_owned(kind: Kind, live: dict[str, Any], *, service: str, uid: str) -
 
 
 def migrated_fields(live: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the managedFields with which server-side apply owns what was created; None when it does already.
+    """Return managedFields that transfer the fields of our creation to server-side apply; None when none need it.
 
-    The API server keeps the fields of a creation in an entry `Update` of the manager, those of its applies in an
-    entry `Apply`, and an apply removes only what the latter has alone. So the former is turned into the latter.
+    The API server tracks the fields of a creation in an `Update` entry of the manager and those of applies in an
+    `Apply` entry, and an apply removes only fields of the latter. So the `Update` entry becomes an `Apply` entry.
     """
     entries = live["metadata"].get("managedFields") or []
     created = [entry for entry in entries if _is_ours(entry, "Update")]

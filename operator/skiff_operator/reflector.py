@@ -1,10 +1,10 @@
-"""Reflector: lists one kind in one namespace, watches it from there, and passes on each event in its order.
+"""Reflector: lists one kind in one namespace, watches it from that resource version, and passes events on in order.
 
-This is the only file that uses internals of kopf. kopf brings the process, discovery, credentials and the requests;
-its own loop around them (`infinite_watch`) is replaced while the operator runs, for four reasons: it does not show
-its handlers where a list ends, so that a deletion that no event reported could not be found; its queues, one for each
-object, mix up the order of events and list ends; it says nothing of bookmarks, the only sign of life of an idle
-watch; and any API error other than 410 in the stream ends the process.
+This is the only file that uses internals of kopf. kopf provides the process, discovery, credentials and the requests;
+its own loop around them (`infinite_watch`) is replaced while the operator runs, for four reasons: it does not tell
+handlers where a list ends, so a deletion without an event could not be detected; its queues, one for each object,
+lose the order of events and list ends; it hides bookmarks, the only activity of an idle watch; and any API error
+other than 410 in the stream ends the process.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ BORROWED: Final = {
     "kopf._cogs.clients.api.iter_jsonlines": {"content"},
     "kopf._cogs.structs.references.Resource.get_url": {"namespace", "params"},
 }
-"""The internal functions in use, and the parameters that they must have."""
+"""kopf's internal functions in use, with the parameters that they must have."""
 
 FIRST_RETRY_SECONDS: Final = 0.1
 LAST_RETRY_SECONDS: Final = 30.0
@@ -58,10 +58,10 @@ class StreamError(Exception):
 
 
 def check() -> None:
-    """Compare kopf's internals with what this file needs of them.
+    """Check that kopf's internals have the expected shape.
 
     Raises:
-        OperatorError: this version of kopf is built differently.
+        OperatorError: the internals of this version of kopf differ.
     """
     wrong = [name for name, parameters in BORROWED.items() if not parameters <= _parameters(name)]
     if "infinite_watch" not in queueing.watcher.__code__.co_names:
@@ -83,7 +83,7 @@ async def run(
     """Run kopf, with its watches reflected into `sink`, until a signal ends it or this task is cancelled.
 
     Raises:
-        OperatorError: kopf is of an unknown build, the API server lacks a kind, or the credentials are not valid.
+        OperatorError: kopf's internals differ, the API server lacks a kind, or the credentials are invalid.
     """
     check()
     insights = references.Insights()
@@ -136,9 +136,9 @@ def _reflected(sink: Sink) -> Iterator[None]:
 class Reflector:
     """One stream: a list, watch requests from its resource version on, and a new list when that is too old.
 
-    Every failure is retried, at first after 0.1 s and at last each 30 s, unless the server asks for more patience.
-    Signs of life are pages, events, bookmarks, and any reply to a request: an idle watch may show no bookmark at
-    all, but it is requested anew every so often.
+    Every failure is retried, with a backoff from 0.1 s to 30 s, or the server's Retry-After if longer. Pages, events,
+    bookmarks and any response to a request count as activity: an idle watch may deliver no bookmark at all, but it is
+    requested again periodically.
     """
 
     def __init__(self, sink: Sink, stream: StreamKey, settings: kopf.OperatorSettings, resource: Any) -> None:
@@ -147,12 +147,12 @@ class Reflector:
         self._stream = stream
         self._resource = resource
         self._watching = settings.watching
-        # The retries are here, where they can be reported, and not inside of kopf's requests.
+        # Retries happen here, where they can be reported, and not inside kopf's requests.
         self._settings = replace(settings, networking=replace(settings.networking, error_backoffs=()))
         self._failures = 0
 
     async def reflect(self) -> AsyncIterator[watching.Bookmark]:
-        """List and watch for ever; kopf's own watcher gets nothing but the ends of lists."""
+        """List and watch for ever; kopf's own watcher receives only the ends of lists."""
         await self._sink.streams.may_begin(self._stream)
         while True:
             try:
@@ -169,7 +169,7 @@ class Reflector:
                     await self._pause(error)
 
     async def _list(self) -> str:
-        """Take in all objects, a page at a time; return the resource version of the list."""
+        """List all objects page by page; return the resource version of the list."""
         shown: set[str] = set()
         resource_version = ""
         pages = fetching.fetch_objs(
@@ -185,15 +185,15 @@ class Reflector:
                     shown.add(obj["metadata"]["uid"])
                     self._sink.on_event(self._stream.kind, "LISTED", obj)
                 resource_version = listed_at
-                del objects  # else two pages would be held while the next one is read
+                del objects  # or else two pages would be in memory while the next one is read
         self._sink.on_listed(self._stream, shown, int(resource_version))
         return resource_version
 
     async def _watch(self, resource_version: str) -> NoReturn:
-        """Take in events, through any number of requests; an interrupted one is resumed from its last event.
+        """Receive events over any number of requests; an interrupted watch resumes after its last event.
 
         Raises:
-            StreamError, APIError: the server does not go on from there, so that a new list is needed.
+            StreamError, APIError: the server cannot resume the watch, so a new list is needed.
         """
         while True:
             began = time.monotonic()
@@ -204,7 +204,7 @@ class Reflector:
                     async for line in api.iter_jsonlines(response.content):
                         resource_version = self._take(json.loads(line))
             except aiohttp.SocketTimeoutError:
-                pass  # nothing happened, or the connection is dead: only a new request can show which
+                pass  # either nothing happened or the connection is dead: only a new request can tell
             except _FAILURES as error:
                 if getattr(error, "status", None) == _GONE:
                     raise
@@ -259,11 +259,11 @@ class Reflector:
 
     @property
     def _last_delay(self) -> float:
-        """A stream that is refused must show its next sign of life before it would count as dead."""
+        """Return the longest delay: a refused stream must show activity before it would count as dead."""
         return min(LAST_RETRY_SECONDS, float(self._watching.inactivity_timeout))
 
     def _delay(self) -> float:
-        """Return the seconds until the next attempt, twice as many as the last time."""
+        """Return the seconds until the next attempt; they double each time."""
         delay = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures, 20)
         self._failures += 1
         return min(delay, self._last_delay)
@@ -284,7 +284,7 @@ def _require_kinds(found: set[Any]) -> None:
 
 
 def _retry_after(error: errors.APIError) -> float:
-    """Return the seconds that the server asks to wait; 0 when it does not, or names a date."""
+    """Return the seconds of a Retry-After header; 0 when it is absent or names a date."""
     text = error.headers.get("Retry-After", "")
     return float(text) if text.isdecimal() else 0.0
 

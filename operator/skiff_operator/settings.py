@@ -1,4 +1,4 @@
-"""How this operator process runs: flags and environment, validated once into one frozen dataclass.
+"""Settings of the operator process: flags and environment, validated once into one frozen dataclass.
 
 Each flag is also read from the environment: `--log-level` from `SKIFF_OPERATOR_LOG_LEVEL`; the flag wins.
 """
@@ -25,7 +25,7 @@ _VERSION: Final = importlib.metadata.version("skiff")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that can differ between two operators. Durations are seconds."""
+    """The settings of one operator process. Durations are seconds."""
 
     namespaces: tuple[str, ...] = ()
     runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{_VERSION}"
@@ -49,7 +49,7 @@ class Settings:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, by the flag's name."""
+        """Validate the values; errors name the flag."""
         for name in (
             "workers",
             "resync_seconds",
@@ -73,7 +73,7 @@ class Settings:
             raise SettingsError("--log-level must be debug, info, warning or error")
 
     def runtime_image(self, device: str) -> str:
-        """The image of serving pods on this kind of device, when their spec names none."""
+        """Return the default image of serving pods for a device type."""
         return self.runtime_image_cuda if device == "cuda" else self.runtime_image_cpu
 
     @property
@@ -82,17 +82,17 @@ class Settings:
         return 4 * self.resync_seconds
 
     def watch_scope(self, namespace: str) -> str | None:
-        """Return the namespace of the watch streams that show `namespace`; None where they show all namespaces."""
+        """Return the scope of the watch streams that cover `namespace`: a namespace, or None for all."""
         return namespace if self.namespaces else None
 
     @property
     def watch_inactivity_seconds(self) -> float:
-        """A watch that shows nothing for this long is requested anew, for its connection may be dead."""
+        """A watch without events for this long is requested again, because its connection may be dead."""
         return min(1.5 * self.watch_timeout_seconds, 120.0)
 
     @property
     def stream_dead_after_seconds(self) -> float:
-        """A watch stream that is silent for this long fails the liveness probe: two new requests had no answer."""
+        """A watch stream without activity for this long fails the liveness probe: two new requests had no response."""
         return 3 * self.watch_inactivity_seconds
 
 
@@ -122,10 +122,10 @@ _HELP: Final = {
 
 
 def from_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags over environment over defaults.
+    """Read settings: flags override the environment, which overrides defaults.
 
     Raises:
-        SettingsError: a value has the wrong type or is impossible.
+        SettingsError: a value has the wrong type or is out of range.
     """
     parser = argparse.ArgumentParser(prog="skiff-operator", description="The Skiff operator for Kubernetes.")
     for field in fields(Settings):
@@ -153,7 +153,7 @@ def _flag(name: str) -> str:
 
 
 def _default_identity(environ: Mapping[str, str]) -> str:
-    """A pod's name survives a restart of its container, so that the restarted one leads at once."""
+    """Return the host name: a pod's name survives a restart of its container, which then leads at once."""
     return environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}"
 
 

@@ -1,7 +1,7 @@
-"""An InferenceService as frozen structs: what the user asked for, with every default filled in.
+"""The InferenceService as frozen structs, with every default filled in.
 
-`parse` is the only way in. What the CRD's schema could not refuse is refused here, once, as `InvalidSpec`
-with a message that says what to change; after this module nobody looks at the raw object again.
+`parse` is the only entry point. Specs that the CRD's schema cannot refuse are refused here, once, as `InvalidSpec`
+with a message that says what to change; no other module reads the raw object.
 """
 
 from typing import Any, Final, Literal
@@ -15,7 +15,7 @@ _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of every part of the spec: immutable, camelCase on the wire, no unknown field."""
+    """Base of every part of the spec: immutable, camelCase in JSON, unknown fields refused."""
 
 
 class SecretKey(_Strict, frozen=True):
@@ -32,7 +32,7 @@ class Fetch(_Strict, frozen=True):
 
 
 class Model(_Strict, frozen=True):
-    """What to serve. `name` is the model name that clients use; default: the InferenceService's."""
+    """The model. `name` is the model name for clients; default: the name of the InferenceService."""
 
     uri: str
     name: str | None = None
@@ -57,13 +57,13 @@ class Runtime(_Strict, frozen=True):
 
 
 class Parallelism(_Strict, frozen=True):
-    """How one replica is spread over accelerators."""
+    """The parallelism of one replica over its accelerators."""
 
     tensor: int = 1
 
 
 class Cache(_Strict, frozen=True):
-    """Where downloaded weights live; at most one field is set, none means an emptyDir per pod."""
+    """The cache of downloaded weights; at most one field is set, none means an emptyDir per pod."""
 
     claim_name: str | None = None
     host_path: str | None = None
@@ -71,19 +71,19 @@ class Cache(_Strict, frozen=True):
 
 
 class Startup(_Strict, frozen=True):
-    """How long a container may take until it answers, downloads not included."""
+    """The startup limit of a container, without downloads."""
 
     timeout_seconds: int = 1800
 
 
 class Drain(_Strict, frozen=True):
-    """How long a pod that was told to stop may finish its requests."""
+    """The time that a terminating pod has to finish its requests."""
 
     timeout_seconds: int = 60
 
 
 class Spec(_Strict, frozen=True):
-    """The whole of `spec`, defaults filled in."""
+    """The complete `spec`, with defaults filled in."""
 
     model: Model
     runtime: Runtime = Runtime()
@@ -99,7 +99,7 @@ class Spec(_Strict, frozen=True):
 
 
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
-    """One user object: its identity and its validated spec."""
+    """One InferenceService: its identity and its validated spec."""
 
     namespace: str
     name: str
@@ -109,7 +109,7 @@ class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """The name under which clients ask for the model."""
+        """The model name for clients."""
         return self.spec.model.name or self.name
 
     @property
@@ -119,7 +119,7 @@ class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(obj: dict[str, Any]) -> InferenceService:
-    """The structs of one object as the API server sent it.
+    """Parse an object of the API server.
 
     Raises:
         InvalidSpec: a field is unknown, of the wrong type, or contradicts another.
@@ -140,7 +140,7 @@ def parse(obj: dict[str, Any]) -> InferenceService:
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:
-    """The way back: `spec` as plain camelCase builtins, defaults included."""
+    """Convert `spec` back to plain camelCase builtins, defaults included."""
     result: dict[str, Any] = msgspec.to_builtins(spec)
     return result
 

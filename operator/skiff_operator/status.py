@@ -1,4 +1,4 @@
-"""Observed facts to the conditions and the status that the user reads. Pure: the time is an argument."""
+"""Status reporting: conditions and status computed from observed facts. Pure: the time is an argument."""
 
 import datetime
 from typing import Final
@@ -20,18 +20,18 @@ SCALED_TO_ZERO: Final = "ScaledToZero"
 
 _MESSAGE_CHARACTERS: Final = 1024
 _FAILED_POD_SECONDS: Final = 600.0
-"""A pod that failed as a whole is blamed for no longer than this; by then another has taken its place."""
+"""A failed pod explains `Degraded` for at most this long; by then its replacement has started."""
 _LOADING_REASONS: Final = {
     "Loading": "LoadingModel",
     "Creating": "CreatingContainers",
     "Fetching": "FetchingWeights",
     "Scheduling": "SchedulingPods",
 }
-"""From the phase nearest to serving to the farthest."""
+"""Ordered from the phase nearest to serving to the farthest."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What stops the operator itself: an impossible spec, or an answer of the API server."""
+    """An obstacle to reconciling: an invalid spec, or a refusal of the API server."""
 
     reason: str
     message: str
@@ -49,7 +49,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LastFailure(msgspec.Struct, frozen=True, rename="camel"):
-    """The newest end of a container that was no success; `log_tail` is the last it wrote."""
+    """The newest unsuccessful termination of a container; `log_tail` is the end of its output."""
 
     pod: str
     reason: str
@@ -59,7 +59,7 @@ class LastFailure(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The whole of `status`. Counts are pods."""
+    """The `status` of an InferenceService. Counts are pods."""
 
     observed_generation: int
     replicas: int
@@ -73,17 +73,16 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     last_failure: LastFailure | None = None
 
     def condition(self, kind: str) -> Condition | None:
-        """The condition of a type, when it is there."""
+        """Return the condition of a type, if present."""
         return next((condition for condition in self.conditions if condition.type == kind), None)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a status is made of.
+    """The inputs of a status.
 
-    `replicas` and `revision` are the desired ones (the last known, when the spec is not valid now); `synced`
-    says that the Deployment and the Service hold them. `pods` are those of the Deployment, without those that
-    are being deleted: of these, `new_pods` and `older` have not ended as a whole. `shortage` is a message when no
-    node could hold a pod.
+    `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
+    when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted;
+    `new_pods` and `older` among them have not terminated. `shortage` is a message when no node could hold a pod.
     """
 
     name: str
@@ -114,28 +113,28 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> bool:
-        """A pod of the desired revision has a node, or no pod is wanted."""
+        """True when a pod of the desired revision has a node, or no pod is desired."""
         return self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
 
     @property
     def new_ready(self) -> int:
-        """Pods of the desired revision that answer."""
+        """Ready pods of the desired revision."""
         return sum(pod.ready for pod in self.new_pods)
 
     @property
     def serves(self) -> bool:
-        """True when the desired revision serves, and it alone; of no replicas, none needs to answer."""
+        """True when the desired revision alone serves; with zero replicas no pod needs to be ready."""
         return self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
 
     @property
     def settled(self) -> bool:
-        """True when there are exactly as many pods as desired, and all of them answer."""
+        """True when exactly the desired number of pods exists and all of them are ready."""
         replacing = self.rollout is not None and self.rollout.replacing
         return self.serves and not replacing and self.new_ready == len(self.new_pods) == self.replicas
 
 
 def report(facts: Facts, previous: Status | None, now: str) -> Status:
-    """Make the status of one InferenceService at `now` (RFC 3339), given the one that was written last."""
+    """Compute the status of an InferenceService at `now` (RFC 3339) from the facts and the last written status."""
     concerned = _concerned(facts, now)
     trouble = facts.problem or _pod_trouble(facts, concerned)
     completed = facts.revision if facts.serves else previous.current_revision if previous else ""
@@ -210,7 +209,7 @@ def _progressing(facts: Facts, completed: str) -> _Verdict:
 
 
 def _movement(facts: Facts, completed: str) -> str:
-    """Return the reason of what is under way: a rollout, or a change of the number of pods without one."""
+    """Return the reason for Progressing: a rollout, or scaling without one."""
     replacing = facts.rollout is not None and facts.rollout.replacing
     if facts.older or replacing or facts.revision != completed:
         return "RolloutInProgress"
@@ -228,7 +227,7 @@ def _count(facts: Facts) -> str:
 
 
 def _concerned(facts: Facts, now: str) -> list[PodState]:
-    """Return the pods that can explain what is wrong now: live ones, and until all is well those that just failed."""
+    """Return the pods that can explain a failure: live ones and, until the service recovers, recently failed ones."""
     if facts.settled:
         return facts.live
     clock = datetime.datetime.fromisoformat(now)
@@ -240,7 +239,7 @@ def _seconds(since: str, now: datetime.datetime) -> float:
 
 
 def _pod_trouble(facts: Facts, concerned: list[PodState]) -> Problem | None:
-    """Return what keeps pods from serving: of the desired revision if it has any, by name for a stable answer."""
+    """Return the trouble that keeps pods from serving, of the desired revision first; ordered by name for stability."""
     if facts.shortage:
         return Problem("NoNodeLargeEnough", facts.shortage)
     current = [pod for pod in concerned if pod.revision == facts.revision]
@@ -269,7 +268,7 @@ def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) 
 
 
 def _last_failure(facts: Facts, concerned: list[PodState], previous: Status | None) -> LastFailure | None:
-    """Return the newest crash that a pod still shows, else the last one reported, until all is well again."""
+    """Return the newest crash among the pods, else the last one reported, until the service recovers."""
     crashes = [(pod.crash, pod.name) for pod in concerned if pod.crash is not None]
     if crashes:
         crash, pod = max(crashes, key=_moment)
@@ -282,7 +281,7 @@ def _moment(entry: tuple[Crash, str]) -> tuple[str, str]:
 
 
 def read(stored: object) -> Status | None:
-    """The status that an object carries; None when it has none, or one of another shape."""
+    """Parse the status of an object; None when it has none, or one of another schema."""
     try:
         return msgspec.convert(stored, Status)
     except msgspec.ValidationError:

@@ -1,7 +1,7 @@
-"""Watch streams: one for each kind and namespace, with its progress and the time of its last sign of life.
+"""Watch streams: one for each kind and namespace, with its progress and the time of its last activity.
 
-The controller starts to work on a namespace when all of its streams are synced, that is, listed to the end once.
-Probes and metrics read from here which stream is missing, refused or dead.
+The controller starts to reconcile a namespace when all of its streams are synced, that is, listed completely once.
+Probes and metrics report missing, refused and dead streams from here.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from skiff_operator.kinds import CHILDREN, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.settings import Settings
 
 Event = Literal["LISTED", "ADDED", "MODIFIED", "DELETED"]
-"""The list, or the event of a watch, that showed an object."""
+"""The kind of an observation: an object of a list, or a watch event."""
 
 WATCHED = (INFERENCE_SERVICE, *CHILDREN, POD)
 """Every kind that is watched. InferenceServices are listed first: children are compared with them."""
@@ -26,7 +26,7 @@ class StreamKey(NamedTuple):
     namespace: str | None
 
     def __str__(self) -> str:
-        """The stream as logs and probes name it."""
+        """Return the name of the stream in logs and probes."""
         place = f"namespace {self.namespace}" if self.namespace else "all namespaces"
         return f"{self.kind.plural} in {place}"
 
@@ -35,8 +35,8 @@ class StreamKey(NamedTuple):
 class Stream:
     """The state of one stream.
 
-    `heard_at` is the monotonic time of the last answer of the API server, whatever it was, and None before the
-    stream may begin. `failure` is the error that ended the last attempt, and empty while the stream is well.
+    `heard_at` is the monotonic time of the last response of the API server of any kind, and None before the stream
+    may begin. `failure` is the error that ended the last attempt, and empty while the stream works.
     """
 
     heard_at: float | None = None
@@ -46,10 +46,10 @@ class Stream:
 
 
 class WatchStreams:
-    """All streams of this process. There are none until `begin`: a replica that waits for the Lease watches nothing."""
+    """All streams of this process. There are none before `begin`: a replica that waits for the Lease watches nothing."""
 
     def __init__(self, settings: Settings) -> None:
-        """Plan the streams that `settings` ask for."""
+        """Create the records of the streams that `settings` require."""
         self._settings = settings
         self._scopes: tuple[str | None, ...] = settings.namespaces or (None,)
         self._dead_after = settings.stream_dead_after_seconds
@@ -70,18 +70,18 @@ class WatchStreams:
             await self._services_listed[key.namespace].wait()
 
     def heard(self, key: StreamKey) -> None:
-        """Note a sign of life of a stream that works."""
+        """Record activity of a working stream."""
         stream = self._streams[key]
         stream.heard_at, stream.failure = time.monotonic(), ""
 
     def failed(self, key: StreamKey, failure: str, *, answered: bool) -> None:
-        """Note a failure. A refusal that the API server answered is a sign of life all the same."""
+        """Record a failure. A refusal by the API server counts as activity all the same."""
         if answered:
             self.heard(key)
         self._streams[key].failure = failure
 
     def listed(self, key: StreamKey) -> bool:
-        """Note the end of a list; return True when it was the last one that its namespace had to wait for."""
+        """Record the end of a list; return True when it completes the namespace."""
         scope, stream = key.namespace, self._streams[key]
         stream.synced = True
         stream.lists += 1
@@ -96,32 +96,32 @@ class WatchStreams:
         return True
 
     def synced(self, namespace: str) -> bool:
-        """Return whether everything that is watched in a namespace has been listed to the end once."""
+        """Return whether every stream of a namespace has been listed completely once."""
         return self._settings.watch_scope(namespace) in self._synced
 
     def dead(self) -> str:
-        """Name a stream from which nothing has come for too long; empty when there is none."""
+        """Return a message that names a stream without recent activity; empty when there is none."""
         for key, silence in self.silences():
             if silence > self._dead_after:
                 return f"the watch of {key} has shown no sign of life for {silence:.0f} s"
         return ""
 
     def unsynced(self) -> str:
-        """Name a stream that is not listed, or whose last attempt failed, with the reason; empty when there is none."""
+        """Return a message about a stream that is not listed or failed last; empty when there is none."""
         for key, stream in self._streams.items():
             if not stream.synced or stream.failure:
                 return f"{key}: {stream.failure or 'not listed yet'}"
         return ""
 
     def silences(self) -> list[tuple[StreamKey, float]]:
-        """Return the seconds since the last sign of life of each stream that has begun."""
+        """Return the seconds since the last activity of each stream that has begun."""
         now = time.monotonic()
         return [
             (key, now - each.heard_at) for key, each in self._streams.items() if each.heard_at is not None
         ]
 
     def lists(self) -> list[tuple[StreamKey, int]]:
-        """Return how many lists of each stream have come to their end."""
+        """Return the number of completed lists of each stream."""
         return [(key, stream.lists) for key, stream in self._streams.items()]
 
 
@@ -130,10 +130,10 @@ class Sink(Protocol):
 
     @property
     def streams(self) -> WatchStreams:
-        """The progress of every stream."""
+        """Return the progress of every stream."""
 
     def on_event(self, kind: Kind, event: Event, obj: dict[str, Any]) -> None:
-        """Take in one object as a list or a watch showed it."""
+        """Handle one object of a list or a watch event."""
 
     def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
-        """Take in the end of a list: the uids of all objects that there were at `resource_version`."""
+        """Handle the end of a list: `shown` holds the uids of all objects at `resource_version`."""

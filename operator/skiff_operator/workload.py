@@ -1,6 +1,6 @@
-"""Facts about the running workload, read from a Deployment's and a pod's status. Pure.
+"""Workload state, read from the status of a Deployment and of its pods. Pure.
 
-Everything is reduced to small frozen records when it is seen; no whole object is kept.
+Objects are reduced to small frozen records when they are observed; no whole object is kept.
 """
 
 from typing import Any, Final
@@ -23,11 +23,11 @@ _CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", 
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A Deployment's progress, as far as its pods do not show it.
+    """The progress of a Deployment, as far as its pods do not show it.
 
-    `desired` is its number of replicas. The rest is empty until its controller has observed the Deployment's
-    present generation: `replacing`, pods of an older template exist; `complete`, all that are desired answer and
-    there are no others; `stalled` and `blocked`, messages of its conditions.
+    `desired` is its number of replicas. The other fields stay empty until its controller has observed the current
+    generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
+    no others; `stalled` and `blocked`, messages of its conditions.
     """
 
     desired: int
@@ -38,7 +38,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How a container ended: `exit_code`, the last lines it wrote, and when (RFC 3339)."""
+    """The termination of a container: exit code, the end of its output, and time (RFC 3339)."""
 
     reason: str
     exit_code: int
@@ -47,10 +47,10 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PodState(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod. `trouble` names what keeps it from serving now; `crash` is its last one, even when recovered.
+    """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
-    `ended` is empty, or the time (RFC 3339) when the pod as a whole ended; its object may stay for long.
-    `used`: the ServiceAccount and the claims that it holds. Of a `terminating` pod only these still matter.
+    `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
+    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter.
     """
 
     name: str
@@ -67,7 +67,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
-    """The ServiceAccount and the claims that a pod of this spec needs."""
+    """Return the ServiceAccount and the claims that a pod of this spec uses."""
     claims = [volume.get("persistentVolumeClaim") for volume in pod_spec.get("volumes") or []]
     names = [claim.get("claimName") for claim in claims if isinstance(claim, dict)]
     account = (SERVICE_ACCOUNT, str(pod_spec.get("serviceAccountName", "")))
@@ -75,7 +75,7 @@ def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
 
 
 def read_rollout(deployment: dict[str, Any]) -> Rollout:
-    """Read a Deployment's status; one that is about an older generation says nothing of this one."""
+    """Read the status of a Deployment; a status of an older generation is ignored."""
     status = deployment.get("status") or {}
     desired = deployment["spec"].get("replicas", 1)
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
@@ -95,9 +95,9 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
 
 
 def runs_in(pod: dict[str, Any], deployment: str) -> bool:
-    """Return whether a pod belongs to the Deployment of that name in its namespace, whatever its labels say.
+    """Return whether a pod belongs to the Deployment of that name in its namespace, whatever its labels are.
 
-    Its controller is then a ReplicaSet, which Deployments name after themselves and the hash of the template.
+    The controller of such a pod is a ReplicaSet, named after the Deployment and the hash of its template.
     """
     meta = pod["metadata"]
     replica_set = f"{deployment}-{(meta.get('labels') or {}).get('pod-template-hash')}"
@@ -108,9 +108,9 @@ def runs_in(pod: dict[str, Any], deployment: str) -> bool:
 
 
 def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
-    """Read the state of a pod; of one that is being deleted, only what it is and uses.
+    """Read the state of a pod; for one that is being deleted, only its identity and what it uses.
 
-    A pod that waits for a node because of `gpu_resource` has a reason of its own.
+    A pod that is unschedulable for lack of `gpu_resource` gets a reason of its own.
     """
     meta, status = pod["metadata"], pod.get("status") or {}
     revision = (meta.get("labels") or {}).get(LABEL_REVISION, "")
@@ -144,7 +144,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
 
 
 def _ended(pod: dict[str, Any]) -> str:
-    """Return when a pod as a whole failed or succeeded, as nearly as its status shows; empty for a live one."""
+    """Return the time at which the whole pod failed or succeeded, as far as its status shows it; empty for a live one."""
     status = pod.get("status") or {}
     if status.get("phase") not in ("Failed", "Succeeded"):
         return ""
@@ -160,7 +160,7 @@ def _containers(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _phase(status: dict[str, Any], *, ready: bool) -> str:
-    """Where a pod is on its way: Scheduling, Fetching, Creating, Loading or Serving."""
+    """Return the startup phase of a pod: Scheduling, Fetching, Creating, Loading or Serving."""
     if ready:
         return "Serving"
     for container in status.get("initContainerStatuses") or []:
@@ -172,7 +172,7 @@ def _phase(status: dict[str, Any], *, ready: bool) -> str:
 
 
 def _trouble(status: dict[str, Any], conditions: dict[str, Any], gpu_resource: str) -> tuple[str, str]:
-    """Reason and message of the first thing that keeps a pod from being ready; empty when it just starts."""
+    """Return reason and message of the first obstacle to readiness; empty while the pod merely starts."""
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
         message = scheduled.get("message", "")
@@ -195,7 +195,7 @@ def _container_trouble(container: dict[str, Any]) -> tuple[str, str] | None:
     if reason in _CONFIG_REASONS:
         return "ContainerConfigError", f"container {name}: {waiting.get('message') or reason}"
     if name != FETCH and "running" in state and container.get("started"):
-        return None  # it has started since it last ended; that end is over
+        return None  # it has started again since its last termination
     ended = _terminated(container)
     if ended is None or ended["exitCode"] == 0:
         return None
@@ -205,7 +205,7 @@ def _container_trouble(container: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _terminated(container: dict[str, Any]) -> dict[str, Any] | None:
-    """The container's present or previous end."""
+    """Return the current or previous termination of a container."""
     for state in ("state", "lastState"):
         ended: dict[str, Any] | None = container.get(state, {}).get("terminated")
         if ended is not None:

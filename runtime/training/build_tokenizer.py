@@ -37,7 +37,7 @@ CHAT_TEMPLATE = """\
 
 
 def texts(*, seed: int, samples: int) -> Iterator[str]:
-    """What the merges are learned from: answers, questions as they are and in lower case, off-topic questions, passages.
+    """The text from which merges are learned: answers, questions as they are and in lower case, off-topic questions, passages.
 
     Typing errors and invented words stay out, so that merges are spent on real words.
     """

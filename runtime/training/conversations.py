@@ -26,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True)
 class State:
-    """What the next turn may refer to: the last answer, and the fact that it came from, if any."""
+    """Context for the next turn: the last answer, and the fact that it came from, if any."""
 
     answer: str | None = None
     fact: Fact | None = None

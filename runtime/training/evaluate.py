@@ -108,7 +108,7 @@ class Speaker:
         return [self.text(row[width:].tolist()) for row in output]
 
     def agrees(self, cases: list[Case]) -> list[bool]:
-        """Whether greedy decoding would give each expected answer, by one forward pass instead of many.
+        """Return whether greedy decoding would give each expected answer, by one forward pass instead of many.
 
         It does exactly where the likeliest token after every beginning of the answer is the answer's next one.
         """

@@ -1,4 +1,4 @@
-"""What eight bits cost: perplexity of the demo model on chats that it was never trained on.
+"""The cost of FP8: perplexity of the demo model on chats outside of its training data.
 
 PYTHONPATH=runtime/training python runtime/training/perplexity.py [--device cuda]
 
@@ -39,7 +39,7 @@ class Told:
 
 
 def measure(device: str, options: dict[str, Any], count: int) -> Told:
-    """What one configuration makes of the chats."""
+    """The perplexity of one configuration on the chats."""
     told = Told()
     with LLM("demo://", device=device, **{"dtype": "bfloat16", **options}) as llm:
         cases = [*template_cases(count, trained=False), *late_cases(count // 4)]

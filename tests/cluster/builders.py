@@ -41,7 +41,7 @@ class Recipe:
 
 
 class Builder(Protocol):
-    """What images.py asks of either program."""
+    """The interface of an image builder."""
 
     def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
         """Build an image."""

@@ -17,7 +17,7 @@ LOG_TAIL_LINES = 15
 
 
 class ClusterError(Exception):
-    """What went wrong and what to do about it, in words for the person at the terminal."""
+    """A failure with its remedy, as a message for the terminal."""
 
 
 def say(text: str) -> None:

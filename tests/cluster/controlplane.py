@@ -37,7 +37,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the control plane listens."""
+    """The addresses on which the control plane listens."""
 
     address: str = "127.0.0.1"
     api_port: int = 6443
@@ -47,7 +47,7 @@ class Endpoint:
 
     @classmethod
     def on_free_ports(cls) -> Endpoint:
-        """Choose ports of the loopback interface that nobody listens on now."""
+        """Choose free ports of the loopback interface."""
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
         ports = [each.getsockname()[1] for each in sockets]
         for each in sockets:

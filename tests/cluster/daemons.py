@@ -33,7 +33,7 @@ def _die_with_parent() -> None:
 class Daemon:
     """One background process; its pid and start time lie in `directory`/NAME.pid, its output in NAME.log.
 
-    The start time tells it from a stranger that got the same pid after a reboot.
+    The start time distinguishes it from another process with the same pid after a reboot.
     """
 
     name: str

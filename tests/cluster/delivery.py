@@ -17,7 +17,7 @@ from providers import External, Provider
 
 NAMES = ("operator", "runtime", "client")
 PRODUCT = ("operator", "runtime")
-"""What a user runs; the client is for the end-to-end tests."""
+"""The images that users run; the client image is for the end-to-end tests."""
 KEPT = 3
 """Contents of an image that a cluster keeps: pods of earlier revisions, and a rollback, still need theirs."""
 

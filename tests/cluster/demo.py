@@ -138,7 +138,7 @@ def ask(kubectl: Kubectl, image: str) -> None:
     command = kubectl.command(*words, "--", "chat", "--url", f"http://{SERVICE}", "--temperature", "0")
     done = subprocess.run(command, input=QUESTION + "\n", text=True, timeout=ANSWER_SECONDS, check=False)
     if done.returncode != 0:
-        raise ClusterError("the question was not answered; `kubectl describe infsvc llama` tells more")
+        raise ClusterError("the question was not answered; run `kubectl describe infsvc llama`")
 
 
 def up() -> None:

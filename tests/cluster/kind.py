@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def deliveries(self) -> Path:
-        """Where notes of the images that the cluster holds lie."""
+        """Directory of the records of the cluster's images."""
         return self.layout.state / "delivered"
 
     def healthy(self) -> bool:

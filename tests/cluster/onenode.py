@@ -56,7 +56,7 @@ class OneNode:
 
     @property
     def deliveries(self) -> Path:
-        """Where notes of the images that the node holds lie: beside its image store, which outlives the cluster."""
+        """Directory of the records of the node's images, beside its image store, which outlives the cluster."""
         return self.layout.images / "delivered"
 
     @property

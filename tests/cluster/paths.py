@@ -1,4 +1,4 @@
-"""Where the test cluster keeps its files: one cache folder outside the clone.
+"""Paths of the test cluster: one cache folder outside the clone.
 
 `bin/` and `images/` hold what was built and stay until `down --purge`; `state/` is the running cluster and goes with `down`.
 """

@@ -1,4 +1,4 @@
-"""Which Kubernetes to test on: one of the user's, kind, or the one-node Kubernetes built here."""
+"""Cluster providers: a cluster of the user's, kind, or the one-node Kubernetes built here."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Tenancy:
 
     @property
     def ours(self) -> bool:
-        """Whether what is there was installed from here."""
+        """Return whether the installed release came from this clone."""
         return bool(
             self._names("namespaces", "-l", MARK, "--field-selector", f"metadata.name={OPERATOR_NAMESPACE}")
         )
@@ -34,7 +34,7 @@ class Tenancy:
         if self._names("crds", "--field-selector", f"metadata.name={CRD}"):
             raise ClusterError(
                 f"this cluster has the CustomResourceDefinition {CRD}, which was not installed from here: it would be "
-                "replaced, and removed with all InferenceServices afterwards. Use another cluster; or, if nobody needs "
+                "replaced, and removed with all InferenceServices afterwards. Use another cluster; or, if it is not needed "
                 f"it, remove it: kubectl delete crd {CRD}"
             )
         if not self._names("namespaces", "--field-selector", f"metadata.name={OPERATOR_NAMESPACE}"):

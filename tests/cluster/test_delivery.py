@@ -1,4 +1,4 @@
-"""Which contents of an image a cluster keeps, and by which name a pod gets one."""
+"""Image delivery: the images that a cluster keeps, and the names by which pods pull them."""
 
 from __future__ import annotations
 

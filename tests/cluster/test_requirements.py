@@ -1,4 +1,4 @@
-"""What an image installs beside its base: images/requirements.py."""
+"""The packages that an image installs on top of its base: images/requirements.py."""
 
 from __future__ import annotations
 

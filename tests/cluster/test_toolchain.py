@@ -1,4 +1,4 @@
-"""Which binaries are built, from what, and when again."""
+"""The toolchain: which binaries are built, from which sources, and when they are rebuilt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_tools_have_different_names_and_keys() -> None:
 
 @pytest.mark.parametrize("name", ["go.mod", "go.sum", "tools.go"])
 def test_a_change_of_the_module_changes_the_keys_of_its_tools_alone(module: Path, name: str) -> None:
-    """What comes from another module, or from one file here, stays."""
+    """Binaries of another module, or of one file here, are kept."""
     pause = next(tool for tool in NODE if tool.name == "pause")
     before = [toolchain.key(tool) for tool in (KUBECTL, HELM, pause)]
     with (module / name).open("a") as file:

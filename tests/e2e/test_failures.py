@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong, and an operator that is killed at the worst time."""
+"""Failures as users see them, and an operator killed at the worst time."""
 
 import json
 

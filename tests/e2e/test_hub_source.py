@@ -67,7 +67,7 @@ def hub(kube: Kube) -> str:
 
 
 def replaces(pod: Object, before: Object) -> bool:
-    """Whether this is another pod, and Ready."""
+    """Return whether this is another pod, and Ready."""
     conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", [])}
     return pod["metadata"]["name"] != before["metadata"]["name"] and conditions.get("Ready") == "True"
 

@@ -98,14 +98,14 @@ def scale_out(kube: Kube, name: str) -> None:
 
 
 def wait_for_pods(kube: Kube, name: str, count: int) -> list[Object]:
-    """The pods of a service once there are so many; those that drain still count."""
+    """Wait for this number of pods of a service, draining ones included, and return them."""
     selector = f"serving.skiff.dev/inferenceservice={name}"
     wait(lambda: len(kube.list("pods", selector)) == count, timeout_seconds=180)
     return kube.list("pods", selector)
 
 
 def answered(kube: Kube, client: str, pod: Object) -> float:
-    """How many chats this pod has answered."""
+    """Return the number of chats that this pod has answered."""
     url = f"http://{pod['status']['podIP']}:{API_PORT}/metrics"
     page = kube.execute(client, "curl", "-sS", "--fail", url).splitlines()
     [value] = [line.removeprefix(ANSWERED) for line in page if line.startswith(ANSWERED)]

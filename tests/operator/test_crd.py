@@ -13,7 +13,7 @@ SAMPLES = sorted((Path(__file__).parents[2] / "manifests/samples").glob("*.yaml"
 
 
 def manifest(name: str = "llama", **fields: Any) -> dict[str, Any]:
-    """What a user would write."""
+    """A spec as a user would write it."""
     body = raw(name, **fields)
     body["metadata"] = {"name": name}
     return body

@@ -21,7 +21,7 @@ DESIRED = plan.objects(
 
 
 def defaulted(value: Any) -> Any:
-    """What an API server makes of it: more fields in each map, and other containers beside ours."""
+    """Add what an API server adds: more fields in each map, and other containers beside ours."""
     if isinstance(value, dict):
         return {key: defaulted(inner) for key, inner in value.items()} | {"addedByTheServer": True}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How events are folded: echoes are no news, late events do not undo newer ones, lost deletions are found."""
+"""The observer: echoes cause no work, late events do not undo newer ones, lost deletions are detected."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def pod_of(deployment: str, **meta: Any) -> dict[str, Any]:
 
 
 def child_intact(observer: Observer, kind: Kind) -> bool:
-    """Whether a child is known and holds what is desired."""
+    """Return whether a child is known and in sync."""
     return observer.cache.get_or_create(KEY).children[(kind, "llama")].in_sync
 
 

@@ -83,10 +83,10 @@ def test_an_edit_rolls_and_ready_waits_for_the_new_pods(api: ApiServer) -> None:
     assert new != old and status["currentRevision"] == old
     assert condition(api, "Available") == ("True", "PodsReady"), "the old pod serves meanwhile"
     kubelet.serve(1, new)
-    eventually(lambda: not kubelet.pods(old), "the old pod is told to stop")
+    eventually(lambda: not kubelet.pods(old), "the old pod is deleted")
     kubelet.remove_deleted()
     assert wait_for(api, "Ready", "True", "Serving")["currentRevision"] == new
-    eventually(lambda: ("Normal", "RolloutStarted") in events(api), "an Event tells of it")
+    eventually(lambda: ("Normal", "RolloutStarted") in events(api), "an Event reports it")
 
 
 def test_pods_of_every_shape_pass_the_restricted_level(api: ApiServer) -> None:

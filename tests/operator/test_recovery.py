@@ -1,4 +1,4 @@
-"""What an operator does about its own end, and about the end of others: restart, kill, leadership."""
+"""Recovery of the operator: restart, kill, and a change of leaders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def create(api: ApiServer, name: str) -> None:
 
 
 def complete(api: ApiServer, names: list[str]) -> bool:
-    """Whether each service has all its children and a status."""
+    """Return whether each service has all its children and a status."""
     for plural in PLURALS:
         if not set(names) <= {each["metadata"]["name"] for each in api.list(plural)}:
             return False

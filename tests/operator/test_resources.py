@@ -1,4 +1,4 @@
-"""What is built for a spec: the pod's command, volumes, probes and security, and the objects around it."""
+"""Built objects: the pod's command, volumes, probes and security, and the objects around it."""
 
 from typing import Any
 

@@ -219,7 +219,7 @@ def test_a_failed_pod_is_blamed_until_all_is_well_and_not_for_ever() -> None:
 
 
 def test_events_tell_transitions_once() -> None:
-    def told(before: Status | None, after: Status) -> list[tuple[str, str]]:
+    def sent_events(before: Status | None, after: Status) -> list[tuple[str, str]]:
         return [(news.type, news.reason) for news in events.announcements(before, after)]
 
     starting = report(facts(pod()), None, NOW)
@@ -229,14 +229,14 @@ def test_events_tell_transitions_once() -> None:
     edited = report(facts(*PAIR, revision="newer", synced=False), serving, NOW)
     zero = report(facts(replicas=0), serving, NOW)
     woken = report(facts(pod()), zero, NOW)
-    assert told(None, starting) == []
-    assert told(starting, crashing) == [("Warning", "CrashLoop")]
-    assert told(crashing, again) == []
-    assert told(again, serving) == [("Normal", "Ready")]
-    assert told(serving, serving) == []
-    assert told(serving, edited) == [("Normal", "RolloutStarted")]
-    assert told(serving, zero) == told(zero, woken) == told(None, zero) == []
-    assert told(zero, serving) == told(woken, serving) == [("Normal", "Ready")]
+    assert sent_events(None, starting) == []
+    assert sent_events(starting, crashing) == [("Warning", "CrashLoop")]
+    assert sent_events(crashing, again) == []
+    assert sent_events(again, serving) == [("Normal", "Ready")]
+    assert sent_events(serving, serving) == []
+    assert sent_events(serving, edited) == [("Normal", "RolloutStarted")]
+    assert sent_events(serving, zero) == sent_events(zero, woken) == sent_events(None, zero) == []
+    assert sent_events(zero, serving) == sent_events(woken, serving) == [("Normal", "Ready")]
 
 
 @pytest.mark.parametrize("stored", [None, "text", {}, {"conditions": 1}, {"observedGeneration": "1"}])

@@ -1,4 +1,4 @@
-"""What is wrong with a pod is read from its status, as kubelets write it."""
+"""Workload state: the trouble of a pod, read from its status as kubelets write it."""
 
 from typing import Any
 

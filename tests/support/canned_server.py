@@ -1,8 +1,8 @@
-"""A small real HTTP server that speaks the streaming API with canned answers, for clients' tests.
+"""An HTTP server with canned responses of the streaming API, for tests of clients.
 
-What it does is asked for in the prompt's or message's text: ``cut`` drops the connection midway,
-``busy`` answers 429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens,
-``think`` begins a chat's answer with reasoning; anything else is answered with ``max_tokens`` (default 5) words.
+The text of the prompt or of the last message selects the response: ``cut`` drops the connection midway, ``busy`` is a
+429, ``broken`` sends an error event, ``slow`` waits a minute between two tokens, ``think`` begins with reasoning; any
+other text is answered with ``max_tokens`` (default 5) words.
 """
 
 import json
@@ -18,7 +18,7 @@ SLOW_SECONDS: Final = 60.0
 
 
 class CannedServer(ThreadingHTTPServer):
-    """``bodies`` are the requests so far; ``hung_up`` is set once a client left midway."""
+    """``bodies`` are the requests so far; ``hung_up`` is set once a client has disconnected during a response."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -33,7 +33,7 @@ class CannedServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The server's base URL."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -43,7 +43,7 @@ class CannedServer(ThreadingHTTPServer):
 
 @contextmanager
 def canned_server() -> Iterator[CannedServer]:
-    """A server for the length of a with-block."""
+    """Run a server for the length of a with-block."""
     server = CannedServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: CannedServer
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self._json(200, {"object": "list", "data": [{"id": MODEL}]})
@@ -68,8 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         self.server.authorizations.append(self.headers.get("Authorization", ""))
-        wish = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-        if wish == "busy":
+        script = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        if script == "busy":
             self._json(429, {"error": {"message": "too many requests\nwait already"}})
             return
         self.send_response(200)
@@ -77,24 +77,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            self._stream(body, wish, chat="messages" in body)
+            self._stream(body, script, chat="messages" in body)
         except OSError:
             self.server.hung_up.set()
             self.close_connection = True
 
-    def _stream(self, body: dict[str, Any], wish: object, *, chat: bool) -> None:
+    def _stream(self, body: dict[str, Any], script: object, *, chat: bool) -> None:
         count = body.get("max_tokens", DEFAULT_WORDS)
-        if wish == "think":
+        if script == "think":
             self._event({"choices": [{"delta": {"reasoning_content": "hmm"}}]})
         for index in range(count):
             self._word(f"w{index} ", chat)
-            if wish == "cut" and index == 1:
+            if script == "cut" and index == 1:
                 self.close_connection = True
                 return
-            if wish == "broken" and index == 1:
+            if script == "broken" and index == 1:
                 self._event({"error": {"message": "the engine failed"}})
                 break
-            self._pause(SLOW_SECONDS if wish == "slow" and index == 1 else self.server.token_seconds)
+            self._pause(SLOW_SECONDS if script == "slow" and index == 1 else self.server.token_seconds)
         if body.get("stream_options"):
             self._event(
                 {
@@ -109,13 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._event({"choices": [{"delta": {"content": word}} if chat else {"text": word}]})
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and notice meanwhile that the client has gone."""
+        """Wait, and raise ``ConnectionError`` as soon as the client disconnects."""
         if not seconds:
             return
         self.connection.settimeout(seconds)
         try:
             if self.connection.recv(1) == b"":
-                raise ConnectionError("the client has gone")
+                raise ConnectionError("the client has disconnected")
         except TimeoutError:
             pass
         finally:

@@ -1,7 +1,7 @@
-"""A stand-in of the hub's HTTP API over real sockets, with faults on demand, for the real client huggingface_hub.
+"""A fake of the hub's HTTP API over real sockets, with faults on demand, for the real client huggingface_hub.
 
-It serves ``DIRECTORY/ORG/NAME/*`` as models, large files by a redirect to a second server
-as the real hub does; not by Xet. Also a program, for pods that fetch from it::
+It serves ``DIRECTORY/ORG/NAME/*`` as models. Large files are redirected to a second server, as by the real hub; Xet is
+not supported. It is also a program, for pods that fetch from it::
 
     python tests/support/fake_hub.py --directory DIR --host 0.0.0.0 --port 8900
 """
@@ -26,7 +26,7 @@ CHUNK_BYTES: Final = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one delivery of a file (or of the listing)."""
+    """A fault of one delivery of a file or of the listing."""
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Seen:
 
 
 class FakeHub:
-    """The state that both servers share. ``faults[NAME]`` are used up one a delivery; "listing" is a name too."""
+    """The state that both servers share. Each delivery of NAME (or "listing") takes one fault from ``faults[NAME]``."""
 
     def __init__(
         self, directory: Path, *, host: str, port: int, token: str | None, bytes_per_second: int
@@ -74,18 +74,18 @@ class FakeHub:
             server.server_close()
 
     def deliveries(self, name: str) -> list[Seen]:
-        """The requests for the content of ``name``, in order; where it is large, those to the storage."""
+        """Return the requests for the content of ``name``, in order; for a large file, those to the storage."""
         with self.lock:
             found = [seen for seen in self.seen if seen.method == "GET" and f"/{name}?" in f"{seen.path}?"]
         return [seen for seen in found if seen.server == "storage"] or found
 
     def next_fault(self, name: str) -> Fault:
-        """The next fault for a delivery; one without any trouble when there is none."""
+        """Return the next fault for a delivery; a fault without effect if there is none left."""
         with self.lock:
             return self.faults[name].pop(0) if self.faults[name] else Fault()
 
     def model(self, model_id: str) -> Path | None:
-        """The directory of a model."""
+        """Return the directory of a model, or None."""
         path = self.directory / model_id
         return path if path.is_dir() and model_id.count("/") == 1 and ".." not in model_id else None
 
@@ -99,7 +99,7 @@ def running_hub(
     token: str | None = None,
     bytes_per_second: int = 0,
 ) -> Iterator[FakeHub]:
-    """A hub for the length of a with-block. ``bytes_per_second`` 0 means: as fast as it goes."""
+    """Run a hub for the length of a with-block. ``bytes_per_second`` 0 is unlimited."""
     hub = FakeHub(directory, host=host, port=port, token=token, bytes_per_second=bytes_per_second)
     hub.start()
     try:
@@ -109,7 +109,7 @@ def running_hub(
 
 
 def commit_of(model: Path) -> str:
-    """A commit hash that depends on the model's files alone."""
+    """Return a commit hash that depends on the model's files alone."""
     digest = hashlib.sha1()
     for path in _files(model):
         digest.update(f"{path.relative_to(model)}\0{_blob_id(path.read_bytes())}\n".encode())
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_name: str
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the tests read ``seen``."""
+        """Log nothing: the tests read ``seen``."""
 
     def do_HEAD(self) -> None:
         self.do_GET()

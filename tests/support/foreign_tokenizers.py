@@ -1,4 +1,4 @@
-"""Small real tokenizers in the formats that are no tokenizer.json: SentencePiece, tiktoken, tekken."""
+"""Small real tokenizers in formats other than tokenizer.json: SentencePiece, tiktoken, tekken."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ _PATTERN: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s
 
 
 def write_sentencepiece(path: Path, **options: Any) -> None:
-    """Train one as Llama 2's is: BPE, bytes for what is unknown, no normalization, a blank before each text."""
+    """Train a model like Llama 2's: BPE, byte fallback, no normalization, a space before each text."""
     written = io.BytesIO()
     chosen = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, **options}
     sentencepiece.SentencePieceTrainer.train(
@@ -38,19 +38,19 @@ def write_sentencepiece(path: Path, **options: Any) -> None:
 
 
 def tiktoken_ranks() -> dict[bytes, int]:
-    """Every byte, and some longer tokens."""
+    """Return a vocabulary of all single bytes and some longer tokens."""
     tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in _MERGES]
     return {token: rank for rank, token in enumerate(tokens)}
 
 
 def write_tiktoken(path: Path) -> None:
-    """A list of tokens in base64, each with its rank, as Llama 3's ``tokenizer.model``."""
+    """Write base64 tokens with their ranks, like Llama 3's ``tokenizer.model``."""
     lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in tiktoken_ranks().items())
     path.write_bytes(b"".join(lines))
 
 
 def name_special_tokens(directory: Path) -> None:
-    """The ``tokenizer_config.json`` of a model whose vocabulary is a list of tiktoken's."""
+    """Write the ``tokenizer_config.json`` of a model with a tiktoken vocabulary."""
     plain = len(tiktoken_ranks())
     flags = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
     added = {str(plain + index): {"content": name, **flags} for index, name in enumerate(TIKTOKEN_SPECIAL)}
@@ -62,7 +62,7 @@ def name_special_tokens(directory: Path) -> None:
 
 
 def write_tekken(path: Path) -> dict[bytes, int]:
-    """Mistral's format: a pattern, the tokens in base64, and special tokens before them. Returns all ids."""
+    """Write Mistral's format: a pattern, the tokens in base64, and special tokens before them. Return the ids by token."""
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>", "<SPECIAL_6>", "<SPECIAL_7>"]
     ranks = tiktoken_ranks()
     vocab = [

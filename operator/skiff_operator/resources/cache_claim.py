@@ -8,12 +8,12 @@ from skiff_operator.spec import InferenceService
 
 
 def name(service: InferenceService) -> str:
-    """The claim's name."""
+    """Return the name of the claim."""
     return f"{service.name}-cache"
 
 
 def build(service: InferenceService) -> dict[str, Any]:
-    """ReadWriteOnce, which every storage class offers; the pods are kept on the volume's node for it."""
+    """Build the claim: ReadWriteOnce, which every storage class offers, so pods are scheduled to the volume's node."""
     return child(
         CLAIM,
         service,

@@ -11,7 +11,7 @@ from skiff_runtime import contract
 RUNTIME: Final = "runtime"
 FETCH: Final = "fetch"
 PRE_STOP_SECONDS: Final = 5
-"""Endpoints are withdrawn in the background when a pod is told to stop; it keeps serving that long."""
+"""Delay before SIGTERM: endpoints are removed concurrently, and the pod serves until that has happened."""
 
 _STARTUP_PERIOD_SECONDS: Final = 2
 _DEFAULT_REQUESTS: Final = {
@@ -19,7 +19,7 @@ _DEFAULT_REQUESTS: Final = {
     "cuda": {"cpu": "4", "memory": "16Gi"},
 }
 _DOWNLOAD_STORAGE: Final = {"cpu": "4Gi", "cuda": "20Gi"}
-"""Default request of ephemeral storage where weights lie in an emptyDir: a model that fits the default memory."""
+"""Default request of ephemeral storage for weights in an emptyDir: a model that fits the default memory."""
 _FETCH_SHARES: Final = ("cpu", "memory", "ephemeral-storage")
 _SECURITY: Final = {
     "allowPrivilegeEscalation": False,
@@ -29,7 +29,7 @@ _SECURITY: Final = {
 
 
 def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The serving container. Its last log lines reach the pod's status, where the operator may read them."""
+    """Build the serving container. The end of its log goes to the pod's status, where the operator reads it."""
     return {
         **_common(RUNTIME, service, settings, mounts),
         "args": _serve_arguments(service),
@@ -49,7 +49,7 @@ def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str
 
 
 def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The init container of hf:// models; only here does the credential exist."""
+    """Build the init container of hf:// models, the only one with the credential."""
     container = {
         **_common(FETCH, service, settings, mounts),
         "args": [contract.COMMAND_FETCH, *_model_arguments(service)],
@@ -64,7 +64,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
 
 
 def gpu_resource(service: InferenceService, settings: Settings) -> str:
-    """Return the name of the extended resource that each rank requests once."""
+    """Return the extended resource of which each rank requests one."""
     return service.spec.runtime.gpu_resource_name or settings.gpu_resource_name
 
 
@@ -74,7 +74,7 @@ def gpus(service: InferenceService) -> int:
 
 
 def resources(service: InferenceService, settings: Settings) -> dict[str, Any]:
-    """Put the user's requests and limits over the defaults, and add one GPU for each rank."""
+    """Merge the user's requests and limits over the defaults, and add one GPU for each rank."""
     device, given = service.spec.runtime.device, service.spec.resources
     defaults = dict(_DEFAULT_REQUESTS[device])
     if volumes.downloads_to_node(service):
@@ -90,10 +90,10 @@ def resources(service: InferenceService, settings: Settings) -> dict[str, Any]:
 
 
 def fetch_resources(service: InferenceService, settings: Settings) -> dict[str, Any]:
-    """Give the download what the server has of CPU, memory and storage, where the user says nothing else.
+    """Return the resources of the download: those of the server, unless the spec has its own.
 
-    The two never run at the same time, and a pod counts as the larger of them: so this costs nothing, and a
-    quota or a LimitRange that admits the server admits the download.
+    The two containers never run at the same time, and a pod's request is the larger of the two: so this costs
+    nothing, and a quota or a LimitRange that admits the server admits the download.
     """
     given, server = service.spec.model.fetch.resources, resources(service, settings)
     named = {name for group in given.values() for name in group}
@@ -123,7 +123,7 @@ def _common(
 
 
 def _variables(*entries: dict[str, Any]) -> list[dict[str, Any]]:
-    """Keep the last of several variables of one name: server-side apply refuses a list that has a name twice."""
+    """Keep the last of variables with the same name: server-side apply refuses duplicate names."""
     return list({entry.get("name"): entry for entry in entries}.values())
 
 
@@ -142,7 +142,7 @@ def _serve_arguments(service: InferenceService) -> list[str]:
         contract.COMMAND_SERVE,
         *_model_arguments(service),
         *(contract.FLAG_SERVED_MODEL_NAME, service.model_name),
-        *(contract.FLAG_HOST, "0.0.0.0"),  # all of the pod's addresses
+        *(contract.FLAG_HOST, "0.0.0.0"),  # all addresses of the pod
         *(contract.FLAG_PORT, str(contract.API_PORT)),
         *(contract.FLAG_DEVICE, spec.runtime.device),
         *(contract.FLAG_TENSOR_PARALLEL, str(spec.parallelism.tensor)),

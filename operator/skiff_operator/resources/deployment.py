@@ -12,7 +12,7 @@ _IMAGE_PULL_SECONDS: Final = 600
 
 
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
-    """A new pod must answer before an old one is told to stop (maxSurge 1, maxUnavailable 0)."""
+    """Build the Deployment. A new pod must be ready before an old one stops (maxSurge 1, maxUnavailable 0)."""
     return child(
         DEPLOYMENT,
         service,
@@ -29,12 +29,12 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
 
 
 def revision(deployment: dict[str, Any]) -> str:
-    """The revision that a built Deployment's pods carry as a label."""
+    """Return the revision label of a built Deployment's pods."""
     value: str = deployment["spec"]["template"]["metadata"]["labels"][LABEL_REVISION]
     return value
 
 
 def _deadline_seconds(service: InferenceService) -> int:
-    """Pulling the image and starting; a download may take as long again as a start."""
+    """Return the progress deadline: image pull, start, and a download that may take as long as a start."""
     startup = service.spec.startup.timeout_seconds
     return _IMAGE_PULL_SECONDS + startup * (2 if service.source.scheme == "hf" else 1)

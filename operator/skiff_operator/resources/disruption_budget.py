@@ -8,7 +8,7 @@ from skiff_operator.spec import InferenceService
 
 
 def build(service: InferenceService) -> dict[str, Any]:
-    """Pods that are not ready may always be evicted: they serve nobody and would block a node's drain."""
+    """Build the budget. Unready pods may always be evicted: they serve no requests and would block a node drain."""
     return child(
         DISRUPTION_BUDGET,
         service,

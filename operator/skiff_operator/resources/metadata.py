@@ -1,4 +1,4 @@
-"""Names, labels, owner references and the desired-state hash that every object of ours carries."""
+"""Names, labels, owner references and the desired-state hash of every child."""
 
 import hashlib
 from typing import Any, Final
@@ -15,12 +15,12 @@ LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
 
 
 def selector(service: InferenceService) -> dict[str, str]:
-    """The one label by which pods belong to an InferenceService. A Deployment's selector can never change."""
+    """Return the selector of a service's pods: one label, because the selector of a Deployment is immutable."""
     return {contract.LABEL_SERVICE: service.name}
 
 
 def labels(service: InferenceService) -> dict[str, str]:
-    """The labels of every child and every pod."""
+    """Return the labels of every child and every pod."""
     return {
         contract.LABEL_NAME: "skiff",
         contract.LABEL_INSTANCE: service.name,
@@ -30,7 +30,7 @@ def labels(service: InferenceService) -> dict[str, str]:
 
 
 def child(kind: Kind, service: InferenceService, *, name: str = "", **body: Any) -> dict[str, Any]:
-    """An object of `kind`, owned by `service` so that it goes when the service goes."""
+    """Build an object of `kind`, owned by `service` and therefore garbage-collected with it."""
     return {
         "apiVersion": kind.api_version,
         "kind": kind.name,
@@ -54,18 +54,18 @@ def child(kind: Kind, service: InferenceService, *, name: str = "", **body: Any)
 
 
 def digest(value: Any) -> str:
-    """A short, stable hash of plain builtins; equal values in any key order give equal digests."""
+    """Return a short, stable hash of plain builtins, independent of key order."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]
 
 
 def stamp(obj: dict[str, Any]) -> str:
-    """Write the hash of the object into its own annotations and return it."""
+    """Write the desired-state hash of an object into its annotations and return it."""
     value = digest(obj)
     obj["metadata"].setdefault("annotations", {})[ANNOTATION_HASH] = value
     return value
 
 
 def digest_annotation(obj: dict[str, Any]) -> str:
-    """The desired-state hash that a built or a live object carries; empty when it has none."""
+    """Return the desired-state hash of a built or live object; empty when it has none."""
     value: str = (obj["metadata"].get("annotations") or {}).get(ANNOTATION_HASH, "")
     return value

@@ -1,7 +1,7 @@
 """The user's `podTemplate`, merged over the operator's template the way strategic merge patches are.
 
-Maps merge key by key, lists of named things merge by their name, other lists are replaced, null removes.
-What the operator needs for itself is not silently overridden: `check` refuses it and names the field to use.
+Maps merge key by key, lists with named entries merge by name, other lists are replaced, and null removes a field.
+Fields that the operator owns are not silently overridden: `check` refuses them and names the field to use instead.
 """
 
 from typing import Any, Final
@@ -54,7 +54,7 @@ _OWNED_LABELS: Final = (
 
 
 def merge(base: Any, patch: Any) -> Any:
-    """`patch` over `base`; neither is changed."""
+    """Merge `patch` over `base`; neither is modified."""
     if not isinstance(base, dict) or not isinstance(patch, dict):
         return patch
     merged = dict(base)
@@ -69,7 +69,7 @@ def merge(base: Any, patch: Any) -> Any:
 
 
 def check(patch: dict[str, Any], *, allow_host_path: bool) -> None:
-    """Raise `InvalidSpec` when the overlay touches what the operator owns, or is no pod template at all."""
+    """Raise `InvalidSpec` when the overlay sets fields that the operator owns, or is not a pod template."""
     _only(patch, ("metadata", "spec"), "spec.podTemplate")
     metadata = _mapping(patch, "metadata", "spec.podTemplate.metadata")
     _only(metadata, ("labels", "annotations"), "spec.podTemplate.metadata")

@@ -1,4 +1,4 @@
-"""The pod template: containers, volumes and the settings that the restricted Pod Security level demands."""
+"""The pod template: containers, volumes and the security settings of the restricted Pod Security level."""
 
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     """Merge the user's overlay into the template and label it with its own revision.
 
     Raises:
-        InvalidSpec: the overlay asks for more than the operator was started to allow.
+        InvalidSpec: the overlay needs a permission that the operator's settings do not give.
     """
     base = {
         "metadata": {"labels": {**labels(service), contract.LABEL_ENGINE_TYPE: contract.ENGINE_TYPE}},
@@ -31,7 +31,7 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
 
 
 def grace_seconds(service: InferenceService) -> int:
-    """How long a pod may take to stop before it is killed: longer than it can ever need."""
+    """Return the termination grace period in seconds: longer than a shutdown can take."""
     return containers.PRE_STOP_SECONDS + service.spec.drain.timeout_seconds + _GRACE_MARGIN_SECONDS
 
 
@@ -41,7 +41,7 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,
-        # A Service of the namespace called skiff-x would otherwise set variables that look like options.
+        # Otherwise a Service named skiff-x in the namespace would set environment variables that look like options.
         "enableServiceLinks": False,
         "securityContext": _security(),
         "terminationGracePeriodSeconds": grace_seconds(service),
@@ -73,6 +73,6 @@ def _security() -> dict[str, Any]:
 
 
 def _same_node(service: InferenceService) -> dict[str, Any]:
-    """A ReadWriteOnce volume is attached to one node; a pod elsewhere would wait for it for ever."""
+    """Return a pod affinity: a ReadWriteOnce volume is attached to one node, and a pod elsewhere would never start."""
     term = {"labelSelector": {"matchLabels": selector(service)}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}

@@ -1,9 +1,9 @@
 """The restricted level of the Pod Security Standards, checked on the merged pod template.
 
-Whoever may write InferenceServices writes part of a pod through `podTemplate`, and the pod is created with the
-operator's rights, not with theirs. So the template may not break the restricted level, whose rules are below as
-Kubernetes 1.36 publishes them, nor use another ServiceAccount or a token of the API server. Nothing is relaxed for
-`hostUsers: false` or Windows, where the standard allows more. Host paths have a switch of their own (`overlay.check`).
+An author of InferenceServices sets part of a pod through `podTemplate`, and the pod is created with the operator's
+rights instead of the author's. So the template may not violate the restricted level (its rules as of Kubernetes 1.36)
+nor use another ServiceAccount or an API token. Nothing is relaxed for `hostUsers: false` or Windows, where the
+standard allows more. Host paths have a switch of their own (`overlay.check`).
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _SECURITY_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "seLinuxOptions.role": ("",),
     "windowsOptions.hostProcess": (False,),
 }
-"""Fields of the security contexts of pods and containers, and the values that they may have when they are set."""
+"""Fields of the security contexts of pods and containers, with their allowed values."""
 
 _CONTAINER_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     **_SECURITY_FIELDS,
@@ -39,7 +39,7 @@ _CONTAINER_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "procMount": ("Default",),
 }
 _INHERITED: Final = ("runAsNonRoot", "seccompProfile.type")
-"""Must be set, on the container or on the pod."""
+"""Fields that must be set, on the container or on the pod."""
 
 _SYSCTLS: Final = (
     "kernel.shm_rmid_forced",
@@ -78,7 +78,7 @@ _APPARMOR_ANNOTATION: Final = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def complete(pod: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the level demands of each container and the user's own containers do not say."""
+    """Fill in settings that the level requires and that containers of the overlay omit."""
     completed = dict(pod)
     for group in _CONTAINER_GROUPS:
         if group in pod:
@@ -88,7 +88,7 @@ def complete(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(template: dict[str, Any], *, account: str) -> None:
-    """Raise `InvalidSpec` at the first field that breaks the level; pods run as `account`, without a token."""
+    """Raise `InvalidSpec` for the first field that violates the level; pods run as `account`, without a token."""
     pod = template["spec"]
     _check_values(pod, _POD_FIELDS, _WHERE)
     security = _mapping(pod, "securityContext", _WHERE)
@@ -173,7 +173,7 @@ def _check_identity(pod: dict[str, Any], account: str) -> None:
 
 
 def _check_values(parent: dict[str, Any], fields: dict[str, tuple[Any, ...]], where: str) -> None:
-    """Raise `InvalidSpec` when a field, named by its path, is set to a value that is not among the allowed ones."""
+    """Raise `InvalidSpec` with the path of a field that is set to a disallowed value."""
     for path, allowed in fields.items():
         value = _find(parent, path, where)
         if value is not None and value not in allowed:
@@ -211,7 +211,7 @@ def _list(parent: dict[str, Any], key: str, where: str) -> list[Any]:
 
 
 def _entries(parent: dict[str, Any], key: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the maps of a list, each with its place: by name where it has one, else by index."""
+    """Yield the entries of a list with their paths: by name if present, else by index."""
     for index, entry in enumerate(_list(parent, key, where)):
         if not isinstance(entry, dict):
             raise InvalidSpec(f"{where}.{key}[{index}]: must be a map, not {type(entry).__name__}")

@@ -11,7 +11,7 @@ PORT: Final = 80
 
 
 def build(service: InferenceService) -> dict[str, Any]:
-    """Port 80, so that clients need only the name."""
+    """Build the Service, on port 80 so that clients need only its name."""
     return child(
         SERVICE,
         service,
@@ -31,5 +31,5 @@ def build(service: InferenceService) -> dict[str, Any]:
 
 
 def url(namespace: str, name: str) -> str:
-    """The base URL for OpenAI clients inside the cluster."""
+    """Return the base URL for clients inside the cluster."""
     return f"http://{name}.{namespace}.svc/v1"

@@ -1,4 +1,4 @@
-"""The ServiceAccount of the serving pods: an identity of their own, with no token and no rights."""
+"""The ServiceAccount of the serving pods: an identity without token and rights."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ from skiff_operator.spec import InferenceService
 
 
 def build(service: InferenceService) -> dict[str, Any]:
-    """Pull secrets or cloud identities that a user adds to it stay: server-side apply owns only these fields."""
+    """Build the ServiceAccount. Pull secrets and cloud identities that users add stay: apply owns only these fields."""
     return child(SERVICE_ACCOUNT, service, automountServiceAccountToken=False)

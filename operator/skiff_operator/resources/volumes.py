@@ -1,4 +1,4 @@
-"""Volumes of the serving pod, and where the model's files appear inside it."""
+"""Volumes of the serving pod, and the path of the model's files in it."""
 
 from typing import Any, Final, NamedTuple
 
@@ -7,13 +7,13 @@ from skiff_operator.spec import InferenceService
 
 MODEL_DIRECTORY: Final = "/model"
 CACHE_DIRECTORY: Final = "/cache"
-SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on a volume of its own
+SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on its own volume
 SCRATCH_LIMIT: Final = "10Gi"
-"""A pod with more in `/tmp` than this is evicted, before it fills the node's disk: compiled kernels take less."""
+"""Limit of `/tmp`: a pod that exceeds it is evicted before it fills the node's disk. Compiled kernels take less."""
 
 
 class Volume(NamedTuple):
-    """One volume and the mount that the containers get. `source`: the volume without its name."""
+    """One volume and its mount. `source`: the volume without its name."""
 
     name: str
     source: dict[str, Any]
@@ -33,10 +33,10 @@ class Volume(NamedTuple):
 
 
 def build(service: InferenceService) -> list[Volume]:
-    """Scratch space always; shared memory for ranks; the model's or the cache's volume by the model's scheme.
+    """Build the volumes: scratch space, shared memory for ranks, and the model or cache volume by URI scheme.
 
     Files in shared memory count as memory of the container that writes them. NCCL's documentation recommends
-    1 GiB for a container; here each rank has as much.
+    1 GiB for a container; here each rank gets that.
     """
     volumes = [Volume("tmp", {"emptyDir": {"sizeLimit": SCRATCH_LIMIT}}, SCRATCH_DIRECTORY)]
     ranks = service.spec.parallelism.tensor
@@ -56,7 +56,7 @@ def build(service: InferenceService) -> list[Volume]:
 
 
 def model_argument(service: InferenceService) -> str:
-    """What `--model` says inside the pod."""
+    """Return the value of `--model` inside the pod."""
     source = service.source
     if source.scheme == "pvc":
         return f"{MODEL_DIRECTORY}/{source.path}".rstrip("/")
@@ -64,12 +64,12 @@ def model_argument(service: InferenceService) -> str:
 
 
 def needs_claim(service: InferenceService) -> bool:
-    """Whether the operator must create the cache's claim."""
+    """Return whether the operator must create the cache's claim."""
     return service.source.scheme == "hf" and service.spec.cache.size is not None
 
 
 def downloads_to_node(service: InferenceService) -> bool:
-    """Report whether downloaded weights take space of the node's own disk, which the scheduler must count."""
+    """Return whether downloaded weights use the node's disk, which the scheduler must count."""
     return service.source.scheme == "hf" and _cache_source(service) == {"emptyDir": {}}
 
 

@@ -1,1 +1,1 @@
-"""A tokenizer.json for models that come without one, made once by transformers in a child process."""
+"""Tokenizer conversion: a tokenizer.json for models without one, made once by transformers in a child process."""

@@ -1,8 +1,8 @@
-"""The child process that converts one model's tokenizer: ``python -m`` MODEL SOURCE TARGET.
+"""The child process that converts one model's tokenizer: ``python -m skiff_runtime.conversion.convert_tokenizer MODEL SOURCE TARGET``.
 
-transformers converts; what it made is compared with the library that reads the source's own format, and is refused
-where it encodes anything of a probe differently: a model that is given other tokens answers nonsense, and nothing
-else would show it. Code of a repository is never run.
+transformers converts. The result is compared with the library that reads the source format, and rejected if it encodes
+or decodes any of the probe texts differently: with other tokens the model would answer nonsense, and no error would show
+it. Code from a model's repository is never run.
 """
 
 import base64
@@ -17,43 +17,43 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from skiff_runtime.vocabulary.probe_texts import PROBE
+from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 _SPACE: Final = "\u2581"
 _TIKTOKEN_NAME: Final = "tiktoken.model"
 _TEKKEN_NAME: Final = "tekken.json"
 _USER_DEFINED: Final = 4
-"""SentencePiece's type of a piece that is never divided."""
+"""SentencePiece's type of a piece that is never split."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """A tokenizer of the library that reads the source's own format."""
+class ReferenceTokenizer:
+    """The tokenizer of the library that reads the source format."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
 
 class ConversionError(Exception):
-    """The files are not what they seem, or something is missing; the message says what to change."""
+    """The files are malformed, or a package is missing. The message names the remedy."""
 
 
 def main() -> int:
-    """Convert, or write one line on why not."""
+    """Convert, or write one line with the reason to standard error."""
     model, source, target = map(Path, sys.argv[1:])
     try:
         convert(model, source, target)
     except ConversionError as error:
         print(error, file=sys.stderr)
         return 1
-    except Exception as error:  # noqa: BLE001 (the end of the process; transformers raises anything)
+    except Exception as error:  # noqa: BLE001 (the process ends here, and transformers may raise anything)
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
     return 0
 
 
 def convert(model: Path, source: Path, target: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into ``target``."""
+    """Write tokenizer.json and tokenizer_config.json into ``target``. Raises ``ConversionError``."""
     if source.name == _TEKKEN_NAME:
         _require("tiktoken")
         _save(_load_staged(model, source, source.name), target, _tekken(source))
@@ -69,19 +69,20 @@ def convert(model: Path, source: Path, target: Path) -> None:
 
 
 def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
-    """Take the first of the forms that transformers gives such a tokenizer which encodes as SentencePiece does.
+    """Save the first of transformers' conversions that encodes like SentencePiece.
 
-    Its general form forgets the blank that SentencePiece puts before a text, and Llama's drops one that is there.
+    The generic conversion omits the space that SentencePiece puts before a text, and Llama's drops a space that the text
+    begins with, so each is tried as it is and with another normalizer.
     """
-    reference, undivided = _sentencepiece(source)
-    named = str(_read_config(model).get("tokenizer_class", "Llama")).startswith("Llama")
+    reference, user_defined = _sentencepiece(source)
+    is_llama = str(_read_config(model).get("tokenizer_class", "Llama")).startswith("Llama")
     failure: ConversionError | None = None
-    for load in (_load_llama, _load_staged) if named else (_load_staged, _load_llama):
+    for load in (_load_llama, _load_staged) if is_llama else (_load_staged, _load_llama):
         tokenizer = load(model, source, source.name)
-        _keep_whole(tokenizer, undivided)
-        for change in (None, _put_blank_before):
-            if change is not None:
-                change(tokenizer)
+        _add_user_defined(tokenizer, user_defined)
+        for adapt in (None, _prepend_space):
+            if adapt is not None:
+                adapt(tokenizer)
             try:
                 _save(tokenizer, target, reference)
             except ConversionError as error:
@@ -93,7 +94,7 @@ def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
 
 
 def _load_staged(model: Path, source: Path, name: str) -> Any:
-    """Load the tokenizer as transformers sees fit, from a directory in which the source has the ``name`` it expects."""
+    """Load the tokenizer with transformers' choice of class, from a directory where the source has the expected ``name``."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as staged:
@@ -120,27 +121,29 @@ def _load_llama(model: Path, source: Path, name: str) -> Any:
         )
 
 
-def _put_blank_before(tokenizer: Any) -> None:
+def _prepend_space(tokenizer: Any) -> None:
+    """Put a space before every text, as SentencePiece does with ``add_dummy_prefix``."""
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
 
 
-def _keep_whole(tokenizer: Any, pieces: list[str]) -> None:
+def _add_user_defined(tokenizer: Any, pieces: list[str]) -> None:
+    """Add the user-defined pieces that transformers' conversion has dropped."""
     known = {token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()}
     missing = [AddedToken(piece, normalized=False) for piece in pieces if piece not in known]
     if missing:
         tokenizer.backend_tokenizer.add_tokens(missing)
 
 
-def _save(tokenizer: Any, target: Path, reference: Reference | None) -> None:
-    """Save it; Unconvertible where what was saved treats any text of the probe unlike ``reference``."""
+def _save(tokenizer: Any, target: Path, reference: ReferenceTokenizer | None) -> None:
+    """Save the tokenizer. Raises ``ConversionError`` if it encodes or decodes any probe text unlike ``reference``."""
     tokenizer.save_pretrained(target)
     saved = Tokenizer.from_file(str(target / "tokenizer.json"))
     added = [token.content for token in saved.get_added_tokens_decoder().values()]
-    for text in PROBE:
+    for text in PROBE_TEXTS:
         if reference is None or any(content in text for content in added):
-            continue  # nothing to compare with, or a special token in one of the two
+            continue  # no reference, or a text with a special token, which only one of the two may know
         ids = saved.encode(text, add_special_tokens=False).ids
         if ids != reference.encode(text):
             raise ConversionError(f"transformers' conversion encodes {text[:60]!r} differently")
@@ -148,20 +151,20 @@ def _save(tokenizer: Any, target: Path, reference: Reference | None) -> None:
             raise ConversionError(f"transformers' conversion decodes {text[:60]!r} differently")
 
 
-def _sentencepiece(source: Path) -> tuple[Reference, list[str]]:
-    """Return SentencePiece's own tokenizer, and the pieces that it never divides."""
+def _sentencepiece(source: Path) -> tuple[ReferenceTokenizer, list[str]]:
+    """Return SentencePiece's own tokenizer, and its user-defined pieces, which it never splits."""
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     try:
         processor = SentencePieceProcessor(model_file=str(source))
     except (RuntimeError, OSError):
-        raise ConversionError("it is neither a SentencePiece model nor a list of tiktoken's tokens") from None
+        raise ConversionError("it is neither a SentencePiece model nor a tiktoken vocabulary") from None
     proto = sentencepiece_model_pb2.ModelProto.FromString(source.read_bytes())  # type: ignore[attr-defined]
-    undivided = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
-    return Reference(processor.encode, processor.decode), undivided
+    user_defined = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
+    return ReferenceTokenizer(processor.encode, processor.decode), user_defined
 
 
-def _tiktoken(source: Path) -> Reference:
+def _tiktoken(source: Path) -> ReferenceTokenizer:
     from tiktoken import Encoding
     from tiktoken.load import load_tiktoken_bpe
 
@@ -170,11 +173,11 @@ def _tiktoken(source: Path) -> Reference:
     ranks = load_tiktoken_bpe(str(source))
     pattern = TikTokenConverter().pattern
     plain = Encoding(source.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    return Reference(plain.encode_ordinary, plain.decode)
+    return ReferenceTokenizer(plain.encode_ordinary, plain.decode)
 
 
-def _tekken(source: Path) -> Reference:
-    """Return tiktoken's tokenizer of the same tokens, whose ids begin behind the special ones."""
+def _tekken(source: Path) -> ReferenceTokenizer:
+    """Return tiktoken's tokenizer with the same tokens; in tekken their ids follow those of the special tokens."""
     from tiktoken import Encoding
 
     file = json.loads(source.read_text())
@@ -183,33 +186,33 @@ def _tekken(source: Path) -> Reference:
     entries = file["vocab"][: config["default_vocab_size"] - special]
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries}
     plain = Encoding(source.name, pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
-    return Reference(
+    return ReferenceTokenizer(
         encode=lambda text: [special + token for token in plain.encode_ordinary(text)],
         decode=lambda ids: plain.decode([token - special for token in ids]),
     )
 
 
 def _is_tiktoken(source: Path) -> bool:
-    """Return whether each line is a token in base64 and its rank, to judge by the first."""
+    """Return whether the first line is a base64 token and its rank, as in a tiktoken vocabulary."""
     with source.open("rb") as stream:
         words = stream.readline(4096).split()
     return len(words) == 2 and words[1].isdigit() and source.suffix in (".model", ".tiktoken")
 
 
 def _check_special_tokens(model: Path, source: Path) -> None:
-    """Refuse a vocabulary whose special tokens are named nowhere: a chat would write them as plain text."""
+    """Raise ``ConversionError`` if no file names the special tokens: a chat would encode them as plain text."""
     config = _read_config(model)
-    named = any(
+    has_names = any(
         config.get(key)
         for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens")
     )
     size = json.loads((model / "config.json").read_text()).get("vocab_size", 0)
     with source.open("rb") as stream:
-        plain = sum(1 for line in stream if line.strip())
-    if not named and size > plain:
+        num_plain = sum(1 for line in stream if line.strip())
+    if not has_names and size > num_plain:
         raise ConversionError(
-            f"it holds {plain} of the model's {size} tokens, and no tokenizer_config.json names the special ones "
-            "(added_tokens_decoder); take that file from the model's repository"
+            f"it has {num_plain} of the model's {size} tokens, and no tokenizer_config.json names the special tokens "
+            "(added_tokens_decoder); copy that file from the model's repository"
         )
 
 
@@ -227,7 +230,7 @@ def _require(*modules: str) -> None:
             found = None
         if found is None:
             package = {"google.protobuf": "protobuf"}.get(module, module)
-            raise ConversionError(f"that needs the package {package}: pip install {package}")
+            raise ConversionError(f"this needs the package {package}: pip install {package}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The place of a model's tokenizer.json: its own, or one that is converted from SentencePiece or tiktoken files.
+"""The tokenizer.json of a model: its own, or one converted from SentencePiece or tiktoken files.
 
-A conversion needs transformers, which no process of a service imports, so it runs in a child process before they
-start. Its result is kept under a digest of the files that it was made from, never in the model's own directory.
+A conversion needs transformers, which no process of the service imports, so a child process converts before they start.
+The result is cached under a digest of its source files, never in the model's directory.
 """
 
 import hashlib
@@ -16,88 +16,89 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime import log
+from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import ModelError
 
 TOKENIZER: Final = "tokenizer.json"
 SOURCES: Final = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "tekken.json", "vocab.json")
-"""File names that a conversion starts from, the first that is there."""
+"""Files that a conversion can start from, in the order of preference."""
 CONVERSION_SECONDS: Final = 600.0
-"""The longest vocabularies take half a minute."""
-_OTHERS: Final = (
+"""Time limit of a conversion. The largest vocabularies take half a minute."""
+_RELATED_FILES: Final = (
     "merges.txt",
     "config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
 )
-_CHILD: Final = "skiff_runtime.conversion.convert_tokenizer"
+_CHILD_MODULE: Final = "skiff_runtime.conversion.convert_tokenizer"
 
 
 def find_or_convert_tokenizer(model: Path, caches: Sequence[Path]) -> Path:
-    """Return the directory with the model's tokenizer.json: ``model``, or that of one converted into a cache.
+    """Return the directory with the model's tokenizer.json: ``model``, or the one of a converted tokenizer in a cache.
 
-    The first of ``caches`` that can be written to takes a new one; any that has it already serves. ``model`` where
-    there is nothing to convert either. Raises ``ModelError`` where a conversion fails.
+    A new conversion goes into the first of ``caches`` that is writable. Returns ``model`` if there is nothing to convert
+    either. Raises ``ModelError`` if the conversion fails.
     """
     source = find_source(model)
     if (model / TOKENIZER).is_file() or source is None:
         return model
     name = _digest(model, source)
-    places = [cache / "tokenizers" / name for cache in caches]
-    for place in places:
-        if (place / TOKENIZER).is_file():
-            return place
-    return _convert(model, source, places)
+    directories = [cache / "tokenizers" / name for cache in caches]
+    for directory in directories:
+        if (directory / TOKENIZER).is_file():
+            return directory
+    return _convert(model, source, directories)
 
 
 def find_source(model: Path) -> Path | None:
-    """Return the file of ``model`` that its tokenizer.json can be converted from."""
+    """Return the file of ``model`` from which its tokenizer.json can be converted."""
     return next((path for glob in SOURCES for path in sorted(model.glob(glob)) if path.is_file()), None)
 
 
 def _digest(model: Path, source: Path) -> str:
-    """Return a name for the conversion of these files by this version of transformers."""
+    """Return the name of the conversion of these files by this version of transformers."""
     running = hashlib.sha256(f"1 {version('transformers')}".encode())
-    for path in (source, *(model / name for name in _OTHERS)):
+    for path in (source, *(model / name for name in _RELATED_FILES)):
         content = path.read_bytes() if path.is_file() else b""
         running.update(f"\0{path.name} {len(content)}\0".encode() + content)
     return running.hexdigest()[:32]
 
 
-def _convert(model: Path, source: Path, places: Sequence[Path]) -> Path:
+def _convert(model: Path, source: Path, directories: Sequence[Path]) -> Path:
     failures = []
-    for place in places:
+    for directory in directories:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix="converting-", dir=place.parent))
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix="converting-", dir=directory.parent))
         except OSError as error:
-            failures.append(f"{place.parent}: {error.strerror}")
+            failures.append(f"{directory.parent}: {error.strerror}")
             continue
         try:
             _run_child(model, source, scratch)
             scratch.chmod(0o755)
-            return _publish(scratch, place)
+            return _publish(scratch, directory)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     raise ModelError(
-        f"{model} has no {TOKENIZER}, and there is no place for one converted from {source.name} "
-        f"({'; '.join(failures)}); make a --download-dir writable"
+        f"{model} has no {TOKENIZER}, and no cache directory is writable for one converted from {source.name} "
+        f"({'; '.join(failures)}); make a {FLAG_DOWNLOAD_DIR} writable"
     )
 
 
-def _publish(scratch: Path, place: Path) -> Path:
-    """Give the result its name, unless another process was first."""
+def _publish(scratch: Path, directory: Path) -> Path:
+    """Rename the result to its final name, unless another process was first."""
     try:
-        scratch.rename(place)
+        scratch.rename(directory)
     except OSError:
-        if not (place / TOKENIZER).is_file():
+        if not (directory / TOKENIZER).is_file():
             raise
-    return place
+    return directory
 
 
 def _run_child(model: Path, source: Path, scratch: Path) -> None:
     log.event("tokenizer_conversion_started", source=source)
-    command = [sys.executable, "-m", _CHILD, str(model), str(source), str(scratch)]
+    command = [sys.executable, "-m", _CHILD_MODULE, str(model), str(source), str(scratch)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
@@ -112,7 +113,7 @@ def _run_child(model: Path, source: Path, scratch: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ModelError(
-            f"{source} was not converted to a {TOKENIZER} within {CONVERSION_SECONDS:.0f} s"
+            f"the conversion of {source} to a {TOKENIZER} took longer than {CONVERSION_SECONDS:.0f} s"
         ) from None
     if done.returncode != 0 or not (scratch / TOKENIZER).is_file():
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

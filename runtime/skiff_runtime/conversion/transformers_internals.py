@@ -1,6 +1,6 @@
-"""transformers' converter of tiktoken files, whose default pattern divides a text into words before they are encoded.
+"""The converter of tiktoken files of transformers, for its default pattern, which splits a text into words.
 
-No other module imports from `transformers.convert_slow_tokenizer`.
+No other module imports from ``transformers.convert_slow_tokenizer``.
 """
 
 from typing import Final

@@ -1,15 +1,16 @@
-"""Models of a Hugging Face hub: naming, choosing, downloading, verifying and finding them in the hub's cache.
+"""Models of a Hugging Face hub (``hf://``): references, downloads, verification and the hub's cache.
 
-huggingface_hub downloads; what belongs here is around it: one writer at a time, the choice of files, checksums, a
-marker that makes a finished model serve without any network, and errors that say what to change. Only what concerns
-``hf://`` belongs here. It imports no torch: an init container runs it.
+huggingface_hub downloads the files. This package adds the choice of files, checksums, a lock for one writer at a time,
+a marker that lets a complete model serve without network, and errors that name the remedy. It imports no torch: an init
+container runs it.
 """
 
 import os
 import sys
 
-# huggingface_hub reads its environment when it is imported, which is after this; what the user has set wins. No telemetry;
-# bars on a terminal only; no warnings, which quote the signed addresses of a storage; no second copy of what comes by Xet.
+# huggingface_hub reads its environment when it is imported, which is later than this. Variables that the user has set win.
+# No telemetry; no warnings, which quote signed storage addresses; no second copy of Xet downloads; progress bars only on
+# a terminal.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")

@@ -1,4 +1,4 @@
-"""A log line every few seconds on how far a download is."""
+"""Progress of a download: a log line every few seconds."""
 
 import sys
 import threading
@@ -13,10 +13,10 @@ REPORT_SECONDS: Final = 5.0
 
 
 @contextmanager
-def reported(total_bytes: int, received_bytes: Callable[[], int]) -> Iterator[None]:
-    """Log, while the block runs and at its end, how much of the total there is; a terminal has the library's bars.
+def report_progress(total_bytes: int, received_bytes: Callable[[], int]) -> Iterator[None]:
+    """Log the progress while the block runs and at its end. On a terminal, the library's progress bars take its place.
 
-    The bytes on the disk are counted, for they are the same whether they come by HTTP or by Xet.
+    ``received_bytes`` counts bytes on the disk, which are the same for HTTP and for Xet.
     """
     ended = threading.Event()
 

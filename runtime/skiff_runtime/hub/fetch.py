@@ -1,4 +1,4 @@
-"""From an ``hf://`` reference to a directory that can be served."""
+"""Download of an ``hf://`` model into the hub's cache, verified, as a directory that can be served."""
 
 import errno
 import os
@@ -11,9 +11,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from skiff_runtime import log
+from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.download_progress import reported
-from skiff_runtime.hub.file_lock import exclusive
+from skiff_runtime.hub.download_progress import report_progress
+from skiff_runtime.hub.file_lock import exclusive_lock
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
@@ -23,122 +24,121 @@ if TYPE_CHECKING:
 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
-"""A first mismatch may come from what an earlier process left; a second one does not."""
+"""A first mismatch may come from a file that an earlier process left; the second download is complete."""
 
 
-def resolve(uri: str, revision: str | None, cache_dir: Path) -> Path:
-    """Return the directory of an ``hf://`` model: from the cache without any network, else fetched now.
-
-    Raises ConfigError for a URI or revision that names nothing, FetchError where it cannot be had.
-    """
+def fetch_uri(uri: str, revision: str | None, cache_dir: Path) -> Path:
+    """Fetch the model of an ``hf://`` URI, and return its directory. Raises ``ConfigError`` and ``FetchError``."""
     return fetch(parse_reference(uri, revision), cache_dir)
 
 
 def default_hub_cache() -> Path:
-    """Return the cache that the hub's tools share: HF_HUB_CACHE, or ``hub`` in HF_HOME or ~/.cache/huggingface."""
+    """Return the cache directory that the hub's tools share: HF_HUB_CACHE, else ``hub`` in HF_HOME or ~/.cache/huggingface."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = None) -> Path:
-    """Have a model in ``cache_dir`` (layout: ``cache.py``), verified, and return its directory.
+    """Fetch a model into ``cache_dir`` (layout: ``model_cache.py``), verify it, and return its directory.
 
-    A marked one is returned as it is. Otherwise its revision is resolved to a commit once, and what serving needs is
-    downloaded and verified; what other tools have downloaded already is only verified. Where the hub cannot be
-    reached, what the cache holds of the revision is served if it is whole. Only one process downloads a model at a
-    time; the others wait and find it done. FetchError says what to change; files that are whole are kept.
+    A snapshot with a marker is returned without network. Otherwise the revision is resolved to a commit once, and the
+    files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
+    be reached, a complete snapshot in the cache is verified and served. Only one process downloads a model at a time;
+    the others wait for it and use its result. Raises ``FetchError``; complete files are kept.
     """
     cache = ModelCache(cache_dir, reference)
     with _disk_errors(cache_dir):
-        if (found := cache.find()) is not None:
+        if (found := cache.find_verified()) is not None:
             return found
         try:
             cache.prepare()
         except OSError:
-            if (held := _verify_cached(cache)) is None:
+            # A read-only cache: its snapshot is served without a marker if it verifies.
+            if (cached := _verify_cached(cache)) is None:
                 raise
-            return cache.snapshot(held[0])
-        with exclusive(cache.lock):
-            if (found := cache.find()) is not None:
+            return cache.snapshot(cached[0])
+        with exclusive_lock(cache.lock_path):
+            # Another process may have downloaded it while this one waited for the lock.
+            if (found := cache.find_verified()) is not None:
                 return found
             cache.remove_stale_downloads()
-            return _obtain(cache, reference, endpoint)
+            return _fetch_locked(cache, reference, endpoint)
 
 
 def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
-    """Return a directory with the model's config.json and generation_config.json, and perhaps no more.
+    """Return a directory with at least the model's config.json and generation_config.json.
 
-    The one in ``cache_dir`` where it is complete; else only these two files are downloaded, into ``temporary``.
+    It is the snapshot in ``cache_dir`` if that is complete; else these two files are downloaded into ``temporary``.
     """
     with _disk_errors(cache_dir):
-        if (found := ModelCache(cache_dir, reference).find()) is not None:
+        if (found := ModelCache(cache_dir, reference).find_verified()) is not None:
             return found
     with _disk_errors(temporary):
         from skiff_runtime.hub.hub_client import HubClient
 
         client = HubClient(reference)
         with client.bounded_retry_after():
-            listing = client.listing()
-            for file in listing.descriptions():
+            listing = client.list_files()
+            for file in listing.config_files():
                 if file.name in (CONFIG, GENERATION_CONFIG):
-                    client.bring(listing.commit, file.name, temporary)
+                    client.download(listing.commit, file.name, temporary)
     return ModelCache(temporary, reference).snapshot(listing.commit)
 
 
-def _obtain(cache: ModelCache, reference: HubReference, endpoint: str | None) -> Path:
-    # Imported where a download is due: a model that is there needs nothing of it.
+def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | None) -> Path:
+    # Imported only for a download: a complete model needs neither the client nor its libraries.
     from skiff_runtime.hub.hub_client import HubClient, HubUnavailable
 
     client = HubClient(reference, endpoint)
     with client.bounded_retry_after():
         try:
-            listing = client.listing()
+            listing = client.list_files()
         except HubUnavailable as error:
-            held = _verify_cached(cache)
-            if held is None:
+            cached = _verify_cached(cache)
+            if cached is None:
                 raise
-            log.warning("fetch_fell_back_to_cache", model=reference, commit=held[0], reason=str(error))
-            return cache.mark(*held)
+            log.warning("fetch_fell_back_to_cache", model=reference, commit=cached[0], reason=str(error))
+            return cache.mark_verified(*cached)
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
         files = _download(cache, client, listing)
-    path = cache.mark(listing.commit, files)
+    path = cache.mark_verified(listing.commit, files)
     total = sum(file.size_bytes for file in files)
     log.event("fetch_finished", model=reference, files=len(files), bytes=total, path=path)
     return path
 
 
 def _download(cache: ModelCache, client: "HubClient", listing: RepositoryListing) -> list[RemoteFile]:
-    descriptions = listing.descriptions()
-    _bring_all(cache, client, listing.commit, descriptions)
-    weights = listing.weights(cache.snapshot(listing.commit))
-    _bring_all(cache, client, listing.commit, weights)
-    return descriptions + weights
+    config_files = listing.config_files()
+    _download_all(cache, client, listing.commit, config_files)
+    weights = listing.weight_files(cache.snapshot(listing.commit))
+    _download_all(cache, client, listing.commit, weights)
+    return config_files + weights
 
 
-def _bring_all(cache: ModelCache, client: "HubClient", commit: str, files: Sequence[RemoteFile]) -> None:
-    """Have every file in the snapshot, verified; the first failure ends all and keeps what is whole.
+def _download_all(cache: ModelCache, client: "HubClient", commit: str, files: Sequence[RemoteFile]) -> None:
+    """Download and verify every file with several threads. The first failure stops all; complete files are kept.
 
-    The threads do not outlive the process, and nothing waits for them: the library cannot be interrupted.
+    The threads are daemons, and nothing waits for them after a failure: a download of the library cannot be interrupted.
     """
-    missing = [file for file in files if not cache.holds(commit, file)]
+    missing = [file for file in files if not cache.has_file(commit, file)]
     cache.check_space(missing)
-    waiting, outcomes = deque(files), SimpleQueue[BaseException | None]()
+    pending, outcomes = deque(files), SimpleQueue[BaseException | None]()
 
     def work() -> None:
-        while waiting and not client.stop.is_set():
+        while pending and not client.stop.is_set():
             try:
-                _bring(cache, client, commit, waiting.popleft())
-            except BaseException as failure:  # noqa: BLE001 (raised again by the thread that waits for it)
+                _download_file(cache, client, commit, pending.popleft())
+            except BaseException as failure:  # noqa: BLE001 (raised again in the thread that waits)
                 outcomes.put(failure)
             else:
                 outcomes.put(None)
 
     def received() -> int:
-        whole = sum(file.size_bytes for file in files if cache.holds(commit, file))
-        return whole + cache.received_bytes()
+        complete = sum(file.size_bytes for file in files if cache.has_file(commit, file))
+        return complete + cache.incomplete_bytes()
 
-    with reported(sum(file.size_bytes for file in files), received):
+    with report_progress(sum(file.size_bytes for file in files), received):
         for _ in range(min(PARALLEL_FILES, len(files))):
             threading.Thread(target=work, name="fetch", daemon=True).start()
         try:
@@ -151,25 +151,25 @@ def _bring_all(cache: ModelCache, client: "HubClient", commit: str, files: Seque
             raise
 
 
-def _bring(cache: ModelCache, client: "HubClient", commit: str, file: RemoteFile) -> None:
+def _download_file(cache: ModelCache, client: "HubClient", commit: str, file: RemoteFile) -> None:
     for attempt in range(1, CHECKSUM_ATTEMPTS + 1):
-        if file.is_intact(client.bring(commit, file.name, cache.directory)):
+        if file.is_intact(client.download(commit, file.name, cache.directory)):
             return
         log.warning("fetch_checksum_mismatch", file=file.name, attempt=attempt)
         cache.remove(commit, file.name)
     raise FetchError(
-        f"{file.name}: checksum mismatch after {CHECKSUM_ATTEMPTS} downloads (its digest is not {file.digest}); "
-        "something between the hub and this machine changes the file"
+        f"{file.name}: checksum mismatch after {CHECKSUM_ATTEMPTS} downloads (the expected digest is {file.digest}); "
+        "check for a proxy that changes the file"
     )
 
 
 def _verify_cached(cache: ModelCache) -> tuple[str, list[RemoteFile]] | None:
-    """Return the commit and the files that the cache holds of the revision, if they are whole and intact."""
+    """Return the commit and the files of the snapshot in the cache if it is complete and intact."""
     listing = cache.list_unverified()
     if listing is None:
         return None
     try:
-        files = listing.descriptions() + listing.weights(cache.snapshot(listing.commit))
+        files = listing.config_files() + listing.weight_files(cache.snapshot(listing.commit))
     except FetchError as error:
         log.warning("fetch_cache_incomplete", path=cache.snapshot(listing.commit), reason=str(error))
         return None
@@ -182,16 +182,16 @@ def _verify_cached(cache: ModelCache) -> tuple[str, list[RemoteFile]] | None:
 
 @contextmanager
 def _disk_errors(cache_dir: Path) -> Iterator[None]:
-    """Turn what the disk says into a FetchError that says what to change."""
+    """Turn an ``OSError`` of the disk into a ``FetchError`` that names the remedy."""
     try:
         yield
     except OSError as error:
-        where = error.filename or cache_dir
+        path = error.filename or cache_dir
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FetchError(
                 f"no space left in {cache_dir} ({error.strerror}); use a larger volume"
             ) from error
         raise FetchError(
-            f"cannot use {where} ({error.strerror}); make {cache_dir} writable for user {os.getuid()}, "
-            "or use another --download-dir"
+            f"cannot use {path} ({error.strerror}); make {cache_dir} writable for user {os.getuid()}, "
+            f"or use another {FLAG_DOWNLOAD_DIR}"
         ) from error

@@ -1,4 +1,4 @@
-"""One writer at a time in a cache that several pods share."""
+"""A file lock (flock), so that a cache that several pods share has one writer."""
 
 import errno
 import fcntl
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from skiff_runtime import log
+from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
 
 WAIT_SECONDS: Final = 6 * 3600.0
@@ -18,11 +19,11 @@ _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``; the kernel frees it however this process ends.
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``. The kernel releases it however this process ends.
 
-    Waits while another process holds it, saying so now and then; FetchError after six
-    hours, or where the volume's file system has no locks.
+    While another process holds it, wait and log that now and then. Raises ``FetchError`` after ``WAIT_SECONDS``, or if
+    the file system supports no locks.
     """
     with path.open("w") as stream:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -48,14 +49,14 @@ def _try_lock(stream: IO[str], path: Path) -> bool:
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             raise FetchError(
-                f"the file system of {path} has no locks ({error.strerror}); use another --download-dir"
+                f"the file system of {path} supports no locks ({error.strerror}); use another {FLAG_DOWNLOAD_DIR}"
             ) from error
         raise
     return True
 
 
 def is_unlocked(path: Path) -> bool:
-    """Return whether no process holds the lock of ``path``; one that was never made is free."""
+    """Return whether no process holds the lock of ``path``; a file that does not exist is unlocked."""
     try:
         with path.open("r+") as stream:
             return _try_lock(stream, path)

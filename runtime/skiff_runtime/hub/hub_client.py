@@ -1,4 +1,4 @@
-"""huggingface_hub for one model: its listing and its files, with bounded retries and errors that say what to change."""
+"""Client of a hub for one model, on top of huggingface_hub: bounded retries, and errors that name the remedy."""
 
 import random
 import threading
@@ -22,25 +22,25 @@ T = TypeVar("T")
 
 ATTEMPTS: Final = 5
 BASE_WAIT_SECONDS: Final = 1.0
-"""Before the second attempt; it doubles from there."""
-LONGEST_WAIT_SECONDS: Final = 310
-"""The hub counts requests over five minutes and may ask to wait for their end. Beyond that a fetch fails."""
+"""Wait before the second attempt; it doubles with each further attempt."""
+MAX_WAIT_SECONDS: Final = 310
+"""The longest Retry-After to obey. The hub limits requests per five minutes, and asks clients to wait for the next window."""
 MAX_FILES: Final = 10_000
 _LISTING_TIMEOUT_SECONDS: Final = 20.0
-_BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
-_PRODUCT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}
+_TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
+_USER_AGENT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}
 
 
 class HubUnavailable(FetchError):
-    """The hub does not answer, or the user forbids the network; the cache may hold the model all the same."""
+    """The hub does not answer, or HF_HUB_OFFLINE is set. The cache may hold the model."""
 
 
-class Transient(HubUnavailable):
-    """A failure that may pass by itself."""
+class TransientHubError(HubUnavailable):
+    """A failure that a retry may resolve."""
 
 
 class HubClient:
-    """One hub and one model."""
+    """Client of one hub for one model."""
 
     def __init__(self, reference: HubReference, endpoint: str | None = None) -> None:
         self._reference = reference
@@ -51,23 +51,25 @@ class HubClient:
                 f"{ENV_HUB_ENDPOINT} must be an http:// or https:// address, not {self._endpoint!r}"
             )
         self._token = get_token()
-        # Checked here because an HTTP library's complaint about a header would quote it.
+        # Checked here because the error of an HTTP library about a malformed header would quote the token.
         if self._token and not (
             self._token.isascii() and self._token.isprintable() and " " not in self._token
         ):
-            raise FetchError(f"{ENV_HUB_TOKEN} holds characters that no token has (it is not shown here)")
+            raise FetchError(
+                f"{ENV_HUB_TOKEN} contains characters that no token has (the token is not shown here)"
+            )
         self.stop = threading.Event()
 
-    def listing(self) -> RepositoryListing:
-        """Return the repository's top-level files at the reference's revision."""
-        api = HfApi(endpoint=self._endpoint, **_PRODUCT)
+    def list_files(self) -> RepositoryListing:
+        """Return the repository's top-level files at the reference's revision. Raises ``FetchError``."""
+        api = HfApi(endpoint=self._endpoint, **_USER_AGENT)
         options: dict[str, Any] = {"files_metadata": True, "timeout": _LISTING_TIMEOUT_SECONDS}
         name, revision = self._reference.model_id, self._reference.revision
-        info = self._attempt(str(self._reference), lambda: api.model_info(name, revision=revision, **options))
+        info = self._retry(str(self._reference), lambda: api.model_info(name, revision=revision, **options))
         siblings = info.siblings or []
         if not is_commit(info.sha or "") or len(siblings) > MAX_FILES:
             raise FetchError(
-                f"the hub's description of {self._reference} names no commit, or more than {MAX_FILES} files"
+                f"the hub's listing of {self._reference} has no commit, or more than {MAX_FILES} files"
             )
         files = [
             RemoteFile(each.rfilename, each.lfs.size, each.lfs.sha256)
@@ -78,74 +80,74 @@ class HubClient:
         ]
         return RepositoryListing(info.sha or "", sorted(files, key=lambda file: file.name))
 
-    def bring(self, commit: str, name: str, cache_dir: Path) -> Path:
-        """Return the file's path in the cache, downloaded if it is not there."""
-        options: dict[str, Any] = {"cache_dir": cache_dir, "endpoint": self._endpoint, **_PRODUCT}
+    def download(self, commit: str, name: str, cache_dir: Path) -> Path:
+        """Return the file's path in the cache, after downloading it if it is missing. Raises ``FetchError``."""
+        options: dict[str, Any] = {"cache_dir": cache_dir, "endpoint": self._endpoint, **_USER_AGENT}
         model = self._reference.model_id
-        return Path(self._attempt(name, lambda: hf_hub_download(model, name, revision=commit, **options)))
+        return Path(self._retry(name, lambda: hf_hub_download(model, name, revision=commit, **options)))
 
     @contextmanager
     def bounded_retry_after(self) -> Iterator[None]:
-        """Fail, while the block runs, where a server asks to come back late: the library would obey any Retry-After."""
+        """Raise ``FetchError`` in the block for a Retry-After above ``MAX_WAIT_SECONDS``: the library would obey any."""
         session = get_session()
         hooks = session.event_hooks
-        session.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_waits]}
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _reject_long_waits]}
         try:
             yield
         finally:
             session.event_hooks = hooks
 
-    def _attempt(self, what: str, act: Callable[[], T]) -> T:
-        """Return what ``act`` returns, tried until it succeeds; FetchError when it does not."""
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
+        """Return the result of ``action``, retried on transient errors. Raises ``FetchError`` when it keeps failing."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return act()
+                return action()
             except FetchError:
                 raise
             except Exception as error:
-                meaning = self._meaning(error)
-                if not isinstance(meaning, Transient):
-                    raise meaning from error
+                translated = self._translate(error)
+                if not isinstance(translated, TransientHubError):
+                    raise translated from error
                 if attempt == ATTEMPTS:
-                    raise HubUnavailable(f"{what}: {meaning}; gave up after {attempt} attempts") from error
-                # Jittered, so that many pods do not return as one.
+                    raise HubUnavailable(f"{what}: {translated}; gave up after {attempt} attempts") from error
+                # Jitter spreads the retries of many pods.
                 wait = BASE_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                log.warning("fetch_attempt_failed", what=what, reason=str(meaning), wait_seconds=wait)
+                log.warning("fetch_attempt_failed", what=what, reason=str(translated), wait_seconds=wait)
             if self.stop.wait(wait):
                 break
         raise FetchError(f"{what}: stopped while waiting to try again")
 
-    def _meaning(self, error: Exception) -> Exception:
-        """Return the error that says what to change; ``error`` itself where the hub has no part in it."""
+    def _translate(self, error: Exception) -> Exception:
+        """Return the ``FetchError`` that names the remedy, or ``error`` itself if the hub has no part in it."""
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         match error:
             case OfflineModeIsEnabled():
                 return HubUnavailable(
-                    f"{self._reference} is not complete in the cache, and HF_HUB_OFFLINE forbids to download it: "
+                    f"{self._reference} is not complete in the cache, and HF_HUB_OFFLINE forbids downloads: "
                     "unset it, or fetch the model beforehand"
                 )
             case HfHubHTTPError():
-                return self._refusal(error.response)
+                return self._translate_response(error.response)
             case httpx2.TooManyRedirects():
-                return FetchError(f"{self._host} redirects in a circle")
+                return FetchError(f"{self._host} redirects in a loop")
             case httpx2.HTTPError():
-                return Transient(
+                return TransientHubError(
                     f"no answer from {self._host} ({str(error) or type(error).__name__}); "
                     f"check the network, the proxy and {ENV_HUB_ENDPOINT}"
                 )
-            case OSError() if error.errno is None:  # a length or a header that is not the hub's
+            case OSError() if error.errno is None:  # a wrong length, or a header that no hub sends
                 first_line = str(error).partition("\n")[0]
-                return Transient(f"{self._host} does not answer as a hub: {first_line}")
+                return TransientHubError(f"{self._host} does not answer like a hub: {first_line}")
             case ValueError() | TypeError() | KeyError() | AttributeError():
-                return FetchError(f"the hub's description of {self._reference} is malformed: {error!r}")
+                return FetchError(f"the hub's listing of {self._reference} is malformed: {error!r}")
             case _:
                 return error
 
-    def _refusal(self, response: httpx2.Response) -> FetchError:
+    def _translate_response(self, response: httpx2.Response) -> FetchError:
         status, host = response.status_code, response.request.url.host
-        if status in _BUSY:
-            return Transient(f"{host} answered {status} {response.reason_phrase}")
+        if status in _TRANSIENT_STATUSES:
+            return TransientHubError(f"{host} answered {status} {response.reason_phrase}")
         model, revision = self._reference.model_id, self._reference.revision
         if status in (401, 403):
             remedy = (
@@ -156,7 +158,7 @@ class HubClient:
             return FetchError(f"{host} refuses {model} ({status}): check its name; {remedy}")
         code = response.headers.get("X-Error-Code", "")
         if status == 404 and code == "EntryNotFound":
-            return FetchError(f"{host} lists a file of {model} that it does not have (404)")
+            return FetchError(f"{host} lists a file of {model} that it does not serve (404)")
         if status == 404 and code == "RevisionNotFound":
             return FetchError(f"{model} has no revision {revision!r} on {host} (404): correct the revision")
         if status == 404:
@@ -167,7 +169,7 @@ class HubClient:
 
 
 def _host_of(endpoint: str) -> str:
-    """Return the host of an http address, without any password in it; empty where it is none."""
+    """Return the host of an http(s) address, without user and password; "" if it is malformed."""
     try:
         parts = urlsplit(endpoint)
     except ValueError:
@@ -175,8 +177,12 @@ def _host_of(endpoint: str) -> str:
     return parts.hostname or "" if parts.scheme in ("http", "https") else ""
 
 
-def _refuse_long_waits(response: httpx2.Response) -> None:
-    asked = response.headers.get("Retry-After", "")
-    if response.status_code in _BUSY and asked.isdigit() and int(asked) > LONGEST_WAIT_SECONDS:
+def _reject_long_waits(response: httpx2.Response) -> None:
+    retry_after = response.headers.get("Retry-After", "")
+    if (
+        response.status_code in _TRANSIENT_STATUSES
+        and retry_after.isdigit()
+        and int(retry_after) > MAX_WAIT_SECONDS
+    ):
         host, status = response.request.url.host, f"{response.status_code} {response.reason_phrase}"
-        raise FetchError(f"{host} answered {status} and asks to come back in {asked} s")
+        raise FetchError(f"{host} answered {status} and asks to retry after {retry_after} s")

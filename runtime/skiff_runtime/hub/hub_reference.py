@@ -1,4 +1,4 @@
-"""What an ``hf://`` URI names."""
+"""References to models of a hub: ``hf://`` URIs and revisions."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """One model at one revision: a branch, a tag or a commit."""
+    """A model at a revision: a branch, a tag or a commit."""
 
     organisation: str
     name: str
@@ -31,7 +31,7 @@ class HubReference:
 
 
 def parse_reference(uri: str, revision: str | None = None) -> HubReference:
-    """``hf://org/name`` and a revision (default ``main``); ConfigError says what is wrong with either."""
+    """Parse ``hf://org/name`` and a revision (default ``main``). Raises ``ConfigError`` if either is malformed."""
     parts = uri.removeprefix(SCHEME).split("/")
     if not uri.startswith(SCHEME) or len(parts) != 2 or not all(map(_is_part, parts)):
         raise ConfigError(
@@ -44,10 +44,10 @@ def parse_reference(uri: str, revision: str | None = None) -> HubReference:
 
 
 def is_commit(text: str) -> bool:
-    """Whether ``text`` is a full commit hash, which names the same files for ever."""
+    """Return whether ``text`` is a full commit hash, which always names the same files."""
     return _COMMIT.fullmatch(text) is not None
 
 
 def _is_part(part: str) -> bool:
-    # "--" separates organisation and name in the cache, so the hub's ban on it is relied upon.
+    # "--" separates organisation and name in the cache's directory names; the hub allows it in neither.
     return _PART.fullmatch(part) is not None and "--" not in part and ".." not in part

@@ -1,16 +1,16 @@
-"""One model in the hub's cache, which other tools share, and Skiff's marks beside it.
+"""One model in the hub's cache, which other tools share, and Skiff's markers of verified snapshots.
 
 ::
 
     CACHE/models--ORG--NAME/
-      blobs/DIGEST                huggingface_hub's: contents, by their checksum
-      snapshots/COMMIT/           huggingface_hub's: links to them; the model directory that is served
-      refs/REVISION               the commit that this revision meant when it was fetched
-      .skiff/lock                 held (flock) by the one process that downloads
-      .skiff/COMMIT.json          written last, after verification: names and sizes of all files
+      blobs/DIGEST                contents, by their checksum (huggingface_hub)
+      snapshots/COMMIT/           links to the blobs: the model directory that is served (huggingface_hub)
+      refs/REVISION               the commit of this revision when it was fetched (huggingface_hub)
+      .skiff/lock                 held (flock) by the process that downloads
+      .skiff/COMMIT.json          marker, written last: names and sizes of all verified files
 
-A snapshot without Skiff's mark is never served unverified. Readers of a marked one take no lock and write nothing,
-so a finished cache may be mounted read-only and needs no network.
+A snapshot without a marker is verified before it is served. Reading a snapshot with a marker takes no lock and writes
+nothing, so a complete cache can be mounted read-only and needs no network.
 """
 
 import errno
@@ -23,14 +23,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.file_lock import is_unlocked
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
 from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
 
 SPARE_BYTES: Final = 64 << 20
-"""Kept free beside what is downloaded, for whatever else lives on the volume."""
-_SETTLED_SECONDS: Final = 60.0
+"""Kept free on the volume beside the download, for its other users."""
+_STALE_SECONDS: Final = 60.0
+"""Partial files that were written to more recently are kept, whatever the state of their lock."""
 _BLOCK_BYTES: Final = 512
 _DIGEST_LENGTHS: Final = (40, 64)
 
@@ -42,26 +44,26 @@ class ModelCache:
         self.directory = cache_dir
         self._reference = reference
         self.root = cache_dir / f"models--{reference.organisation}--{reference.name}"
-        self.marks = self.root / ".skiff"
-        self.lock = self.marks / "lock"
+        self.marker_dir = self.root / ".skiff"
+        self.lock_path = self.marker_dir / "lock"
 
     def snapshot(self, commit: str) -> Path:
         """Return the directory of one commit's files."""
         return self.root / "snapshots" / commit
 
     def prepare(self) -> None:
-        """Make the directory of the marks; OSError where nothing can be written into it."""
-        self.marks.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.marks, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.marks))
+        """Create the marker directory. Raises ``OSError`` if it is not writable."""
+        self.marker_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.marker_dir, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.marker_dir))
 
-    def find(self) -> Path | None:
-        """Return the marked snapshot of the reference's revision, if all of it is there."""
+    def find_verified(self) -> Path | None:
+        """Return the snapshot of the reference's revision if it has a marker and is complete."""
         commit = self._commit()
-        return self.snapshot(commit) if commit is not None and self._is_marked(commit) else None
+        return self.snapshot(commit) if commit is not None and self._has_marker(commit) else None
 
     def list_unverified(self) -> RepositoryListing | None:
-        """List what the cache holds of the revision, by whomever it was downloaded; digests are the blobs' names."""
+        """List the files of the revision in the cache, whichever tool downloaded them. Digests are the names of the blobs."""
         commit = self._commit()
         if commit is None or not self.snapshot(commit).is_dir():
             return None
@@ -70,56 +72,58 @@ class ModelCache:
             commit, [RemoteFile(path.name, path.stat().st_size, _digest_of(path)) for path in paths]
         )
 
-    def mark(self, commit: str, files: Sequence[RemoteFile]) -> Path:
-        """Declare a snapshot complete and verified, and point the revision at it."""
+    def mark_verified(self, commit: str, files: Sequence[RemoteFile]) -> Path:
+        """Write the marker of a complete and verified snapshot, and point the revision at it."""
         sizes = {file.name: file.size_bytes for file in files}
-        _replace_text(self.marks / f"{commit}.json", json.dumps({"commit": commit, "files": sizes}, indent=1))
+        _replace_text(
+            self.marker_dir / f"{commit}.json", json.dumps({"commit": commit, "files": sizes}, indent=1)
+        )
         if self._reference.revision != commit:
             self._ref_path().parent.mkdir(parents=True, exist_ok=True)
             _replace_text(self._ref_path(), commit)
         return self.snapshot(commit)
 
-    def holds(self, commit: str, file: RemoteFile) -> bool:
-        """Return whether the cache has the file, be it of another commit."""
+    def has_file(self, commit: str, file: RemoteFile) -> bool:
+        """Return whether the cache has the file, even if it belongs to another commit."""
         return (self.snapshot(commit) / file.name).exists() or bool(
             file.digest and (self.root / "blobs" / file.digest).exists()
         )
 
     def check_space(self, missing: Sequence[RemoteFile]) -> None:
-        """Raise FetchError, with both numbers, where the volume cannot hold ``missing`` as well."""
+        """Raise ``FetchError``, with both sizes, if the volume has no room for ``missing``."""
         needed_bytes = sum(file.size_bytes for file in missing) + SPARE_BYTES
-        free_bytes = shutil.disk_usage(self.marks).free
+        free_bytes = shutil.disk_usage(self.marker_dir).free
         if missing and needed_bytes > free_bytes:
             raise FetchError(
-                f"no space in {self.root}: {needed_bytes / 1e9:.2f} GB are needed, "
-                f"{free_bytes / 1e9:.2f} GB are free; use a larger volume, or another --download-dir"
+                f"not enough space in {self.root}: {needed_bytes / 1e9:.2f} GB are needed, "
+                f"{free_bytes / 1e9:.2f} GB are free; use a larger volume, or another {FLAG_DOWNLOAD_DIR}"
             )
 
     def remove(self, commit: str, name: str) -> None:
-        """Forget a file whose content is wrong."""
+        """Remove a file whose content is wrong, and its blob."""
         path = self.snapshot(commit) / name
         blob = path.resolve()
         path.unlink(missing_ok=True)
         if blob.is_relative_to(self.directory.resolve()):
             blob.unlink(missing_ok=True)
 
-    def received_bytes(self) -> int:
-        """Return how much of files that are being downloaded is on the disk."""
-        return sum(state.st_blocks * _BLOCK_BYTES for _, state in self._incomplete())
+    def incomplete_bytes(self) -> int:
+        """Return the bytes on the disk of files that are being downloaded."""
+        return sum(state.st_blocks * _BLOCK_BYTES for _, state in self._incomplete_files())
 
     def remove_stale_downloads(self) -> None:
-        """Remove what processes left that were killed while they downloaded; huggingface_hub never does.
+        """Remove the partial files of processes that were killed during a download; huggingface_hub never does.
 
-        A process that downloads a file holds its lock, so a free lock means that no process does.
+        A process that downloads a file holds the file's lock, so a partial file without a held lock is stale.
         """
-        for path, state in self._incomplete():
+        for path, state in self._incomplete_files():
             lock = self.directory / ".locks" / self.root.name / f"{path.name.partition('.')[0]}.lock"
-            if time.time() - state.st_mtime > _SETTLED_SECONDS and is_unlocked(lock):
+            if time.time() - state.st_mtime > _STALE_SECONDS and is_unlocked(lock):
                 path.unlink(missing_ok=True)
 
-    def _incomplete(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def _incomplete_files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in (self.root / "blobs").glob("*.incomplete"):
-            with suppress(FileNotFoundError):  # it has become whole meanwhile
+            with suppress(FileNotFoundError):  # its download has finished in the meantime
                 yield path, path.stat()
 
     def _commit(self) -> str | None:
@@ -135,23 +139,23 @@ class ModelCache:
     def _ref_path(self) -> Path:
         return self.root / "refs" / self._reference.revision
 
-    def _is_marked(self, commit: str) -> bool:
+    def _has_marker(self, commit: str) -> bool:
         snapshot = self.snapshot(commit)
         try:
-            files = json.loads((self.marks / f"{commit}.json").read_text())["files"]
+            files = json.loads((self.marker_dir / f"{commit}.json").read_text())["files"]
             return all((snapshot / name).stat().st_size == size for name, size in files.items())
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
 
 def _digest_of(path: Path) -> str:
-    """Return the checksum that a link of the hub's cache names; empty where a file system has no links."""
+    """Return the checksum in the target of a link of the hub's cache; "" on a file system without links."""
     name = path.readlink().name if path.is_symlink() else ""
     return name if len(name) in _DIGEST_LENGTHS and set(name) <= set("0123456789abcdef") else ""
 
 
 def _replace_text(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("w") as stream:
         stream.write(text)

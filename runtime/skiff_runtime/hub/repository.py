@@ -1,4 +1,4 @@
-"""The files of a repository, and the choice of those that serving needs."""
+"""The files of a model's repository, and the selection of those that serving needs."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-_DESCRIPTIONS: Final = (
+_CONFIG_PATTERNS: Final = (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
@@ -33,8 +33,11 @@ _READ_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of the repository. ``digest`` is hex, and empty where it is not known: sha256 of the content for a
-    file in large-file storage, git's blob sha1 for any other."""
+    """A file of the repository.
+
+    ``digest`` is the SHA-256 of the content for a file in large-file storage (LFS), else git's blob SHA-1, both in hex;
+    "" if it is unknown.
+    """
 
     name: str
     size_bytes: int
@@ -46,7 +49,7 @@ class RemoteFile:
             return False
         running = hashlib.sha256(usedforsecurity=False)
         if len(self.digest) != _SHA256_DIGITS:
-            # git names a blob by the sha1 of a short header and the content.
+            # The name of a git blob is the SHA-1 of a short header and the content.
             running = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         with path.open("rb", buffering=0) as stream:
             while chunk := stream.read(_READ_BYTES):
@@ -61,36 +64,37 @@ class RepositoryListing:
     commit: str
     files: Sequence[RemoteFile]
 
-    def descriptions(self) -> list[RemoteFile]:
-        """Return the configuration and tokenizer files; FetchError without a config.json."""
-        found = [file for file in self.files if any(fnmatchcase(file.name, glob) for glob in _DESCRIPTIONS)]
+    def config_files(self) -> list[RemoteFile]:
+        """Return the configuration, tokenizer and template files. Raises ``FetchError`` without a config.json."""
+        found = [
+            file for file in self.files if any(fnmatchcase(file.name, glob) for glob in _CONFIG_PATTERNS)
+        ]
         if all(file.name != CONFIG for file in found):
-            raise FetchError(
-                "the repository has no config.json at its top: it is not a model that Skiff serves"
-            )
+            raise FetchError("the repository has no config.json at its top level: Skiff cannot serve it")
         return found
 
-    def weights(self, snapshot: Path) -> list[RemoteFile]:
-        """Return those that the index in ``snapshot`` names, else model.safetensors, else every top-level one.
+    def weight_files(self, snapshot: Path) -> list[RemoteFile]:
+        """Return the files that the index in ``snapshot`` names, else model.safetensors, else every *.safetensors.
 
-        A repository may hold the same weights twice (consolidated.safetensors); only one set is wanted.
+        A repository may hold the same weights twice, as consolidated.safetensors too; one set is enough. Raises
+        ``FetchError`` if there are none.
         """
         found = {file.name: file for file in self.files if file.name.endswith(".safetensors")}
         if any(file.name == INDEX for file in self.files):
-            return _named_by((snapshot / INDEX).read_bytes(), found)
+            return _files_in_index((snapshot / INDEX).read_bytes(), found)
         if not found:
             raise FetchError(
-                "the repository has no *.safetensors files; Skiff reads no other format of weights"
+                "the repository has no *.safetensors files, and Skiff reads no other weight format"
             )
         return [found[SINGLE]] if SINGLE in found else list(found.values())
 
 
-def _named_by(index: bytes, found: dict[str, RemoteFile]) -> list[RemoteFile]:
+def _files_in_index(index: bytes, found: dict[str, RemoteFile]) -> list[RemoteFile]:
     try:
-        wanted = sorted(set(json.loads(index)["weight_map"].values()))
+        names = sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FetchError(f"{INDEX} is malformed: {error!r}") from error
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in names if name not in found]
     if missing:
-        raise FetchError(f"{INDEX} names {missing[0]!r}, which the repository does not have at its top")
-    return [found[name] for name in wanted]
+        raise FetchError(f"{INDEX} names {missing[0]!r}, which the repository does not have at its top level")
+    return [found[name] for name in names]

@@ -1,7 +1,4 @@
-"""What a model is and what it needs, before anything is downloaded or loaded.
-
-Here belongs ``skiff info``: the reckoning of memory against GPUs, and its table. No torch.
-"""
+"""``skiff info``: a model's shape, its memory by part, and the GPUs that it fits. It imports no torch."""
 
 from skiff_runtime.info.command import add_arguments, run
 

@@ -1,4 +1,4 @@
-"""``skiff info``: its flags, its table, its JSON."""
+"""The command ``skiff info``: its flags, its tables and its JSON."""
 
 import argparse
 import sys
@@ -18,25 +18,25 @@ from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
 from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
-from skiff_runtime.info.gpus import GPUS, Gpu
-from skiff_runtime.info.memory_fit import Fit, Need, fit, need
+from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
-What a model is, how much memory each part of it takes on each rank, and how many tokens
-of KV cache a GPU has room for beside it. Read from config.json alone: of an hf:// model
-nothing else is downloaded, and no GPU is needed."""
+Show a model's shape, the memory that each part of it takes on each rank, and the number
+of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json: of
+an hf:// model nothing else is downloaded, and no GPU is needed."""
 EPILOG: Final = """\
-The reckoning is the engine's own; only what driver and libraries hold is assumed (1 GiB).
-With --gpu or --gpu-memory the exit code is 1 where the model does not fit.
+The engine computes the same sizes when it starts; the memory of the driver and of
+libraries is assumed (1 GiB). With --gpu or --gpu-memory the exit code is 1 if the model
+does not fit.
 
 examples:
   skiff info hf://Qwen/Qwen3-0.6B
   skiff info hf://meta-llama/Llama-3.1-70B-Instruct --tp 4 --gpu H100
   skiff info /models/llama --max-model-len 8192 --gpu-memory 24 --json
 """
-_USED: Final = (
+_CONFIG_FLAGS: Final = (
     "revision",
     "download_dir",
     "dtype",
@@ -49,53 +49,53 @@ _USED: Final = (
     "kv_cache_dtype",
     "mem_fraction_static",
 )
-_ELSEWHERE: Final = ("path", "tokenizer_path", "architecture")
+_NOT_SHAPE: Final = ("path", "tokenizer_path", "architecture")
 GIB: Final = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``skiff info``, among them those of ``skiff serve`` that change the reckoning."""
+    """Declare the flags of ``skiff info``, including those of ``skiff serve`` that change the sizes."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", metavar="MODEL", help="a directory, hf://org/name or demo://")
     parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
         "--gpu",
         choices=[gpu.name for gpu in GPUS],
         metavar="NAME",
-        help="one of: %(choices)s (default: each)",
+        help="a GPU: %(choices)s (default: all of them)",
     )
-    where.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="a GPU with so much memory")
+    target.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="a GPU with this much memory")
     every = tuple(Config.__dataclass_fields__)
-    add_config_arguments(parser, skip=tuple(name for name in every if name not in _USED))
+    add_config_arguments(parser, skip=tuple(name for name in every if name not in _CONFIG_FLAGS))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what there is to know; the exit code. ConfigError or FetchError where the model cannot be read."""
+    """Print the tables or the JSON, and return the exit code. Raises ``ConfigError`` and ``FetchError``."""
     config = build_config(arguments)
-    model = _read(config)
+    model = _read_model(config)
     check_tp_size(model, config.tp_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
-            "that the model was made for"
+            "of the model"
         )
     dtype = model.dtype if config.dtype == AUTO else config.dtype
-    needed = need(config, model, dtype)
-    fits = [fit(config, needed, gpu) for gpu in _gpus(arguments)]
+    need = estimate_memory(config, model, dtype)
+    fits = [fit_gpu(config, need, gpu) for gpu in _gpus(arguments)]
     if arguments.json:
-        report = _as_json(config, model, dtype, needed, fits)
+        report = _as_json(config, model, dtype, need, fits)
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     else:
-        _show(config, model, dtype, needed, fits)
-    asked = arguments.gpu is not None or arguments.gpu_memory is not None
-    return EXIT_FAILURE if asked and not fits[0].fits else EXIT_OK
+        _print_tables(config, model, dtype, need, fits)
+    is_gpu_given = arguments.gpu is not None or arguments.gpu_memory is not None
+    return EXIT_FAILURE if is_gpu_given and not fits[0].fits else EXIT_OK
 
 
-def _read(config: Config) -> ModelConfig:
-    """The model's configuration; that of an ``hf://`` model which is not in the cache, through a temporary copy."""
+def _read_model(config: Config) -> ModelConfig:
+    """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
     if not config.model.startswith(SCHEME):
         return read_model_config(locate(config), max_model_len=config.max_model_len)
     reference = parse_reference(config.model, config.revision)
@@ -111,22 +111,24 @@ def _gpus(arguments: argparse.Namespace) -> list[Gpu]:
     return [gpu for gpu in GPUS if arguments.gpu in (None, gpu.name)]
 
 
-def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: list[Fit]) -> dict[str, Any]:
+def _as_json(
+    config: Config, model: ModelConfig, dtype: str, need: MemoryNeed, fits: list[GpuFit]
+) -> dict[str, Any]:
     shape = asdict(model)
     return {
         "model": config.model,
         "architecture": model.architecture,
-        "config": {name: value for name, value in shape.items() if name not in _ELSEWHERE},
-        "parameters": {**asdict(needed.parameters), "total": needed.parameters.total},
+        "config": {name: value for name, value in shape.items() if name not in _NOT_SHAPE},
+        "parameters": {**asdict(need.parameters), "total": need.parameters.total},
         "dtype": dtype,
-        "quantization": needed.quantization,
+        "quantization": need.quantization,
         "tp": config.tp_size,
-        "max_model_len": needed.context,
+        "max_model_len": need.max_model_len,
         "each_rank": {
-            "weight_bytes": needed.weights,
-            "kv_bytes_per_token": needed.kv_per_token,
-            "kv_bytes_for_max_model_len": needed.kv_for_context,
-            "estimate_working_bytes": needed.working,
+            "weight_bytes": need.weight_bytes,
+            "kv_bytes_per_token": need.kv_bytes_per_token,
+            "kv_bytes_for_max_model_len": need.kv_bytes_for_max_model_len,
+            "working_bytes": need.working_bytes,
         },
         "gpus": [
             {
@@ -141,43 +143,45 @@ def _as_json(config: Config, model: ModelConfig, dtype: str, needed: Need, fits:
     }
 
 
-def _show(config: Config, model: ModelConfig, dtype: str, needed: Need, fits: list[Fit]) -> None:
-    parts = needed.parameters
-    named = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
+def _print_tables(
+    config: Config, model: ModelConfig, dtype: str, need: MemoryNeed, fits: list[GpuFit]
+) -> None:
+    parts = need.parameters
+    by_part = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parts).items() if value)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of them for K and V"
-    kinds = dtype if needed.quantization == "none" else f"{needed.quantization} and {dtype}"
+    kinds = dtype if need.quantization == "none" else f"{need.quantization} and {dtype}"
     ranks = "" if config.tp_size == 1 else f" (each of {config.tp_size} ranks)"
     rows = [
         ("model", f"{config.model}, {model.architecture}"),
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
-        ("context", f"{needed.context:,} tokens"),
-        ("parameters", f"{_count(parts.total)}: {named}"),
-        (f"weights in {kinds}", _size(needed.weights) + ranks),
-        ("KV cache, a token", _size(needed.kv_per_token) + ranks),
-        ("KV cache, full context", _size(needed.kv_for_context) + ranks),
-        ("working memory, at most", _size(needed.working) + ranks),
+        ("context", f"{need.max_model_len:,} tokens"),
+        ("parameters", f"{_count(parts.total)}: {by_part}"),
+        (f"weights in {kinds}", _size(need.weight_bytes) + ranks),
+        ("KV cache for a token", _size(need.kv_bytes_per_token) + ranks),
+        ("KV cache for full context", _size(need.kv_bytes_for_max_model_len) + ranks),
+        ("working memory, up to", _size(need.working_bytes) + ranks),
     ]
     console = Console(highlight=False)
     console.print(_table(("", ""), rows, "left"))
-    lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_verdict(each)) for each in fits]
+    lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_fit_columns(each)) for each in fits]
     title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
 
 
-def _verdict(found: Fit) -> tuple[str, str, str]:
+def _fit_columns(found: GpuFit) -> tuple[str, str, str]:
     if not found.fits:
         return "no", "-", "-"
     return "yes", f"{found.kv_tokens:,}", f"{found.full_length_requests:,.1f} requests"
 
 
 def _table(heads: tuple[str, ...], rows: list[Any], justify: Any) -> Table:
-    drawn = Table(box=rich.box.SIMPLE_HEAD if any(heads) else None, show_header=any(heads))
+    table = Table(box=rich.box.SIMPLE_HEAD if any(heads) else None, show_header=any(heads))
     for index, head in enumerate(heads):
-        drawn.add_column(head, justify="left" if index == 0 else justify)
+        table.add_column(head, justify="left" if index == 0 else justify)
     for row in rows:
-        drawn.add_row(*row)
-    return drawn
+        table.add_row(*row)
+    return table
 
 
 def _count(number: int) -> str:

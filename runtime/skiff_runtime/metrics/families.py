@@ -52,7 +52,10 @@ class Counter(MetricFamily):
 
     def add(self, amount: float, *values: str) -> None:
         """Add ``amount`` to one series. Adding 0 makes a new series appear."""
-        self._set(values, self._values.get(values, 0) + amount)
+        if values in self._values:
+            self._values[values] += amount
+        else:
+            self._set(values, amount)
 
     def _samples(self) -> list[Sample]:
         return [Sample(self.name, self._labels[values], number) for values, number in self._values.items()]

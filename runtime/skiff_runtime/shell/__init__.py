@@ -1,7 +1,4 @@
-"""Talk to a served model in the terminal.
-
-Here belongs ``skiff chat``: the HTTP client, the conversation, and the terminal around them.
-"""
+"""``skiff chat``, a chat with a served model in the terminal: the HTTP client, the conversation, and the user interface."""
 
 from skiff_runtime.shell.command import add_arguments, run
 

@@ -1,4 +1,4 @@
-"""The chat API of a server, seen from a person's side."""
+"""HTTP client of a server's chat API, for ``skiff chat``."""
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -16,46 +16,49 @@ Message = dict[str, str]
 
 
 class ChatError(SkiffError):
-    """The server could not be reached or refused; the message is one line for the user."""
+    """The server could not be reached, or it refused the request. The message is one line for the user."""
 
 
 class ServerUnreachable(ChatError):
-    """Nothing answers at the address."""
+    """No server answers at the address."""
 
 
-class Piece(NamedTuple):
-    """A part of an answer, or of the reasoning before it."""
+class AnswerDelta(NamedTuple):
+    """The next part of an answer, or of the reasoning before it."""
 
     text: str
     is_reasoning: bool = False
 
 
 class ChatClient:
-    """One server. ``output_tokens``: how many the latest answer had, by the server's count; 0 before its end."""
+    """Client of one server.
+
+    ``output_tokens`` is the number of tokens of the latest answer, as the server counts them; 0 before the answer ends.
+    """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
-        """Connects, and asks for the served model's name if none is given; ChatError if that fails."""
+        """Connect, and use the first served model unless ``model`` names one. Raises ``ChatError``."""
         self.url = url.rstrip("/")
         self.output_tokens = 0
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, headers=headers)
-        served = self._models()
+        served = self._fetch_model_names()
         if model is not None and model not in served:
             raise ChatError(f"{self.url} serves {', '.join(served)}, not {model}; correct --model")
         self.model = model or served[0]
 
     def stream(
         self, messages: Sequence[Message], parameters: Mapping[str, Any]
-    ) -> Generator[Piece, None, None]:
-        """The answer as it comes; closing the iterator ends the request. ChatError at any point."""
+    ) -> Generator[AnswerDelta, None, None]:
+        """Yield the answer as it comes; closing the iterator ends the request. Raises ``ChatError`` at any point."""
         self.output_tokens = 0
         body = {"model": self.model, "messages": list(messages), "stream": True, **parameters}
         body["stream_options"] = {"include_usage": True}
         try:
             with self._http.stream("POST", self.url + PATH_CHAT_COMPLETIONS, json=body) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise ChatError(_message(_read(response), response.status_code))
-                yield from self._pieces(response.iter_raw())
+                    raise ChatError(_error_message(_read(response), response.status_code))
+                yield from self._read_answer(response.iter_raw())
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"lost the connection to {self.url} ({_reason(error)})") from error
 
@@ -63,7 +66,7 @@ class ChatClient:
         """Close the connection."""
         self._http.close()
 
-    def _models(self) -> list[str]:
+    def _fetch_model_names(self) -> list[str]:
         try:
             with self._http.stream("GET", self.url + PATH_MODELS) as response:
                 body, status = _read(response), response.status_code
@@ -72,26 +75,26 @@ class ChatClient:
                 f"nothing answers at {self.url} ({_reason(error)}); start a server with `skiff serve`"
             ) from error
         if status != httpx.codes.OK:
-            raise ChatError(f"{self.url}: {_message(body, status)}")
+            raise ChatError(f"{self.url}: {_error_message(body, status)}")
         try:
             names = [str(each["id"]) for each in json.loads(body)["data"]]
         except (ValueError, TypeError, KeyError):
             names = []
         if not names:
-            raise ChatError(f"{self.url} answers, but not as an OpenAI-compatible server does; correct --url")
+            raise ChatError(f"{self.url} answers, but not like an OpenAI-compatible server; correct --url")
         return names
 
-    def _pieces(self, raw: Iterator[bytes]) -> Iterator[Piece]:
+    def _read_answer(self, raw: Iterator[bytes]) -> Iterator[AnswerDelta]:
         decoder = EventDecoder()
         for part in raw:
             for data in decoder.feed(part):
                 if data == DONE:
                     return
-                yield from self._told(data)
+                yield from self._parse_event(data)
         raise ChatError("the server ended the answer midway; it may be restarting")
 
-    def _told(self, data: bytes) -> list[Piece]:
-        """What an event adds to the answer; one that tells the usage adds nothing."""
+    def _parse_event(self, data: bytes) -> list[AnswerDelta]:
+        """Return the parts of the answer in an event; an event with the usage has none."""
         try:
             event = json.loads(data)
             if "error" in event:
@@ -99,23 +102,28 @@ class ChatClient:
             if usage := event.get("usage"):
                 self.output_tokens = int(usage["completion_tokens"])
             delta = event["choices"][0]["delta"] if event["choices"] else {}
-            pieces = [Piece(delta.get("reasoning_content") or "", True), Piece(delta.get("content") or "")]
-            return [piece for piece in pieces if piece.text]
+            deltas = [
+                AnswerDelta(delta.get("reasoning_content") or "", is_reasoning=True),
+                AnswerDelta(delta.get("content") or ""),
+            ]
+            return [each for each in deltas if each.text]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise ChatError(f"the server sent an event that is none of the chat API ({error!r})") from error
+            raise ChatError(
+                f"the server sent an event that does not belong to the chat API ({error!r})"
+            ) from error
 
 
 def _read(response: httpx.Response) -> bytes:
     body = bytearray()
-    for piece in response.iter_raw():
-        body += piece
+    for part in response.iter_raw():
+        body += part
         if len(body) > MAX_ERROR_BYTES:
             break
     return bytes(body)
 
 
-def _message(body: bytes, status: int) -> str:
-    """What an error body says, in one line."""
+def _error_message(body: bytes, status: int) -> str:
+    """Return the message of an error body as one line."""
     try:
         return " ".join(str(json.loads(body)["error"]["message"]).split())
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""``skiff chat``: its flags, and the choice of a server."""
+"""The command ``skiff chat``: its flags, and the connection to a server."""
 
 import argparse
 import contextlib
@@ -17,17 +17,17 @@ from skiff_runtime.processes.local_server import LocalServer
 from skiff_runtime.shell.chat_client import ChatClient, ChatError, ServerUnreachable
 from skiff_runtime.shell.conversation import HELP, Conversation
 from skiff_runtime.shell.sampling_parameters import PARAMETERS, parse_parameter
-from skiff_runtime.shell.terminal import PipedChat, Terminal
+from skiff_runtime.shell.terminal import PipedChat, TerminalChat
 
 DEFAULT_URL: Final = f"http://127.0.0.1:{API_PORT}"
 DEMO: Final = "demo://"
-DESCRIPTION: Final = "Talk to a served model in the terminal."
+DESCRIPTION: Final = "Chat with a served model in the terminal."
 EPILOG: Final = f"""\
-Without --url, `skiff chat` talks to {DEFAULT_URL}; where nothing listens there, it serves
-the demo model itself for as long as the chat lasts, as it does any model that --model locates. When standard input is not a
-terminal, each of its lines is a question.
+Without --url, `skiff chat` connects to {DEFAULT_URL}. If no server listens there, it serves
+the demo model itself until the chat ends. It also serves any model that --model locates. If standard input is not
+a terminal, each of its lines is a question.
 
-in the chat:
+commands in the chat:
   {HELP.replace(chr(10), chr(10) + "  ")}
 
 examples:
@@ -49,20 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=None,
         metavar="NAME",
-        help="served name (default: the first one); a directory, hf://org/name or demo:// is served for this chat",
+        help="name of a served model (default: the first); a directory, hf://org/name or demo:// is served for this chat",
     )
     server.add_argument(
         "--api-key",
         default=os.environ.get("SKIFF_API_KEY", "").partition(",")[0] or None,
         metavar="KEY",
-        help="where the server wants one (default: the first of $SKIFF_API_KEY)",
+        help="API key for the server (default: the first of $SKIFF_API_KEY)",
     )
-    answer = parser.add_argument_group("answers", "Left out, the server's defaults hold.")
-    answer.add_argument("--system", default=None, metavar="TEXT", help="how the model shall behave")
+    answer = parser.add_argument_group(
+        "answers", "The server's defaults apply to parameters that are not given."
+    )
+    answer.add_argument("--system", default=None, metavar="TEXT", help="system message")
     for name, parameter in PARAMETERS.items():
         answer.add_argument(
             "--" + name.replace("_", "-"),
-            type=_parser(name),
+            type=_make_type(name),
             default=None,
             metavar=parameter.kind.__name__.upper(),
             help=parameter.text,
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Chat until the user leaves; the exit code."""
+    """Chat until the user quits, and return the exit code."""
     with contextlib.ExitStack() as stack:
         try:
             client = _connect(arguments, stack)
@@ -80,17 +82,20 @@ def run(arguments: argparse.Namespace) -> int:
         stack.callback(client.close)
         conversation = Conversation(client, arguments.system, **_parameters(arguments))
         if sys.stdin.isatty() and sys.stdout.isatty():
-            print(f"Talking to {client.model} at {client.url}.")
-            return Terminal(conversation, client.model).run()
+            print(f"Connected to {client.model} at {client.url}.")
+            return TerminalChat(conversation, client.model).run()
         return PipedChat(conversation).run()
 
 
 def _connect(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> ChatClient:
-    """The server that was asked for; a model of our own until ``stack`` unwinds; else the usual server, or the demo."""
+    """Connect to the server of ``--url``, or to one that serves ``--model`` until ``stack`` unwinds.
+
+    Without both, connect to the default address, or serve the demo model if no server listens there.
+    """
     key, model = arguments.api_key, arguments.model
     if key is not None:
         check_api_keys((key,), "--api-key")
-    if arguments.url is not None or not _is_own(model):
+    if arguments.url is not None or not _is_location(model):
         try:
             return ChatClient(arguments.url or DEFAULT_URL, model=model, key=key)
         except ServerUnreachable:
@@ -99,19 +104,19 @@ def _connect(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Chat
     console = Console(stderr=True)
     if model is None:
         console.print(
-            f"Nothing listens at {DEFAULT_URL}: serving the demo model for this chat.", highlight=False
+            f"No server listens at {DEFAULT_URL}: serving the demo model for this chat.", highlight=False
         )
     with console.status("starting"):
         server = stack.enter_context(LocalServer(["--model", model or DEMO]))
     return ChatClient(server.url, key=key)
 
 
-def _is_own(model: str | None) -> bool:
-    """Whether ``--model`` says where a model is, and not how a server calls it."""
+def _is_location(model: str | None) -> bool:
+    """Return whether ``--model`` is the location of a model, rather than its name on a server."""
     return model is not None and ("://" in model or Path(model).is_dir())
 
 
-def _parser(name: str) -> Callable[[str], Any]:
+def _make_type(name: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return parse_parameter(name, text)

@@ -1,4 +1,4 @@
-"""What was said so far, and the commands that steer it; knows nothing of terminals."""
+"""A conversation with a model, and the slash commands that control it. Independent of the terminal."""
 
 import json
 import time
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from skiff_runtime.shell.chat_client import ChatClient, ChatError, Message, Piece
+from skiff_runtime.shell.chat_client import AnswerDelta, ChatClient, ChatError, Message
 from skiff_runtime.shell.sampling_parameters import PARAMETERS, parse_parameter
 
 HELP: Final = """\
-/help               these lines
-/reset              forget the conversation
-/system TEXT        tell the model how to behave, and start afresh; without TEXT: show it
-/set NAME VALUE     change how answers are made, as in /set temperature 0.5; VALUE default: the server's;
-                    without any: show what is set
+/help               show this help
+/reset              start a new conversation
+/system TEXT        set the system message and start a new conversation; without TEXT, show it
+/set NAME VALUE     set a sampling parameter, as in /set temperature 0.5; the VALUE default restores
+                    the server's default; without NAME, show the parameters that are set
 /save FILE          write the conversation as JSON
-/exit               leave (also Ctrl-D)"""
+/exit               quit (also Ctrl-D)"""
 
 
-class Leave(Exception):
-    """The user wants to go."""
+class ExitChat(Exception):
+    """The user has ended the chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How fast an answer came: seconds to its first token, tokens, and seconds from the first to the last."""
+    """Speed of an answer: the time to its first token, and the time from its first to its last token."""
 
-    first_seconds: float
+    ttft_seconds: float
     tokens: int
-    rest_seconds: float
+    decode_seconds: float
 
     def __str__(self) -> str:
-        text = f"{self.tokens} tokens, first after {self.first_seconds * 1e3:,.0f} ms"
-        if self.tokens > 1 and self.rest_seconds > 0:
-            text += f", then {(self.tokens - 1) / self.rest_seconds:,.1f} tokens/s"
+        text = f"{self.tokens} tokens, first after {self.ttft_seconds * 1e3:,.0f} ms"
+        if self.tokens > 1 and self.decode_seconds > 0:
+            text += f", then {(self.tokens - 1) / self.decode_seconds:,.1f} tokens/s"
         return text
 
 
 class Conversation:
-    """The turns of one chat with one model. ``timing`` is that of the latest answer, None if there was none."""
+    """The messages of one chat with one model. ``timing`` is that of the latest answer, None before the first."""
 
     def __init__(self, client: ChatClient, system: str | None = None, **parameters: Any) -> None:
         self.timing: Timing | None = None
@@ -51,54 +51,53 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, the system's first."""
+        """All messages, the system message first."""
         head = [{"role": "system", "content": self._system}] if self._system else []
         return head + self._turns
 
-    def ask(self, question: str) -> Generator[Piece, None, None]:
-        """The answer as it comes. A part that was heard before the iterator is closed is remembered.
+    def ask(self, question: str) -> Generator[AnswerDelta, None, None]:
+        """Yield the answer as it comes, and add question and answer to the conversation.
 
-        Reasoning is not, for models do not expect to see it again.
-
-        ChatError leaves the conversation as it was before the question.
+        Where the iterator is closed early, the part of the answer that was yielded is added. Reasoning is not: chat
+        templates expect earlier answers without it. After a ``ChatError`` the conversation is as it was before.
         """
-        heard: list[str] = []
+        parts: list[str] = []
         self.timing = None
         started = time.perf_counter()
         first = last = started
-        told = 0
+        num_deltas = 0
         messages = [*self.messages, {"role": "user", "content": question}]
         stream = self._client.stream(messages, self._parameters)
         try:
-            for piece in stream:
+            for delta in stream:
                 last = time.perf_counter()
-                first = first if told else last
-                told += 1
-                if not piece.is_reasoning:
-                    heard.append(piece.text)
-                yield piece
+                first = first if num_deltas else last
+                num_deltas += 1
+                if not delta.is_reasoning:
+                    parts.append(delta.text)
+                yield delta
         except ChatError:
-            heard.clear()
-            told = 0
+            parts.clear()
+            num_deltas = 0
             raise
         finally:
             stream.close()
-            if told:
-                tokens = self._client.output_tokens or told
+            if num_deltas:
+                tokens = self._client.output_tokens or num_deltas
                 self.timing = Timing(first - started, tokens, last - first)
-            if heard:
+            if parts:
                 self._turns.append({"role": "user", "content": question})
-                self._turns.append({"role": "assistant", "content": "".join(heard)})
+                self._turns.append({"role": "assistant", "content": "".join(parts)})
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with a slash says; what to show for it. Leave for /exit."""
+        """Run a line that begins with a slash, and return the text to show. Raises ``ExitChat`` for /exit."""
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if word == "/help":
             return HELP
         if word == "/reset":
             self._turns.clear()
-            return "The conversation starts afresh."
+            return "Started a new conversation."
         if word == "/system":
             return self._set_system(rest)
         if word == "/set":
@@ -106,7 +105,7 @@ class Conversation:
         if word == "/save":
             return self._save(rest)
         if word in ("/exit", "/quit"):
-            raise Leave
+            raise ExitChat
         return f"There is no command {word}; /help lists them."
 
     def _set_system(self, text: str) -> str:
@@ -114,21 +113,21 @@ class Conversation:
             return self._system or "There is no system message."
         self._system = text
         self._turns.clear()
-        return "Noted; the conversation starts afresh."
+        return "Set the system message and started a new conversation."
 
     def _set(self, text: str) -> str:
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
         if not name:
             set_now = [f"{name} {value}" for name, value in sorted(self._parameters.items())]
-            return "\n".join(set_now) or f"Nothing is set; there are {', '.join(PARAMETERS)}."
+            return "\n".join(set_now) or f"Nothing is set; the parameters are {', '.join(PARAMETERS)}."
         try:
             parsed = parse_parameter(name, value.strip())
         except ValueError as error:
             return f"{error}."
         if parsed is None:
             self._parameters.pop(name, None)
-            return f"{name} is the server's choice."
+            return f"{name} is the server's default."
         self._parameters[name] = parsed
         return f"{name} is {parsed}."
 
@@ -141,4 +140,4 @@ class Conversation:
             path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except (OSError, UnicodeError) as error:
             return f"{path} cannot be written: {error}."
-        return f"{len(self.messages)} messages are in {path}."
+        return f"Wrote {len(self.messages)} messages to {path}."

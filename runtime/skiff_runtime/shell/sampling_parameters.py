@@ -1,4 +1,4 @@
-"""The parameters of an answer that a person may set, by flag or by ``/set``."""
+"""The sampling parameters that a user can set, by a flag of ``skiff chat`` or by ``/set``."""
 
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +9,7 @@ DEFAULT: Final = "default"
 
 
 class Parameter(NamedTuple):
-    """Its type, its range, and what it does."""
+    """A parameter's type, its range, and its help text."""
 
     kind: type
     allowed: Range
@@ -17,36 +17,40 @@ class Parameter(NamedTuple):
 
 
 PARAMETERS: Final[dict[str, Parameter]] = {
-    "temperature": Parameter(float, limits.TEMPERATURE, "0 always takes the likeliest token"),
+    "temperature": Parameter(float, limits.TEMPERATURE, "randomness; 0 always takes the most likely token"),
     "top_p": Parameter(
-        float, limits.TOP_P, "draw from the likeliest tokens that together have this probability"
+        float, limits.TOP_P, "sample from the most likely tokens that together have this probability"
     ),
-    "top_k": Parameter(int, limits.TOP_K, "draw from so many of the likeliest tokens; -1 is off"),
+    "top_k": Parameter(int, limits.TOP_K, "sample from this many of the most likely tokens; -1 is off"),
     "min_p": Parameter(
-        float, limits.MIN_P, "leave out tokens less likely than this share of the likeliest one"
+        float, limits.MIN_P, "leave out tokens less likely than this fraction of the most likely one"
     ),
-    "presence_penalty": Parameter(float, limits.PENALTY, "against tokens that the answer has already"),
-    "frequency_penalty": Parameter(float, limits.PENALTY, "the same, for each time that it has them"),
+    "presence_penalty": Parameter(float, limits.PENALTY, "penalize tokens that occur in the answer so far"),
+    "frequency_penalty": Parameter(
+        float, limits.PENALTY, "penalize tokens by the number of times that they occur in the answer so far"
+    ),
     "repetition_penalty": Parameter(
-        float, limits.REPETITION_PENALTY, "the same, of the prompt, too; 1 is off"
+        float,
+        limits.REPETITION_PENALTY,
+        "penalize tokens that occur in the prompt or in the answer so far; 1 is off",
     ),
-    "max_tokens": Parameter(int, Range(1, limits.MAX_OUTPUT_TOKENS), "longest answer, in tokens"),
+    "max_tokens": Parameter(int, Range(1, limits.MAX_OUTPUT_TOKENS), "the longest answer, in tokens"),
     "seed": Parameter(int, limits.SEED, "makes answers repeatable"),
 }
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """A parameter's value, None for ``default``. Raises ValueError that says what is wrong."""
+    """Return a parameter's value, None for ``default``. Raises ``ValueError`` with a message for the user."""
     parameter = PARAMETERS.get(name)
     if parameter is None:
-        raise ValueError(f"There is no {name}; there are {', '.join(PARAMETERS)}")
+        raise ValueError(f"There is no parameter {name}; the parameters are {', '.join(PARAMETERS)}")
     if text == DEFAULT:
         return None
-    what = "a whole number" if parameter.kind is int else "a number"
+    expected = "a whole number" if parameter.kind is int else "a number"
     try:
         value = parameter.kind(text)
     except ValueError:
         value = float("nan")
     if not parameter.allowed.contains(value):
-        raise ValueError(f"{name} must be {what} {parameter.allowed}, or {DEFAULT}, not {text!r}")
+        raise ValueError(f"{name} must be {expected} {parameter.allowed}, or {DEFAULT}, not {text!r}")
     return value

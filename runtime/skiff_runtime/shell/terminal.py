@@ -1,4 +1,4 @@
-"""Where questions come from and answers go: a terminal with history and editing, or a pipe."""
+"""User interfaces of a chat: a terminal with history and line editing, and a pipe."""
 
 import os
 import sys
@@ -11,16 +11,16 @@ from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from skiff_runtime.shell.chat_client import ChatError, Piece
-from skiff_runtime.shell.conversation import Conversation, Leave
+from skiff_runtime.shell.chat_client import AnswerDelta, ChatError
+from skiff_runtime.shell.conversation import Conversation, ExitChat
 
-GREETING: Final = "Enter sends, Alt-Enter or a \\ at the end begins a new line, Ctrl-C stops an answer, /help lists commands."
-CONTINUED: Final = "\\"
-_KEPT_CONTROLS: Final = "\n\t"
+GREETING: Final = "Enter sends; Alt-Enter, or \\ at the end of a line, begins a new line; Ctrl-C stops an answer; /help lists the commands."
+CONTINUATION: Final = "\\"
+_ALLOWED_CONTROLS: Final = "\n\t"
 
 
-class Terminal:
-    """A person at a terminal."""
+class TerminalChat:
+    """A chat at a terminal."""
 
     def __init__(self, conversation: Conversation, model: str) -> None:
         self._conversation = conversation
@@ -30,21 +30,21 @@ class Terminal:
         )
 
     def run(self) -> int:
-        """Ask until the user leaves; the exit code."""
+        """Prompt for questions until the user ends the chat, and return the exit code."""
         print(GREETING)
         while True:
             try:
                 line = self._prompt.prompt(HTML("<ansigreen><b>you&gt;</b></ansigreen> "))
             except KeyboardInterrupt:
-                continue  # at the prompt it drops the line, as in any shell
+                continue  # Ctrl-C at the prompt discards the line, as in any shell
             except EOFError:
                 return 0
             try:
-                self._take(line.strip())
-            except Leave:
+                self._handle(line.strip())
+            except ExitChat:
                 return 0
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line.startswith("/"):
             print(self._conversation.command(line))
         elif line:
@@ -67,22 +67,25 @@ class Terminal:
 
 
 class PipedChat:
-    """Lines from standard input, answers to standard output, one question a line; a \\ at its end continues it."""
+    """A chat without a terminal: a question on each line of standard input, answers to standard output.
+
+    A line that ends in a backslash continues on the next.
+    """
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
 
     def run(self) -> int:
-        """Answer every line; the exit code is 1 when any question failed."""
+        """Answer every line, and return the exit code, which is 1 if a question failed."""
         failed = False
         for question in _questions(sys.stdin):
             try:
-                failed |= not self._take(question.strip())
-            except Leave:
+                failed |= not self._handle(question.strip())
+            except ExitChat:
                 break
         return int(failed)
 
-    def _take(self, line: str) -> bool:
+    def _handle(self, line: str) -> bool:
         if line.startswith("/"):
             print(self._conversation.command(line), flush=True)
         elif line:
@@ -96,35 +99,35 @@ class PipedChat:
 
 
 def printable(text: str) -> str:
-    """Without control characters, by which a model's text could command the terminal."""
-    return "".join(c for c in text if c.isprintable() or c in _KEPT_CONTROLS)
+    """Remove control characters, with which a model's text could control the terminal."""
+    return "".join(c for c in text if c.isprintable() or c in _ALLOWED_CONTROLS)
 
 
 def _questions(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, those that end in a backslash joined with the next."""
-    held = ""
+    """Yield the lines, joining those that end in a backslash with the next."""
+    pending = ""
     for line in lines:
         text = line.rstrip("\r\n")
-        if text.endswith(CONTINUED):
-            held += text.removesuffix(CONTINUED) + "\n"
+        if text.endswith(CONTINUATION):
+            pending += text.removesuffix(CONTINUATION) + "\n"
             continue
-        yield held + text
-        held = ""
-    if held:
-        yield held
+        yield pending + text
+        pending = ""
+    if pending:
+        yield pending
 
 
-def _write(answer: Iterator[Piece], *, reasoning: bool = False) -> None:
-    """Print an answer as it comes, with the reasoning before it (dimmed) where that is wanted."""
-    reasoned = False
-    for piece in answer:
-        text = printable(piece.text)
-        if not piece.is_reasoning:
-            print("\n\n" + text if reasoned else text, end="", flush=True)
-            reasoned = False
+def _write(answer: Iterator[AnswerDelta], *, reasoning: bool = False) -> None:
+    """Print an answer as it comes; with ``reasoning``, also the reasoning before it, dimmed."""
+    after_reasoning = False
+    for delta in answer:
+        text = printable(delta.text)
+        if not delta.is_reasoning:
+            print("\n\n" + text if after_reasoning else text, end="", flush=True)
+            after_reasoning = False
         elif reasoning:
             print(f"\x1b[2m{text}\x1b[0m", end="", flush=True)
-            reasoned = True
+            after_reasoning = True
 
 
 def _keys() -> KeyBindings:
@@ -133,7 +136,7 @@ def _keys() -> KeyBindings:
     @keys.add("enter")
     def _send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.document.text_before_cursor.endswith(CONTINUED) and buffer.document.is_cursor_at_the_end:
+        if buffer.document.text_before_cursor.endswith(CONTINUATION) and buffer.document.is_cursor_at_the_end:
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
@@ -147,7 +150,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Questions of earlier sessions, in the user's state directory; in memory where that cannot be written."""
+    """Return the history of questions, a file in the user's state directory; in memory where that cannot be written."""
     base = os.environ.get("XDG_STATE_HOME")
     directory = (Path(base) if base else Path.home() / ".local" / "state") / "skiff"
     try:

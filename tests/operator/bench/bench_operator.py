@@ -41,7 +41,7 @@ TARGETS = {
     "restart_writes": 0.0,
     "idle_requests_per_minute": 6.0,
 }
-"""What the design asks of 1,000 objects. The idle requests are the Lease's, one each 10 s."""
+"""Targets at 1,000 objects. The idle requests are the Lease's, one each 10 s."""
 
 
 @dataclasses.dataclass

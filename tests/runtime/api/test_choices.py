@@ -1,4 +1,4 @@
-"""Several choices and several prompts in one request: the test speaks for the scheduler, real front processes for the rest."""
+"""Several choices and several prompts in one request, with real frontend processes; the test acts as the scheduler."""
 
 import json
 import socket
@@ -59,37 +59,39 @@ def ask(client: OpenAI, **options: Any) -> ChatCompletion:
     return answer
 
 
-def test_choices_of_a_whole_reply(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor) -> None:
-    """They end in another order; the prompt is counted once, and cached is what the first of them found."""
+def test_choices_of_a_response_are_in_order_and_share_the_prompt(
+    front: Frontend, client: OpenAI, pool: ThreadPoolExecutor
+) -> None:
+    """They finish in another order. The prompt counts once, with the cached tokens of the choice that found the fewest."""
     asked = pool.submit(ask, client, n=3, seed=7)
     first, second, third = requests(front, 3)
     assert [each.sampling.seed for each in (first, second, third)] == [7, 8, 9]
     assert first.token_ids == second.token_ids == third.token_ids
-    front.rank.open(first, cached=1)
-    front.rank.open(second, third, cached=4)
-    front.rank.say(third.uid, "three boats", FinishReason.STOP)
-    front.rank.say(first.uid, "one boat", FinishReason.LENGTH)
-    front.rank.say(second.uid, "two boats", FinishReason.TIMEOUT)
+    front.rank.start(first, cached=1)
+    front.rank.start(second, third, cached=4)
+    front.rank.generate(third.uid, "three boats", FinishReason.STOP)
+    front.rank.generate(first.uid, "one boat", FinishReason.LENGTH)
+    front.rank.generate(second.uid, "two boats", FinishReason.TIMEOUT)
     reply = asked.result()
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
-    told = [(choice.message.content, choice.finish_reason) for choice in reply.choices]
-    last = front.rank.tokenizer.decode(front.rank.ids("three boats")[:-1])
-    assert told == [("one boat", "length"), ("two boats", "length"), (last, "stop")]
+    choices = [(choice.message.content, choice.finish_reason) for choice in reply.choices]
+    last = front.rank.tokenizer.decode(front.rank.encode("three boats")[:-1])
+    assert choices == [("one boat", "length"), ("two boats", "length"), (last, "stop")]
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
     assert reply.usage.prompt_tokens == len(first.token_ids) // 4
     texts = ("one boat", "two boats", "three boats")
-    assert reply.usage.completion_tokens == sum(len(front.rank.ids(text)) for text in texts)
+    assert reply.usage.completion_tokens == sum(len(front.rank.encode(text)) for text in texts)
     assert reply.usage.prompt_tokens_details.cached_tokens == 1
 
 
 def test_choices_of_a_stream_interleave(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor) -> None:
     asked = pool.submit(lambda: list(ask(client, n=2, stream=True, stream_options={"include_usage": True})))
     first, second = requests(front, 2)
-    front.rank.open(first, second)
-    for one, two in zip(front.rank.ids("The small boat"), front.rank.ids("A pod starts"), strict=False):
+    front.rank.start(first, second)
+    for one, two in zip(front.rank.encode("The small boat"), front.rank.encode("A pod starts"), strict=False):
         front.rank.step([(second.uid, two, FinishReason.RUNNING), (first.uid, one, FinishReason.RUNNING)])
-    front.rank.end(second.uid, FinishReason.LENGTH)
-    front.rank.say(first.uid, " sails", FinishReason.LENGTH)
+    front.rank.finish(second.uid, FinishReason.LENGTH)
+    front.rank.generate(first.uid, " sails", FinishReason.LENGTH)
     chunks: Any = asked.result()
     *chunks, last = chunks
     assert last.choices == [] and last.usage is not None
@@ -107,63 +109,62 @@ def test_choices_of_a_stream_interleave(front: Frontend, client: OpenAI, pool: T
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_one_choice_ends_the_request(
+def test_error_of_one_choice_fails_the_request_and_aborts_the_others(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool
 ) -> None:
-    """One error, and the siblings are aborted."""
     send: Callable[[], Any] = lambda: list(ask(client, n=3, stream=True)) if stream else ask(client, n=3)  # noqa: E731
     asked: Future[Any] = pool.submit(send)
     first, second, third = requests(front, 3)
-    front.rank.open(first, second, third)
-    front.rank.say(first.uid, "one", FinishReason.LENGTH)
-    front.rank.say(second.uid, "boat")
+    front.rank.start(first, second, third)
+    front.rank.generate(first.uid, "one", FinishReason.LENGTH)
+    front.rank.generate(second.uid, "boat")
     failure = RequestFailed(uid=second.uid, status=500, kind="internal_server_error", message="broken")
     front.rank.step([], failed=[failure])
     assert front.rank.receive() == AbortRequest(uid=third.uid)
-    front.rank.say(third.uid, "more")
-    front.rank.end(third.uid)
+    front.rank.generate(third.uid, "more")
+    front.rank.finish(third.uid)
     with pytest.raises(APIError, match="broken"):
         asked.result()
 
 
-def test_a_stream_ends_with_its_only_error(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_stream_ends_with_a_single_error(front: Frontend, pool: ThreadPoolExecutor) -> None:
     body = {"model": NAME, "prompt": ["a", "b"], "stream": True}
     asked = pool.submit(front.http.post, front.url + "/v1/completions", json=body)
     first, second = requests(front, 2)
-    front.rank.open(first, second)
-    front.rank.say(first.uid, "boat")
+    front.rank.start(first, second)
+    front.rank.generate(first.uid, "boat")
     front.rank.step([], failed=[RequestFailed(second.uid, 500, "internal_server_error", "broken")])
     assert front.rank.receive() == AbortRequest(uid=first.uid)
-    front.rank.end(first.uid)
+    front.rank.finish(first.uid)
     *before, last = [json.loads(line[6:]) for line in asked.result().text.splitlines() if line]
     assert [event["choices"][0]["text"] for event in before] and last["error"]["message"] == "broken"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_every_choice(front: Frontend, stream: bool) -> None:
+def test_disconnect_aborts_every_choice(front: Frontend, stream: bool) -> None:
     body = json.dumps({"model": NAME, "prompt": ["a", "b"], "n": 2, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as client:
         client.sendall((head + body).encode())
         found = requests(front, 4)
-        front.rank.open(*found)
-    told = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
-    assert told == [AbortRequest(uid=request.uid) for request in found]
+        front.rank.start(*found)
+    aborted = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
+    assert aborted == [AbortRequest(uid=request.uid) for request in found]
     assert front.metric("skiff_requests_in_flight") == 4
     for request in found:
-        front.rank.end(request.uid)
+        front.rank.finish(request.uid)
 
 
-def test_a_prompt_that_cannot_be_served_ends_the_request(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_invalid_prompt_fails_the_request(front: Frontend, pool: ThreadPoolExecutor) -> None:
     body = {"model": NAME, "prompt": [[302], [389]], "n": 2}
     asked = pool.submit(front.http.post, front.url + "/v1/completions", json=body)
-    told = [front.rank.receive() for _ in range(5)]
-    asked_for = {each.uid for each in told if isinstance(each, GenerateRequest)}
-    aborted = {each.uid for each in told if isinstance(each, AbortRequest)}
-    assert len(asked_for) == 2 and aborted > asked_for  # the failed prompt's other copy, too
-    for uid in asked_for:
-        front.rank.end(uid)
+    messages = [front.rank.receive() for _ in range(5)]
+    started = {each.uid for each in messages if isinstance(each, GenerateRequest)}
+    aborted = {each.uid for each in messages if isinstance(each, AbortRequest)}
+    assert len(started) == 2 and aborted > started  # including the second choice of the invalid prompt
+    for uid in started:
+        front.rank.finish(uid)
     assert asked.result().status_code == 400
     assert "token id 389" in asked.result().json()["error"]["message"]
 
@@ -179,7 +180,7 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(front: Frontend, clie
         assert texts == ["The small boat"] * 2 + ["A pod starts"] * 2
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 2 * reply.usage.prompt_tokens
-        ids = [front.rank.ids(prompt) for prompt in prompts]
+        ids = [front.rank.encode(prompt) for prompt in prompts]
         chunks = list(client.completions.create(model=NAME, prompt=ids, n=2, stream=True))
         streamed = [""] * 4
         for chunk in chunks:
@@ -189,15 +190,15 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(front: Frontend, clie
         echo.stop()
 
 
-def test_more_choices_than_can_ever_be_served(
+def test_requests_beyond_the_capacity_are_refused(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
     refused = front.post(CHAT, **body, n=CAPACITY + 1)
-    assert refused.status_code == 400 and f"{CAPACITY + 1} answers" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and f"{CAPACITY + 1} choices" in refused.json()["error"]["message"]
     asked = pool.submit(ask, client, n=CAPACITY - 1)
     found = requests(front, CAPACITY - 1)
     assert front.post(CHAT, **body, n=2).status_code == 429
     for request in found:
-        front.rank.end(request.uid, FinishReason.LENGTH)
+        front.rank.finish(request.uid, FinishReason.LENGTH)
     assert len(asked.result().choices) == CAPACITY - 1

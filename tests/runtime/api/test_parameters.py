@@ -1,4 +1,4 @@
-"""Every parameter of the generation endpoints reaches the scheduler as it was meant, and shows in the reply where it should."""
+"""Parameters of the generation endpoints reach the scheduler, and show in the response where they should."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose template has an option."""
+    """A model whose chat template has an option."""
     directory = write_model(tmp_path_factory.mktemp("model"))
     settings = directory / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
@@ -49,19 +49,19 @@ def client(front: Frontend) -> Iterator[OpenAI]:
         yield client
 
 
-def received(front: Frontend, path: str, **options: Any) -> GenerateRequest:
-    """What the scheduler is told of a request, which is then ended."""
+def send(front: Frontend, path: str, **options: Any) -> GenerateRequest:
+    """Send a request, end it, and return it as the scheduler received it."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(front.post, path, **{**INPUTS[path], **options})
         request = front.rank.request()
-        front.rank.end(request.uid, FinishReason.LENGTH)
+        front.rank.finish(request.uid, FinishReason.LENGTH)
         assert asked.result().status_code == 200
     return request
 
 
 @pytest.mark.parametrize("path", INPUTS)
 @pytest.mark.parametrize(
-    ("options", "meaning"),
+    ("options", "expected"),
     [
         ({"temperature": 0.5}, {"temperature": 0.5}),
         ({"top_p": 0.5}, {"top_p": 0.5}),
@@ -80,22 +80,24 @@ def received(front: Frontend, path: str, **options: Any) -> GenerateRequest:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
-def test_sampling(front: Frontend, path: str, options: dict[str, Any], meaning: dict[str, Any]) -> None:
-    sampling = received(front, path, **options).sampling
-    assert {name: getattr(sampling, name) for name in meaning} == meaning
+def test_sampling_parameters_reach_the_scheduler(
+    front: Frontend, path: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    sampling = send(front, path, **options).sampling
+    assert {name: getattr(sampling, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("path", "most"), [(CHAT, 0), (TEXT, 16), (NATIVE, 0)])
-def test_a_request_that_asks_for_nothing_special(front: Frontend, path: str, most: int) -> None:
-    """Without a limit, a chat answer may fill the context (0), a completion has 16 tokens."""
-    request = received(front, path)
-    assert request.sampling == SamplingSpec(max_tokens=most, seed=request.sampling.seed)
+@pytest.mark.parametrize(("path", "max_tokens"), [(CHAT, 0), (TEXT, 16), (NATIVE, 0)])
+def test_defaults_of_a_request_without_parameters(front: Frontend, path: str, max_tokens: int) -> None:
+    """Without a limit, a chat completion may fill the context (0); a completion has 16 tokens."""
+    request = send(front, path)
+    assert request.sampling == SamplingSpec(max_tokens=max_tokens, seed=request.sampling.seed)
     assert (request.priority, request.text.stop, request.text.include_stop_str_in_output) == (0, (), False)
 
 
 @pytest.mark.parametrize("path", INPUTS)
-def test_text_options_and_priority(front: Frontend, path: str) -> None:
-    request = received(
+def test_text_options_and_priority_reach_the_scheduler(front: Frontend, path: str) -> None:
+    request = send(
         front,
         path,
         stop=["END", "\n"],
@@ -114,7 +116,7 @@ def test_text_options_and_priority(front: Frontend, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "told", "of_prompt"),
+    ("path", "options", "logprobs", "prompt_logprobs"),
     [
         (CHAT, {"logprobs": True}, 0, None),
         (CHAT, {"logprobs": True, "top_logprobs": 20}, 20, None),
@@ -126,80 +128,80 @@ def test_text_options_and_priority(front: Frontend, path: str) -> None:
         (NATIVE, {"prompt_logprobs": 1}, None, 1),
     ],
 )
-def test_how_many_log_probabilities_are_computed(
-    front: Frontend, path: str, options: dict[str, Any], told: int | None, of_prompt: int | None
+def test_number_of_logprobs_reaches_the_scheduler(
+    front: Frontend, path: str, options: dict[str, Any], logprobs: int | None, prompt_logprobs: int | None
 ) -> None:
-    sampling = received(front, path, **options).sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (told, of_prompt)
+    sampling = send(front, path, **options).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (logprobs, prompt_logprobs)
 
 
 @pytest.mark.parametrize("bias", [{"389": 1}, {"x": 1}, {"-1": 1}, {"05": 1}, {"٣": 1}, {"9" * 5000: 1}])
-def test_biases_are_for_tokens_of_the_vocabulary(front: Frontend, bias: dict[str, int]) -> None:
+def test_logit_bias_of_an_unknown_token_is_refused(front: Frontend, bias: dict[str, int]) -> None:
     error = front.post(TEXT, **INPUTS[TEXT], logit_bias=bias).json()["error"]
     assert error["param"] == "logit_bias" and "from 0 to 388" in error["message"]
     assert len(error["message"]) < 300
 
 
-def rendered(front: Frontend, **options: Any) -> str:
-    ids = front.rank.prompt(received(front, CHAT, **options))
+def render(front: Frontend, **options: Any) -> str:
+    ids = front.rank.prompt_ids(send(front, CHAT, **options))
     return front.rank.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_an_answer_that_continues_the_final_message(front: Frontend) -> None:
+def test_output_continues_the_final_message(front: Frontend) -> None:
     messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "The small"}]
-    plain = rendered(front, messages=messages)
+    plain = render(front, messages=messages)
     assert plain.endswith("The small<|end|><|assistant|>")
-    assert rendered(front, messages=messages, continue_final_message=True) == plain.removesuffix(
+    assert render(front, messages=messages, continue_final_message=True) == plain.removesuffix(
         "<|end|><|assistant|>"
     )
-    no_prompt = rendered(front, messages=messages, add_generation_prompt=False)
+    no_prompt = render(front, messages=messages, add_generation_prompt=False)
     assert no_prompt == plain.removesuffix("<|assistant|>")
 
 
-def test_options_of_the_chat_template(front: Frontend) -> None:
-    assert "thinking" not in rendered(front)
-    assert "thinking=False " in rendered(front, chat_template_kwargs={"enable_thinking": False})
+def test_chat_template_kwargs_reach_the_template(front: Frontend) -> None:
+    assert "thinking" not in render(front)
+    assert "thinking=False " in render(front, chat_template_kwargs={"enable_thinking": False})
 
 
-def test_content_as_parts(front: Frontend) -> None:
+def test_content_parts_are_joined(front: Frontend) -> None:
     parts = [{"type": "text", "text": "The small"}, {"type": "text", "text": " boat"}]
-    whole = rendered(front, messages=[{"role": "user", "content": "The small boat"}])
-    assert rendered(front, messages=[{"role": "user", "content": parts}]) == whole
+    whole = render(front, messages=[{"role": "user", "content": "The small boat"}])
+    assert render(front, messages=[{"role": "user", "content": parts}]) == whole
 
 
 @pytest.fixture
 def echo(front: Frontend) -> Iterator[None]:
-    """Answers with the prompt."""
+    """Answer every request with its prompt."""
     thread = Echo(front.rank)
     thread.start()
     yield
     thread.stop()
 
 
-def test_the_fingerprint_tells_configurations_apart(
+def test_fingerprint_depends_on_the_configuration(
     front: Frontend, client: OpenAI, model: Path, echo: None
 ) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
     whole = client.chat.completions.create(model=NAME, messages=messages)
     stream = list(client.chat.completions.create(model=NAME, messages=messages, stream=True))
     text = client.completions.create(model=NAME, prompt="hi")
-    prints = {
+    fingerprints = {
         whole.system_fingerprint,
         text.system_fingerprint,
         *(each.system_fingerprint for each in stream),
     }
-    assert len(prints) == 1
-    [mine] = prints
-    assert mine is not None and mine.startswith("fp_")
+    assert len(fingerprints) == 1
+    [fingerprint] = fingerprints
+    assert fingerprint is not None and fingerprint.startswith("fp_")
     with running_frontend(model, page_size=32) as other:
         second = Echo(other.rank)
         second.start()
-        assert other.post(TEXT, **INPUTS[TEXT]).json()["system_fingerprint"] != mine
+        assert other.post(TEXT, **INPUTS[TEXT]).json()["system_fingerprint"] != fingerprint
         second.stop()
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_continuous_usage(client: OpenAI, echo: None, copies: int) -> None:
+def test_continuous_usage_counts_up_to_the_final_usage(client: OpenAI, echo: None, copies: int) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = list(
         client.completions.create(

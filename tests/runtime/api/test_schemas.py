@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted, and one clear sentence about what is not."""
+"""Request bodies: accepted values, and an error of one sentence for the others."""
 
 import json
 from typing import Any
@@ -7,27 +7,26 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from skiff_runtime.api.refusals import UNSUPPORTED_FIELDS
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
-    Strict,
+    StrictModel,
 )
-from skiff_runtime.api.schemas.validation import parse
+from skiff_runtime.api.schemas.validation import UNSUPPORTED_FIELDS, parse_body
 from skiff_runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 
-def parsed(kind: type[Strict], body: dict[str, Any]) -> Any:
-    return parse(kind, json.dumps(body).encode())
+def accept(kind: type[StrictModel], body: dict[str, Any]) -> Any:
+    return parse_body(kind, json.dumps(body).encode())
 
 
-def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
+def refuse(kind: type[StrictModel], raw: bytes) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        parse(kind, raw)
+        parse_body(kind, raw)
     assert caught.value.status == 400
     message = caught.value.message
     assert len(message) < 400
@@ -42,7 +41,7 @@ def refused(kind: type[Strict], raw: bytes) -> InvalidRequest:
         (CompletionRequest, completions.CompletionCreateParamsStreaming),
     ],
 )
-def test_every_field_of_the_official_client_is_known(kind: type[Strict], params: Any) -> None:
+def test_every_field_of_the_openai_client_is_declared(kind: type[StrictModel], params: Any) -> None:
     names = set(params.__annotations__)
     for base in params.__orig_bases__:
         names |= set(getattr(base, "__annotations__", {}))
@@ -50,7 +49,7 @@ def test_every_field_of_the_official_client_is_known(kind: type[Strict], params:
     assert names - set(kind.model_fields) == set()
 
 
-def test_advice_is_only_given_on_known_fields() -> None:
+def test_advice_exists_only_for_declared_fields() -> None:
     nested = {"name"}
     assert (
         set(UNSUPPORTED_FIELDS)
@@ -82,8 +81,8 @@ def test_advice_is_only_given_on_known_fields() -> None:
         ("web_search_options", {}),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(field: str, value: object) -> None:
-    error = refused(ChatCompletionRequest, json.dumps({**CHAT, field: value}).encode())
+def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> None:
+    error = refuse(ChatCompletionRequest, json.dumps({**CHAT, field: value}).encode())
     assert error.message.startswith(f"'{field}") and "is not supported yet: " in error.message
     assert error.code == "unsupported_parameter"
     assert error.param is not None and error.param.startswith(field)
@@ -108,10 +107,10 @@ def test_what_is_not_served_is_refused_by_name(field: str, value: object) -> Non
     ],
 )
 def test_values_that_mean_the_default_are_accepted(extra: dict[str, Any]) -> None:
-    parsed(ChatCompletionRequest, {**CHAT, **extra})
+    accept(ChatCompletionRequest, {**CHAT, **extra})
 
 
-def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
+def test_message_of_an_earlier_response_is_accepted() -> None:
     answer: dict[str, Any] = {
         "role": "assistant",
         "content": "hello",
@@ -122,7 +121,7 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         "tool_calls": None,
     }
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    body = parsed(
+    body = accept(
         ChatCompletionRequest, {**CHAT, "messages": [answer, {"role": "developer", "content": parts}]}
     )
     assert [part.text for part in body.messages[1].content or ()] == ["a", "b"]
@@ -159,8 +158,8 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         ({"top_logprobs": 2}, None, 'needs "logprobs": true'),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 5}, "logprobs", "valid boolean"),
-        ({"min_tokens": 6, "max_tokens": 5}, None, "no more than 5 tokens"),
-        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "no more than 5 tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, None, "limited to 5 tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5}, None, "limited to 5 tokens"),
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"priority": 1001}, "priority", "less than or equal to 1000"),
         ({"continue_final_message": True, "add_generation_prompt": True}, None, "send only one of"),
@@ -203,8 +202,10 @@ def test_an_earlier_answer_of_the_official_client_is_accepted() -> None:
         ({"model": None}, "model", "valid string"),
     ],
 )
-def test_one_sentence_names_the_fault(changes: dict[str, Any], param: str | None, says: str) -> None:
-    error = refused(ChatCompletionRequest, json.dumps({**CHAT, **changes}).encode())
+def test_invalid_chat_field_is_named_in_one_sentence(
+    changes: dict[str, Any], param: str | None, says: str
+) -> None:
+    error = refuse(ChatCompletionRequest, json.dumps({**CHAT, **changes}).encode())
     assert (error.param, says in error.message) == (param, True), error.message
 
 
@@ -225,12 +226,12 @@ def test_one_sentence_names_the_fault(changes: dict[str, Any], param: str | None
         json.dumps({**CHAT, "messages": [1] * 10_000}).encode(),
     ],
 )
-def test_bodies_that_are_not_even_json(raw: bytes) -> None:
-    refused(ChatCompletionRequest, raw)
+def test_malformed_bodies_are_refused(raw: bytes) -> None:
+    refuse(ChatCompletionRequest, raw)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "meaning"),
+    ("prompt", "expected"),
     [
         ("x", ["x"]),
         (["x"], ["x"]),
@@ -242,15 +243,15 @@ def test_bodies_that_are_not_even_json(raw: bytes) -> None:
         ([], [[]]),
     ],
 )
-def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
-    assert parsed(CompletionRequest, {"model": "m", "prompt": prompt}).prompt == meaning
+def test_prompt_forms_are_normalized_to_a_list(prompt: object, expected: object) -> None:
+    assert accept(CompletionRequest, {"model": "m", "prompt": prompt}).prompt == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
         ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 items"),
-        ({"prompt": ["x"] * 513, "n": 2}, None, "ask for 1026 answers; send at most 1024"),
+        ({"prompt": ["x"] * 513, "n": 2}, None, "request 1026 choices; a request may have at most 1024"),
         ({"prompt": ["x", 5]}, "prompt[1]", "valid string"),
         ({"prompt": [1, -5]}, "prompt[0][1]", "greater than or equal to 0, not -5"),
         ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),
@@ -261,16 +262,18 @@ def test_spellings_of_prompts(prompt: object, meaning: object) -> None:
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"max_tokens": 0}, None, 'needs "echo": true'),
-        ({"min_tokens": 17}, None, "no more than 16 tokens"),
+        ({"min_tokens": 17}, None, "limited to 16 tokens"),
         ({"suffix": "end"}, "suffix", "not supported yet"),
     ],
 )
-def test_completions(changes: dict[str, Any], param: str | None, says: str) -> None:
+def test_invalid_completion_field_is_named_in_one_sentence(
+    changes: dict[str, Any], param: str | None, says: str
+) -> None:
     body = {key: value for key, value in {**TEXT, **changes}.items() if value is not ...}
-    error = refused(CompletionRequest, json.dumps(body).encode())
+    error = refuse(CompletionRequest, json.dumps(body).encode())
     assert (error.param, says in error.message) == (param, True), error.message
 
 
 @pytest.mark.parametrize("body", [{}, {"text": "x", "token_ids": [1]}])
-def test_the_native_endpoint_takes_one_input(body: dict[str, Any]) -> None:
-    assert "either 'text' or 'token_ids'" in refused(GenerateBody, json.dumps(body).encode()).message
+def test_generate_takes_either_text_or_token_ids(body: dict[str, Any]) -> None:
+    assert "either 'text' or 'token_ids'" in refuse(GenerateBody, json.dumps(body).encode()).message

@@ -52,7 +52,7 @@ def test_chat_repeats_its_answer_with_the_same_seed(server: LocalServer) -> None
     flags = ["chat", "--url", server.url, "--seed", "5", "--max-tokens", "8"]
     done = skiff(*flags, stdin="hello\n/reset\nhello\n")
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.split("The conversation starts afresh.\n")
+    first, second = done.stdout.split("Started a new conversation.\n")
     assert first == second and first.strip()
 
 

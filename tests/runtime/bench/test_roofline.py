@@ -97,19 +97,19 @@ def test_peak_rates_are_measured_in_a_child_process(dtype: str) -> None:
     ("name", "kind"),
     [
         ("void flash::flash_fwd_kernel<...>", "attention"),
-        ("decode_rows", "attention"),
+        ("decode_attention_kernel", "attention"),
         ("shared_prefix_attention_kernel", "attention"),
         ("merge_splits_kernel", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matmul"),
-        ("_one_token", "matmul"),
+        ("fp8_gemv_kernel", "matmul"),
         ("stream_k_gemm_kernel", "matmul"),
         ("aten::addmm", "matmul"),
         ("aten::add", "other"),
         *(
             (name, "sampling")
             for name in (
-                "sample_chunks_kernel",
-                "_choose",
+                "sample_blocks_kernel",
+                "sample_tokens_kernel",
                 "chunk_maxima_kernel",
                 "partial_sums_kernel",
                 "gather_candidates_kernel",
@@ -120,7 +120,7 @@ def test_peak_rates_are_measured_in_a_child_process(dtype: str) -> None:
             for name in (
                 "find_thresholds_kernel",
                 "count_tokens_kernel",
-                "_penalize",
+                "apply_penalties_kernel",
                 "apply_token_bitmask_kernel",
             )
         ),
@@ -136,7 +136,7 @@ def test_idle_time_is_that_without_any_event() -> None:
     lane, other = ("0", "1"), ("0", "2")
     events = [
         TraceEvent("gemm", 1.0, 2.0, lane),
-        TraceEvent("decode_rows", 2.0, 2.0, other),
+        TraceEvent("decode_attention_kernel", 2.0, 2.0, other),
         TraceEvent("x", 6.0, 1.0, lane),
     ]
     found = break_down(events)

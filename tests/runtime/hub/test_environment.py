@@ -1,4 +1,4 @@
-"""The environment of the hub's tools as ``skiff fetch`` obeys it: token file, cache, offline mode, proxy, Xet."""
+"""``skiff fetch`` obeys the environment of the hub's tools: token file, cache, offline mode, proxy, Xet."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 
 HUB_VARIABLES = ("HF_", "HUGGING_FACE", "XDG_")
-OBEDIENT = "" if os.geteuid() else "setpriv --bounding-set=-dac_override"
-"""Prefix of a command that makes the modes of directories bind it although it runs as root."""
+UNPRIVILEGED = "" if os.geteuid() else "setpriv --bounding-set=-dac_override"
+"""Prefix of a command that is subject to the permissions of directories even if it runs as root."""
 ONE_ATTEMPT = "import skiff_runtime.hub.hub_client as client; client.ATTEMPTS = 1"
 
 
@@ -43,7 +43,7 @@ def skiff_fetch(
     launcher: str = "",
     **environment: str,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``skiff fetch``, after the code ``before``, as a user whose home is ``tmp_path``."""
+    """Run ``skiff fetch`` with the home directory ``tmp_path``, after the code ``before``."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(HUB_VARIABLES)}
     code = f"import sys; {before}; from skiff_runtime.__main__ import main; sys.exit(main())"
     return subprocess.run(
@@ -70,19 +70,17 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_token_is_read_from_the_file_and_the_cache_is_the_shared_one(
-    hub: FakeHub, tmp_path: Path, tokens: Path
-) -> None:
+def test_token_file_and_shared_cache_are_the_default(hub: FakeHub, tmp_path: Path, tokens: Path) -> None:
     done = skiff_fetch(tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN_PATH=str(tokens))
     check(done, tmp_path / ".cache" / "huggingface" / "hub")
     assert "hf_secret" not in done.stderr + done.stdout
 
 
-def test_hf_home_names_token_and_cache(hub: FakeHub, tmp_path: Path, tokens: Path) -> None:
+def test_hf_home_holds_token_and_cache(hub: FakeHub, tmp_path: Path, tokens: Path) -> None:
     check(skiff_fetch(tmp_path, HF_ENDPOINT=hub.url, HF_HOME=str(tokens.parent)), tokens.parent / "hub")
 
 
-def test_offline_mode_serves_what_is_there_and_refuses_the_rest(
+def test_offline_mode_serves_complete_snapshots_and_refuses_others(
     hub: FakeHub, tmp_path: Path, tokens: Path
 ) -> None:
     online = {"HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(tokens)}
@@ -92,7 +90,7 @@ def test_offline_mode_serves_what_is_there_and_refuses_the_rest(
     assert "HF_HUB_OFFLINE forbids" in refused.stderr and "Traceback" not in refused.stderr
     assert len(hub.seen) == seen
     check(skiff_fetch(tmp_path, **online), tmp_path)
-    shutil.rmtree(next(tmp_path.rglob(".skiff")))  # as another tool would have left it
+    shutil.rmtree(next(tmp_path.rglob(".skiff")))  # as after a download by another tool
     seen = len(hub.seen)
     done = skiff_fetch(tmp_path, HF_HUB_OFFLINE="1", **online)
     check(done, tmp_path)
@@ -104,24 +102,24 @@ def test_offline_mode_serves_what_is_there_and_refuses_the_rest(
     assert damaged.returncode == EXIT_FETCH_FAILED and "fetch_cache_damaged" in damaged.stderr
 
 
-def test_a_read_only_cache_is_served_marked_or_not(hub: FakeHub, tmp_path: Path) -> None:
+def test_read_only_cache_is_served_with_and_without_marker(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     flags = ("--download-dir", str(cache))
     check(skiff_fetch(tmp_path, *flags, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), cache)
-    for marked in (True, False):
-        if not marked:
+    for has_marker in (True, False):
+        if not has_marker:
             shutil.rmtree(next(cache.rglob(".skiff")))
         folders = [cache, *(path for path in cache.rglob("*") if path.is_dir())]
         for path in folders:
             path.chmod(0o555)
-        done = skiff_fetch(tmp_path, *flags, launcher=OBEDIENT, HF_ENDPOINT="http://127.0.0.1:9")
+        done = skiff_fetch(tmp_path, *flags, launcher=UNPRIVILEGED, HF_ENDPOINT="http://127.0.0.1:9")
         for path in folders:
             path.chmod(0o755)
         check(done, cache)
         assert "fetch_started" not in done.stderr
 
 
-def test_the_proxy_of_the_environment_is_used(hub: FakeHub, tmp_path: Path) -> None:
+def test_proxy_of_the_environment_is_used(hub: FakeHub, tmp_path: Path) -> None:
     done = skiff_fetch(
         tmp_path,
         before=ONE_ATTEMPT,
@@ -135,13 +133,15 @@ def test_the_proxy_of_the_environment_is_used(hub: FakeHub, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("before", ["pass", "sys.modules['hf_xet'] = None"], ids=["present", "absent"])
-def test_xet_may_be_there_or_not(hub: FakeHub, tmp_path: Path, before: str) -> None:
+def test_fetch_works_with_and_without_xet(hub: FakeHub, tmp_path: Path, before: str) -> None:
     done = skiff_fetch(tmp_path, before=before, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")
     check(done, tmp_path)
 
 
 @pytest.mark.parametrize("flags", [(), ("--download-dir", "{home}/.cache/huggingface/hub")], ids=["", "flag"])
-def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_only_the_model_is_requested_and_written(
+    hub: FakeHub, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     seen = len(hub.seen)
     given = [flag.format(home=tmp_path) for flag in flags]
     check(skiff_fetch(tmp_path, *given, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret"), tmp_path)
@@ -150,7 +150,7 @@ def test_nothing_but_the_model_is_asked_for(hub: FakeHub, tmp_path: Path, flags:
     assert {parts for parts in written if len(parts) == 3} == {(".cache", "huggingface", "hub")}
 
 
-def test_the_tokenizer_is_converted_when_the_model_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+def test_fetch_converts_the_tokenizer(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     flags = ("--download-dir", str(cache))
     done = skiff_fetch(tmp_path, *flags, name="pieces", HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")

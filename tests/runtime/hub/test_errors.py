@@ -1,4 +1,4 @@
-"""Every way a download can fail ends in one error that says what to change."""
+"""Failed downloads end in one error that names the remedy."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,15 +39,15 @@ def hub(model: Path) -> Iterator[FakeHub]:
 
 
 def failure(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE) -> str:
-    """The message of the FetchError, after making sure that nothing half-done can be served."""
+    """Return the message of the ``FetchError``, and check that no incomplete snapshot can be served."""
     with pytest.raises(FetchError) as caught:
         fetch(reference, cache, endpoint=hub.url)
-    assert ModelCache(cache, reference).find() is None
+    assert ModelCache(cache, reference).find_verified() is None
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_wrong_bytes_name_the_file(hub: FakeHub, tmp_path: Path, name: str) -> None:
+def test_checksum_mismatch_names_the_file_and_removes_it(hub: FakeHub, tmp_path: Path, name: str) -> None:
     hub.faults[name] = [Fault(corrupt=True)] * 2
     message = failure(hub, tmp_path / "cache")
     assert name in message and "checksum" in message
@@ -58,7 +58,7 @@ def test_wrong_bytes_name_the_file(hub: FakeHub, tmp_path: Path, name: str) -> N
     assert not wrong
 
 
-def test_a_gated_model_asks_for_a_token(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_model_needs_a_token(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_hub(model.parent.parent, token="right") as hub:
         assert "set HF_TOKEN" in failure(hub, tmp_path / "cache")
         monkeypatch.setenv("HF_TOKEN", "wrong-token")
@@ -66,21 +66,21 @@ def test_a_gated_model_asks_for_a_token(model: Path, tmp_path: Path, monkeypatch
     assert "the token in HF_TOKEN has no access" in message and "wrong-token" not in message
 
 
-def test_unknown_model_and_revision_are_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_unknown_model_or_revision_is_named(hub: FakeHub, tmp_path: Path) -> None:
     message = failure(hub, tmp_path / "cache", HubReference("acme", "absent"))
     assert "acme/absent" in message and "404" in message
     message = failure(hub, tmp_path / "cache", HubReference("acme", "tiny", "v9"))
     assert "no revision 'v9'" in message
 
 
-def test_a_hub_that_stays_down_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
+def test_unavailable_hub_is_tried_a_bounded_number_of_times(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults["listing"] = [Fault(status=503)] * 3
     assert "gave up after 3 attempts" in failure(hub, tmp_path / "cache")
     assert len(hub.seen) == 3
 
 
 @pytest.mark.parametrize("fault", [Fault(cut_after_bytes=0), Fault(status=500)])
-def test_a_file_that_never_comes_is_given_up(
+def test_undeliverable_file_is_tried_a_bounded_number_of_times(
     hub: FakeHub, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the library's own waits
@@ -91,13 +91,13 @@ def test_a_file_that_never_comes_is_given_up(
 
 
 @pytest.mark.parametrize("name", ["listing", "model.safetensors"])
-def test_an_overlong_retry_after_is_not_waited_for(hub: FakeHub, tmp_path: Path, name: str) -> None:
+def test_overlong_retry_after_fails_at_once(hub: FakeHub, tmp_path: Path, name: str) -> None:
     hub.faults[name] = [Fault(status=429, headers={"Retry-After": "3600"})]
-    assert "asks to come back in 3600 s" in failure(hub, tmp_path / "cache")
-    assert not get_session().event_hooks["response"]  # what other users of the library see
+    assert "asks to retry after 3600 s" in failure(hub, tmp_path / "cache")
+    assert not get_session().event_hooks["response"]  # the library's shared session is restored
 
 
-def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
+def test_unreachable_hub_is_named_without_its_password(tmp_path: Path, model: Path) -> None:
     with running_hub(model.parent.parent) as hub:
         pass
     message = failure(hub, tmp_path / "cache")
@@ -107,21 +107,23 @@ def test_an_unreachable_hub_is_named(tmp_path: Path, model: Path) -> None:
     assert "password" not in str(caught.value)
 
 
-def test_what_is_no_hub_is_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_malformed_listing_is_reported(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults["listing"] = [Fault(body=b"<html>welcome</html>")]
     assert "malformed" in failure(hub, tmp_path / "cache")
     hub.faults["listing"] = [Fault(body=b'{"id": "acme/tiny", "sha": "main", "siblings": []}')]
-    assert "names no commit" in failure(hub, tmp_path / "cache")
+    assert "has no commit" in failure(hub, tmp_path / "cache")
 
 
-def test_a_full_volume_tells_both_numbers(tmp_path: Path) -> None:
+def test_full_volume_error_has_both_sizes(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, REFERENCE)
     cache.prepare()
-    with pytest.raises(FetchError, match=r"no space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"):
+    with pytest.raises(
+        FetchError, match=r"not enough space in .*1000000\.07 GB are needed, [0-9.]+ GB are free"
+    ):
         cache.check_space([RemoteFile("model.safetensors", 10**15, "")])
 
 
-def test_an_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a directory")
     with pytest.raises(FetchError, match="--download-dir"):
         fetch(REFERENCE, tmp_path / "cache", endpoint=hub.url)
@@ -140,7 +142,7 @@ def test_an_unusable_cache_directory_is_named(hub: FakeHub, tmp_path: Path) -> N
         ),
     ],
 )
-def test_repositories_that_cannot_be_served(
+def test_repository_that_cannot_be_served_is_refused(
     hub: FakeHub, model: Path, tmp_path: Path, removed: str, added: Mapping[str, str], expected: str
 ) -> None:
     (model / removed).unlink(missing_ok=True)
@@ -165,15 +167,13 @@ def test_malformed_revisions_are_refused(revision: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["hub.internal", "ftp://hub", "https://", "http://["])
-def test_a_malformed_endpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
+def test_malformed_endpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     with pytest.raises(FetchError, match="HF_ENDPOINT must be"):
         fetch(REFERENCE, tmp_path)
 
 
-def test_a_malformed_token_is_named_but_not_shown(
+def test_malformed_token_is_reported_but_not_shown(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abc def")

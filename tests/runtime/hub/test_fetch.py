@@ -1,4 +1,4 @@
-"""Downloading from a hub by huggingface_hub: what arrives, what is resumed, what is reused."""
+"""Downloads from a hub: complete, resumed and reused."""
 
 import json
 import os
@@ -37,7 +37,7 @@ SERVED = {
 
 
 def write_model(directory: Path) -> Path:
-    """A repository that also holds much that serving does not need."""
+    """Write a repository that also has files that serving does not need."""
     model = directory / "acme" / "tiny"
     (model / "onnx").mkdir(parents=True)
     index = {"weight_map": {"a": FIRST, "b": SECOND, "c": FIRST}}
@@ -67,7 +67,7 @@ def hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield running
 
 
-def get(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE) -> Path:
+def fetch_from(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE) -> Path:
     return fetch(reference, cache, endpoint=hub.url)
 
 
@@ -77,32 +77,34 @@ def assert_served(snapshot: Path, model: Path) -> None:
         assert (snapshot / name).read_bytes() == (model / name).read_bytes(), name
 
 
-def test_only_what_serving_needs_arrives_whole(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    snapshot = get(hub, tmp_path / "cache")
+def test_only_files_that_serving_needs_are_downloaded(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    snapshot = fetch_from(hub, tmp_path / "cache")
     assert snapshot == tmp_path / "cache" / "models--acme--tiny" / "snapshots" / commit_of(model)
     assert_served(snapshot, model)
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
-def test_a_single_weight_file_is_preferred_to_others(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_model_safetensors_is_preferred_to_other_weight_files(
+    hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
     for path in model.glob("model*"):
         path.unlink()
     (model / "model.safetensors").write_bytes(b"w" * WEIGHT_BYTES)
-    snapshot = get(hub, tmp_path / "cache")
+    snapshot = fetch_from(hub, tmp_path / "cache")
     assert [path.name for path in snapshot.glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_a_complete_model_needs_no_network(model: Path, tmp_path: Path) -> None:
+def test_complete_model_needs_no_network(model: Path, tmp_path: Path) -> None:
     with running_hub(model.parent.parent) as hub:
-        first = get(hub, tmp_path / "cache")
-    assert get(hub, tmp_path / "cache") == first
+        first = fetch_from(hub, tmp_path / "cache")
+    assert fetch_from(hub, tmp_path / "cache") == first
     by_commit = HubReference("acme", "tiny", commit_of(model))
-    assert get(hub, tmp_path / "cache", by_commit) == first
+    assert fetch_from(hub, tmp_path / "cache", by_commit) == first
 
 
-def test_the_cache_is_the_one_of_all_tools(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_cache_is_readable_for_other_tools_of_the_hub(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    snapshot = get(hub, cache)
+    snapshot = fetch_from(hub, cache)
     found = hf_hub_download("acme/tiny", "config.json", cache_dir=cache, local_files_only=True)
     assert Path(found) == snapshot / "config.json"
     scanned = scan_cache_dir(cache)
@@ -112,65 +114,65 @@ def test_the_cache_is_the_one_of_all_tools(hub: FakeHub, model: Path, tmp_path: 
     assert repository.refs["main"].commit_hash == commit_of(model)
 
 
-def test_what_other_tools_have_downloaded_is_only_verified(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_files_of_other_tools_are_only_verified(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for name in SERVED:
         hf_hub_download("acme/tiny", name, cache_dir=cache, endpoint=hub.url)
     before = len(hub.deliveries(FIRST))
-    assert_served(get(hub, cache), model)
+    assert_served(fetch_from(hub, cache), model)
     assert len(hub.deliveries(FIRST)) == before == 1
 
 
-def test_a_damaged_snapshot_is_repaired(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    snapshot = get(hub, tmp_path / "cache")
+def test_damaged_snapshot_is_repaired(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    snapshot = fetch_from(hub, tmp_path / "cache")
     (snapshot / SECOND).write_bytes(b"short")
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
     assert len(hub.deliveries(FIRST)) == 1
     assert len(hub.deliveries(SECOND)) == 2
 
 
-def test_a_cut_download_goes_on_where_it_stopped(
+def test_interrupted_download_is_resumed(
     hub: FakeHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.faults[FIRST] = [Fault(cut_after_bytes=100_000), Fault(cut_after_bytes=50_000)]
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
     ranges = [seen.headers.get("range") for seen in hub.deliveries(FIRST)]
     assert ranges == [None, "bytes=100000-", "bytes=150000-"]
 
 
-def test_a_server_that_ignores_ranges_is_understood(
+def test_server_that_ignores_ranges_is_tolerated(
     hub: FakeHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.faults[FIRST] = [Fault(cut_after_bytes=70_000), Fault(ignore_range=True)]
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
 
 
-def test_a_file_damaged_once_is_fetched_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_file_that_is_damaged_once_is_downloaded_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.faults["config.json"] = [Fault(corrupt=True)]
     hub.faults[SECOND] = [Fault(corrupt=True)]
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
 
 
-def test_busy_answers_are_waited_out(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_transient_errors_are_retried(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.faults["listing"] = [Fault(status=429), Fault(status=503)]
     hub.faults["config.json"] = [Fault(status=503), Fault(status=502)]
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
 
 
-def test_the_wait_that_a_server_asks_for_is_kept(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_retry_after_is_obeyed(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.faults["config.json"] = [Fault(status=429, headers={"Retry-After": "1"})]
     started = time.monotonic()
-    assert_served(get(hub, tmp_path / "cache"), model)
+    assert_served(fetch_from(hub, tmp_path / "cache"), model)
     assert time.monotonic() - started >= 1.0
     assert len(hub.deliveries("config.json")) == 2
 
 
-def test_the_token_stays_with_the_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent_to_the_hub_alone(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with running_hub(model.parent.parent, token="hf_secret") as hub:
-        assert_served(get(hub, tmp_path / "cache"), model)
+        assert_served(fetch_from(hub, tmp_path / "cache"), model)
     stored = [seen for seen in hub.seen if seen.server == "storage"]
     assert len(stored) == 3
     assert all("authorization" not in seen.headers for seen in stored)
@@ -179,11 +181,11 @@ def test_the_token_stays_with_the_hub(model: Path, tmp_path: Path, monkeypatch: 
     )
 
 
-def test_fetches_at_a_time_share_one_download(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_concurrent_fetches_share_one_download(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.bytes_per_second = 1_000_000
     results: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: results.append(get(hub, tmp_path / "cache"))) for _ in range(4)
+        threading.Thread(target=lambda: results.append(fetch_from(hub, tmp_path / "cache"))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -195,9 +197,7 @@ def test_fetches_at_a_time_share_one_download(hub: FakeHub, model: Path, tmp_pat
     assert len(deliveries) == 3  # tokenizer.json and two weight files, once each
 
 
-def test_what_a_killed_process_left_is_removed_unless_it_is_in_use(
-    hub: FakeHub, model: Path, tmp_path: Path
-) -> None:
+def test_stale_partial_files_are_removed_unless_locked(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     blobs = tmp_path / "cache" / "models--acme--tiny" / "blobs"
     blobs.mkdir(parents=True)
     old, held, recent = (blobs / f"{letter * 40}.12345678.incomplete" for letter in "abc")
@@ -211,7 +211,7 @@ def test_what_a_killed_process_left_is_removed_unless_it_is_in_use(
     try:
         while subprocess.run(["flock", "--nonblock", str(lock), "true"]).returncode == 0:
             time.sleep(0.05)
-        assert_served(get(hub, tmp_path / "cache"), model)
+        assert_served(fetch_from(hub, tmp_path / "cache"), model)
     finally:
         holder.kill()
         holder.wait()
@@ -219,7 +219,7 @@ def test_what_a_killed_process_left_is_removed_unless_it_is_in_use(
 
 
 class TestCommand:
-    """``skiff fetch`` as an init container runs it."""
+    """``skiff fetch`` as in an init container."""
 
     def start(self, hub: FakeHub, cache: Path) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "skiff_runtime", "fetch", "--model", "hf://acme/tiny"]
@@ -232,7 +232,7 @@ class TestCommand:
             text=True,
         )
 
-    def test_interrupted_it_ends_at_once_and_goes_on_later(
+    def test_sigterm_ends_the_fetch_and_the_next_one_resumes_it(
         self, hub: FakeHub, model: Path, tmp_path: Path
     ) -> None:
         cache = tmp_path / "cache"
@@ -251,17 +251,17 @@ class TestCommand:
         output, errors = second.communicate(timeout=60)
         assert second.returncode == EXIT_OK, errors
         assert_served(Path(output.strip()), model)
-        assert len(hub.deliveries("tokenizer.json")) == 1  # whole before the interruption
+        assert len(hub.deliveries("tokenizer.json")) == 1  # complete before the interruption
         assert "percent=100" in errors
         assert "hf_secret" not in errors and "signature" not in errors
 
 
-def test_progress_is_logged_as_a_share_of_all(
+def test_progress_is_logged_as_a_percentage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress, "REPORT_SECONDS", 0.01)
     received = 500
-    with caplog.at_level("INFO", logger="skiff"), progress.reported(1000, lambda: received):
+    with caplog.at_level("INFO", logger="skiff"), progress.report_progress(1000, lambda: received):
         while "percent=50.0" not in caplog.text:
             time.sleep(0.01)
         received = 1000

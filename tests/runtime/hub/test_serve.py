@@ -1,4 +1,4 @@
-"""A model from a hub is downloaded by the server itself, once; afterwards the hub may be gone."""
+"""A server downloads a model from a hub once, and then needs no hub."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from skiff_runtime.processes.local_server import LocalServer
 from skiff_runtime.processes.resolve import resolve
 
 
-def test_a_hub_model_is_served_and_then_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_downloads_a_hub_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path / "hub" / "acme" / "tiny")
     cache = tmp_path / "cache"
     flags = ["--model", "hf://acme/tiny", "--download-dir", str(cache)]

@@ -1,1 +1,1 @@
-"""Formats of the generation endpoints: from a body to a request, and from tokens to a response."""
+"""The generation endpoints: from a request body to a ``RequestSpec``, and from tokens to a response."""

@@ -1,20 +1,71 @@
-"""How chat completions and their chunks are written."""
+"""POST /v1/chat/completions: from a request body to a ``RequestSpec``, and the formatters of its response."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from skiff_runtime.api.formats.chunks import Chunks, make_response_head
+from msgspec.structs import replace
+
+from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
 from skiff_runtime.api.formats.logprobs import format_chat_logprobs
-from skiff_runtime.api.formats.request_spec import FINISH_REASONS, Answer, ServedModel
-from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, Parsing, ReasoningDelta, ToolCallDelta
-from skiff_runtime.api.schemas.request_bodies import StreamOptions
-from skiff_runtime.api.sse import encode_json
-from skiff_runtime.api.usage import format_usage
-from skiff_runtime.messages import FinishReason, StreamOpened, TextLogprobs, Usage
+from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
+from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
+from skiff_runtime.api.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    MakeOutputParser,
+    ReasoningDelta,
+    ToolCallDelta,
+)
+from skiff_runtime.api.parsing.output_parser import offered_tools, plan_output
+from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
+from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest, StreamOptions
+from skiff_runtime.api.schemas.validation import parse_body
+from skiff_runtime.messages import ChatPrompt, FinishReason, StreamOpened, TextLogprobs, Usage
+from skiff_runtime.sse import encode_json
+
+
+def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
+    """Validate a request body. Raises ``RequestError``. Without a limit, the output may fill the context."""
+    body = parse_body(ChatCompletionRequest, raw)
+    model.check_model_name(body.model)
+    copies = body.n or 1
+    prompt = build_chat_prompt(body)
+    plan = plan_output(body, prompt, build_response_grammar(body), model.output_format)
+    check_grammar_conflicts(body, plan.grammar)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    text = make_text_options(body)
+    return RequestSpec(
+        prompts=[prompt],
+        sampling=model.make_sampling_spec(body, logprobs=num_logprobs),
+        text=replace(text, skip_special_tokens=False) if plan.keeps_special_tokens else text,
+        formatter=ChatResponseFormatter(
+            model, body.stream_options, choices=copies, make_parser=plan.make_parser
+        ),
+        stream=bool(body.stream),
+        copies=copies,
+        priority=body.priority or 0,
+        grammar=plan.grammar,
+        user=body.user,
+        cache_salt=body.cache_salt,
+    )
+
+
+def build_chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
+    """Return the input of the chat template for ``body``."""
+    continues = bool(body.continue_final_message)
+    return ChatPrompt(
+        [message.to_template() for message in body.messages],
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=continues,
+        tools=[tool.to_template() for tool in offered_tools(body)] or None,
+        template_options=body.chat_template_kwargs or {},
+    )
 
 
 class ChatResponseFormatter:
-    """Writes one reply. ``parsing`` None: what the model writes is content, and nothing else."""
+    """Writes one response. Without ``make_parser``, all text is content."""
 
     def __init__(
         self,
@@ -22,101 +73,112 @@ class ChatResponseFormatter:
         options: StreamOptions | None,
         *,
         choices: int = 1,
-        parsing: Parsing | None = None,
+        make_parser: MakeOutputParser | None = None,
     ) -> None:
         self._head = make_response_head(
             "chatcmpl", "chat.completion", model=model.name, fingerprint=model.fingerprint
         )
         self.id: str = self._head["id"]
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        self.chunks = Chunks(chunk_head, options, choices=choices, copies=choices)
-        self.parsing = parsing
+        self.chunks = ChunkWriter(chunk_head, options, choices=choices, copies=choices)
+        self.make_parser = make_parser
 
-    def choice(self, index: int) -> "ChatChoice":
-        return ChatChoice(self, index)
+    def make_choice_formatter(self, index: int) -> "ChatChoiceFormatter":
+        return ChatChoiceFormatter(self, index)
 
-    def open(self, index: int, opened: StreamOpened) -> None:
-        self.chunks.open(index, opened)
+    def start_choice(self, index: int, opened: StreamOpened) -> None:
+        self.chunks.start_choice(index, opened)
 
-    def ending(self, usage: Usage) -> bytes:
-        return self.chunks.ending(usage)
+    def format_ending(self, usage: Usage) -> bytes:
+        return self.chunks.format_ending(usage)
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         return encode_json({**self._head, "choices": choices, "usage": format_usage(usage)})
 
 
-class ChatChoice:
-    """Writes one choice. Text that needs no parsing costs an ``EventTemplate`` an increment."""
+class ChatChoiceFormatter:
+    """Writes one choice. Text that needs no parsing costs no more than filling an ``EventTemplate``."""
 
-    __slots__ = ("_called", "_chunks", "_frame", "_index", "_parser")
+    __slots__ = ("_chunks", "_has_tool_calls", "_index", "_parser", "_template")
 
-    def __init__(self, reply: ChatResponseFormatter, index: int) -> None:
-        self._chunks = chunks = reply.chunks
+    def __init__(self, response: ChatResponseFormatter, index: int) -> None:
+        self._chunks = chunks = response.chunks
         self._index = index
-        self._parser = None if reply.parsing is None else reply.parsing()
-        self._called = False
-        self._frame = None
-        if self._parser is None and not chunks.continuous:
-            self._frame = chunks.frame(lambda hole: self._choice({"content": hole}))
+        self._parser = None if response.make_parser is None else response.make_parser()
+        self._has_tool_calls = False
+        self._template = None
+        if self._parser is None and not chunks.continuous_usage:
+            self._template = chunks.make_template(lambda placeholder: self._choice({"content": placeholder}))
 
-    def opening(self) -> bytes:
-        return self._chunks.event(self._choice({"role": "assistant", "content": ""}))
+    def format_opening(self) -> bytes:
+        return self._chunks.format_event(self._choice({"role": "assistant", "content": ""}))
 
-    def prompt(self, tokens: list[TextLogprobs]) -> bytes:
+    def format_prompt_logprobs(self, tokens: list[TextLogprobs]) -> bytes:
         return b""
 
-    def delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
-        if self._frame is None or logprobs is not None:
+    def format_delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
+        if self._template is None or logprobs is not None:
             self._chunks.count(self._index, token)
-            return self._events(self._parsed(text), logprobs)
-        return self._frame.fill(text) if text else b""
+            return self._format_events(self._parse(text), logprobs)
+        return self._template.fill(text) if text else b""
 
-    def closing(self, finish: FinishReason) -> bytes:
-        rest = b"" if self._parser is None else self._events(self._parser.finish(), None)
-        return rest + self._chunks.event(self._choice({}, finish=self._reason(finish)))
+    def format_closing(self, finish_reason: FinishReason) -> bytes:
+        rest = b"" if self._parser is None else self._format_events(self._parser.finish(), None)
+        closing = self._choice({}, finish_reason=self._finish_reason(finish_reason))
+        return rest + self._chunks.format_event(closing)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        deltas = self._parsed(answer.text)
+    def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
+        deltas = self._parse(output.text)
         if self._parser is not None:
             deltas = [*deltas, *self._parser.finish()]
-        self._note_calls(deltas)
+        self._note_tool_calls(deltas)
         return {
             "index": self._index,
-            "message": _message(deltas, parsed=self._parser is not None),
-            "logprobs": format_chat_logprobs(answer.logprobs) if answer.logprobs else None,
-            "finish_reason": self._reason(answer.finish),
+            "message": _format_message(deltas, is_parsed=self._parser is not None),
+            "logprobs": format_chat_logprobs(output.logprobs) if output.logprobs else None,
+            "finish_reason": self._finish_reason(output.finish_reason),
         }
 
-    def _parsed(self, text: str) -> Sequence[Delta]:
+    def _parse(self, text: str) -> Sequence[Delta]:
         if not text:
             return ()
         return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
 
-    def _events(self, deltas: Sequence[Delta], logprobs: TextLogprobs | None) -> bytes:
-        """An event for each delta, the first of which tells ``logprobs``, if need be one without a delta."""
-        self._note_calls(deltas)
-        fields = [_fields(delta) for delta in deltas]
-        told = None if logprobs is None else format_chat_logprobs([logprobs])
-        if told is not None and not fields:
+    def _format_events(self, deltas: Sequence[Delta], logprobs: TextLogprobs | None) -> bytes:
+        """Write an event for each delta. The first one contains ``logprobs``, even where there is no delta."""
+        self._note_tool_calls(deltas)
+        fields = [_format_delta(delta) for delta in deltas]
+        formatted = None if logprobs is None else format_chat_logprobs([logprobs])
+        if formatted is not None and not fields:
             fields.append({})
-        choices = [self._choice(each, logprobs=None if n else told) for n, each in enumerate(fields)]
-        return b"".join(map(self._chunks.event, choices))
+        choices = [
+            self._choice(each, logprobs=None if number else formatted) for number, each in enumerate(fields)
+        ]
+        return b"".join(map(self._chunks.format_event, choices))
 
-    def _note_calls(self, deltas: Sequence[Delta]) -> None:
-        self._called = self._called or any(isinstance(delta, ToolCallDelta) for delta in deltas)
+    def _note_tool_calls(self, deltas: Sequence[Delta]) -> None:
+        self._has_tool_calls = self._has_tool_calls or any(
+            isinstance(delta, ToolCallDelta) for delta in deltas
+        )
 
-    def _reason(self, finish: FinishReason) -> str:
-        called = self._called and finish is FinishReason.STOP
-        return "tool_calls" if called else FINISH_REASONS[finish]
+    def _finish_reason(self, finish_reason: FinishReason) -> str:
+        # A call that was cut short has "length" or "abort", so that a client does not run it.
+        if self._has_tool_calls and finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return FINISH_REASONS[finish_reason]
 
     def _choice(
-        self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _fields(delta: Delta) -> dict[str, Any]:
-    """The ``delta`` object of a chunk."""
+def _format_delta(delta: Delta) -> dict[str, Any]:
+    """Return the ``delta`` object of a chunk."""
     match delta:
         case ContentDelta():
             return {"content": delta.text}
@@ -134,27 +196,27 @@ def _fields(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-def _message(deltas: Sequence[Delta], *, parsed: bool) -> dict[str, Any]:
-    """The ``message`` object of a whole reply."""
+def _format_message(deltas: Sequence[Delta], *, is_parsed: bool) -> dict[str, Any]:
+    """Return the ``message`` object of a response that is not streamed."""
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if not parsed:
+    if not is_parsed:
         return message
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-    calls = _calls([delta for delta in deltas if isinstance(delta, ToolCallDelta)])
+    calls = _join_tool_calls([delta for delta in deltas if isinstance(delta, ToolCallDelta)])
     if calls:
         message["content"] = content or None
         message["tool_calls"] = calls
     return {**message, "reasoning_content": reasoning or None}
 
 
-def _calls(pieces: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
-    """The whole calls, in order of their numbers, of the pieces in order of their coming."""
+def _join_tool_calls(parts: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """Join the parts of tool calls into complete calls, in the order of their indices."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
+    for part in parts:
         call = calls.setdefault(
-            piece.index,
-            {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}},
+            part.index,
+            {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}},
         )
-        call["function"]["arguments"] += piece.arguments
+        call["function"]["arguments"] += part.arguments
     return [calls[index] for index in sorted(calls)]

@@ -1,33 +1,87 @@
-"""How completions and their chunks are written; a chunk of a stream has the shape of the whole."""
+"""POST /v1/completions: from a request body to a ``RequestSpec``, and the formatters of its response.
+
+A chunk of a stream has the same shape as the complete response.
+"""
 
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skiff_runtime.api.formats.chunks import Chunks, make_response_head
-from skiff_runtime.api.formats.logprobs import CompletionLogprobs, joined
-from skiff_runtime.api.formats.request_spec import FINISH_REASONS, Answer, ServedModel
-from skiff_runtime.api.schemas.request_bodies import StreamOptions
-from skiff_runtime.api.sse import encode_json
-from skiff_runtime.api.usage import format_usage
+from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
+from skiff_runtime.api.formats.logprobs import CompletionLogprobs, concatenate
+from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
+from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
+from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
+from skiff_runtime.api.schemas.request_bodies import CompletionRequest, StreamOptions
+from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.messages import FinishReason, StreamOpened, TextLogprobs, Usage
+from skiff_runtime.sse import encode_json
+
+
+def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
+    """Validate a request body. Raises ``RequestError``."""
+    body = parse_body(CompletionRequest, raw)
+    model.check_model_name(body.model)
+    copies = body.n or 1
+    grammar = build_response_grammar(body)
+    check_grammar_conflicts(body, grammar)
+    return RequestSpec(
+        prompts=body.prompt,
+        sampling=model.make_sampling_spec(
+            body, logprobs=body.logprobs, prompt_logprobs=_num_prompt_logprobs(body)
+        ),
+        text=make_text_options(body),
+        formatter=CompletionResponseFormatter(
+            model,
+            body.stream_options,
+            choices=copies * len(body.prompt),
+            copies=copies,
+            logprobs=body.logprobs is not None,
+            echo=_echo(body),
+        ),
+        stream=bool(body.stream),
+        copies=copies,
+        priority=body.priority or 0,
+        grammar=grammar,
+        user=body.user,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Return the number of top log-probabilities to compute for each token of the prompt; None for no log-probabilities.
+
+    The echo of a prompt of token ids needs them even where ``logprobs`` is unset: they carry the tokens' texts.
+    """
+    if not body.echo:
+        return None
+    has_token_ids = any(isinstance(prompt, list) for prompt in body.prompt)
+    return 0 if body.logprobs is None and has_token_ids else body.logprobs
+
+
+def _echo(body: CompletionRequest) -> "Echo | None":
+    if not body.echo:
+        return None
+    texts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
+    return Echo(texts, prompt_only=body.max_tokens == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """That answers begin with their prompts. ``texts``: of each prompt, None for one of token ids.
+    """The prompts that the choices begin with.
 
-    What ids write is told by the log-probabilities of their tokens. ``alone``: no answer follows; the one token
-    that is computed nevertheless goes unseen.
+    ``texts`` has an entry for each prompt: its text, or None for a prompt of token ids, whose text comes with the
+    log-probabilities of its tokens. ``prompt_only``: no output follows; the engine computes one token all the same, and
+    it is not shown.
     """
 
     texts: Sequence[str | None]
-    alone: bool
+    prompt_only: bool
 
 
 class CompletionResponseFormatter:
-    """Writes one reply. ``logprobs``: each token's are told, with ``echo`` also of the prompt's tokens."""
+    """Writes one response. ``logprobs``: with the log-probabilities of its tokens, with ``echo`` also of the prompt's."""
 
     def __init__(
         self,
@@ -43,66 +97,71 @@ class CompletionResponseFormatter:
             "cmpl", "text_completion", model=model.name, fingerprint=model.fingerprint
         )
         self.id: str = self._head["id"]
-        self.chunks = Chunks(self._head, options, choices=choices, copies=copies)
+        self.chunks = ChunkWriter(self._head, options, choices=choices, copies=copies)
         self.logprobs = logprobs
         self._copies = copies
         self._echo = echo
 
-    def choice(self, index: int) -> "CompletionChoice | EchoChoiceFormatter":
+    def make_choice_formatter(self, index: int) -> "CompletionChoiceFormatter":
         if self._echo is None:
-            return CompletionChoice(self, index)
+            return CompletionChoiceFormatter(self, index)
         text = self._echo.texts[index // self._copies]
-        return EchoChoiceFormatter(self, index, text, alone=self._echo.alone)
+        return EchoChoiceFormatter(self, index, text, prompt_only=self._echo.prompt_only)
 
-    def open(self, index: int, opened: StreamOpened) -> None:
-        self.chunks.open(index, opened)
+    def start_choice(self, index: int, opened: StreamOpened) -> None:
+        self.chunks.start_choice(index, opened)
 
-    def ending(self, usage: Usage) -> bytes:
-        return self.chunks.ending(self._shown(usage))
+    def format_ending(self, usage: Usage) -> bytes:
+        return self.chunks.format_ending(self._shown_usage(usage))
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return encode_json({**self._head, "choices": choices, "usage": format_usage(self._shown(usage))})
+    def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        return encode_json(
+            {**self._head, "choices": choices, "usage": format_usage(self._shown_usage(usage))}
+        )
 
-    def _shown(self, usage: Usage) -> Usage:
-        """Without tokens that go unseen."""
-        alone = self._echo is not None and self._echo.alone
-        return Usage(usage.prompt_tokens, 0, usage.cached_tokens) if alone else usage
+    def _shown_usage(self, usage: Usage) -> Usage:
+        """Leave out the output tokens where the response shows the prompt alone."""
+        prompt_only = self._echo is not None and self._echo.prompt_only
+        return Usage(usage.prompt_tokens, 0, usage.cached_tokens) if prompt_only else usage
 
 
-class CompletionChoice:
-    """Writes one choice. Text alone costs an ``EventTemplate`` an increment."""
+class CompletionChoiceFormatter:
+    """Writes one choice. Text without log-probabilities costs no more than filling an ``EventTemplate``."""
 
-    __slots__ = ("_chunks", "_frame", "_index", "_logprobs")
+    __slots__ = ("_chunks", "_index", "_logprobs", "_template")
 
-    def __init__(self, reply: CompletionResponseFormatter, index: int, prompt: str | None = "") -> None:
+    def __init__(self, response: CompletionResponseFormatter, index: int, prompt: str | None = "") -> None:
         """``prompt``: as in ``CompletionLogprobs``."""
-        self._chunks = reply.chunks
+        self._chunks = response.chunks
         self._index = index
-        self._logprobs = CompletionLogprobs(prompt) if reply.logprobs else None
-        self._frame = None
-        if not reply.logprobs and not reply.chunks.continuous:
-            self._frame = reply.chunks.frame(self._choice)
+        self._logprobs = CompletionLogprobs(prompt) if response.logprobs else None
+        self._template = None
+        if not response.logprobs and not response.chunks.continuous_usage:
+            self._template = response.chunks.make_template(self._choice)
 
-    def opening(self) -> bytes:
+    def format_opening(self) -> bytes:
         return b""
 
-    def prompt(self, tokens: list[TextLogprobs]) -> bytes:
+    def format_prompt_logprobs(self, tokens: list[TextLogprobs]) -> bytes:
         return b""
 
-    def delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
-        if self._frame is not None:
-            return self._frame.fill(text) if text else b""
+    def format_delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
+        if self._template is not None:
+            return self._template.fill(text) if text else b""
         self._chunks.count(self._index, token)
-        told = self._told(() if logprobs is None else [logprobs])
-        return self._chunks.event(self._choice(text, logprobs=told)) if text or told else b""
+        formatted = self._format_logprobs(() if logprobs is None else [logprobs])
+        if not (text or formatted):
+            return b""
+        return self._chunks.format_event(self._choice(text, logprobs=formatted))
 
-    def closing(self, finish: FinishReason) -> bytes:
-        return self._chunks.event(self._choice("", finish=finish))
+    def format_closing(self, finish_reason: FinishReason) -> bytes:
+        return self._chunks.format_event(self._choice("", finish_reason=finish_reason))
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        return self._choice(answer.text, logprobs=self._told(answer.logprobs), finish=answer.finish)
+    def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
+        logprobs = self._format_logprobs(output.logprobs)
+        return self._choice(output.text, logprobs=logprobs, finish_reason=output.finish_reason)
 
-    def _told(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any] | None:
+    def _format_logprobs(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any] | None:
         return self._logprobs.format_output(tokens) if self._logprobs is not None and tokens else None
 
     def _choice(
@@ -110,70 +169,76 @@ class CompletionChoice:
         text: str,
         *,
         logprobs: dict[str, Any] | None = None,
-        finish: FinishReason = FinishReason.RUNNING,
+        finish_reason: FinishReason = FinishReason.RUNNING,
     ) -> dict[str, Any]:
         return {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": FINISH_REASONS.get(finish),
+            "finish_reason": FINISH_REASONS.get(finish_reason),
         }
 
 
-class EchoChoiceFormatter(CompletionChoice):
+class EchoChoiceFormatter(CompletionChoiceFormatter):
     """Writes a choice that begins with its prompt."""
 
-    __slots__ = ("_alone", "_answering", "_decoder", "_length", "_text")
+    __slots__ = ("_decoder", "_has_output", "_prompt_length", "_prompt_only", "_text")
 
     def __init__(
-        self, reply: CompletionResponseFormatter, index: int, text: str | None, *, alone: bool
+        self, response: CompletionResponseFormatter, index: int, text: str | None, *, prompt_only: bool
     ) -> None:
-        super().__init__(reply, index, text)
+        super().__init__(response, index, text)
         self._text = text
-        self._alone = alone
-        self._length = 0
-        self._answering = False
+        self._prompt_only = prompt_only
+        self._prompt_length = 0
+        self._has_output = False
+        # The bytes of one character may be spread over several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def opening(self) -> bytes:
-        """The prompt, unless its tokens bring it."""
+    def format_opening(self) -> bytes:
+        """Return the prompt, unless it comes with the log-probabilities of its tokens."""
         if self._logprobs is not None or not self._text:
             return b""
-        return self._chunks.event(self._choice(self._text))
+        return self._chunks.format_event(self._choice(self._text))
 
-    def prompt(self, tokens: list[TextLogprobs]) -> bytes:
+    def format_prompt_logprobs(self, tokens: list[TextLogprobs]) -> bytes:
         if self._logprobs is None and self._text is not None:
             return b""
-        text = self._echoed(tokens)
-        self._length += len(text)
-        told = None if self._logprobs is None else self._logprobs.of_prompt(tokens)
-        return self._chunks.event(self._choice(text, logprobs=told)) if text or told else b""
-
-    def delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
-        if self._alone:
+        text = self._echoed_text(tokens)
+        self._prompt_length += len(text)
+        logprobs = None if self._logprobs is None else self._logprobs.format_prompt(tokens)
+        if not (text or logprobs):
             return b""
-        if self._logprobs is not None and not self._answering:
-            self._answering = True
-            self._logprobs.begin_output(self._length)
-        return super().delta(text, token, logprobs)
+        return self._chunks.format_event(self._choice(text, logprobs=logprobs))
 
-    def closing(self, finish: FinishReason) -> bytes:
-        return super().closing(FinishReason.LENGTH if self._alone else finish)
+    def format_delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
+        if self._prompt_only:
+            return b""
+        if self._logprobs is not None and not self._has_output:
+            self._has_output = True
+            self._logprobs.begin_output(self._prompt_length)
+        return super().format_delta(text, token, logprobs)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        prompt = self._text if self._text is not None else self._echoed(answer.prompt)
-        text, tokens, finish = answer.text, answer.logprobs, answer.finish
-        if self._alone:
-            text, tokens, finish = "", [], FinishReason.LENGTH
-        told = None
+    def format_closing(self, finish_reason: FinishReason) -> bytes:
+        return super().format_closing(FinishReason.LENGTH if self._prompt_only else finish_reason)
+
+    def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
+        prompt = self._text if self._text is not None else self._echoed_text(output.prompt_logprobs)
+        text, tokens, finish_reason = output.text, output.logprobs, output.finish_reason
+        if self._prompt_only:
+            text, tokens, finish_reason = "", [], FinishReason.LENGTH
+        logprobs = None
         if self._logprobs is not None:
-            before = self._logprobs.of_prompt(answer.prompt)
+            of_prompt = self._logprobs.format_prompt(output.prompt_logprobs)
             self._logprobs.begin_output(len(prompt))
-            told = joined([before, self._logprobs.format_output(tokens)])
-        return self._choice(prompt + text, logprobs=told, finish=finish)
+            logprobs = concatenate([of_prompt, self._logprobs.format_output(tokens)])
+        return self._choice(prompt + text, logprobs=logprobs, finish_reason=finish_reason)
 
-    def _echoed(self, tokens: Sequence[TextLogprobs]) -> str:
-        """What to show of the prompt beside the log-probabilities of its next tokens."""
+    def _echoed_text(self, tokens: Sequence[TextLogprobs]) -> str:
+        """Return the part of the prompt to show with the log-probabilities of its next tokens.
+
+        A prompt that came as text is shown whole with the first of them.
+        """
         if self._text is None:
             return self._decoder.decode(b"".join(each.chosen.data for each in tokens))
-        return "" if self._length else self._text
+        return "" if self._prompt_length else self._text

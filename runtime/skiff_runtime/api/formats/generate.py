@@ -4,108 +4,114 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from skiff_runtime.api.formats.logprobs import value
-from skiff_runtime.api.formats.request_spec import (
-    FINISH_REASONS,
-    Answer,
-    Generation,
-    ServedModel,
-    text_options,
-)
+from skiff_runtime.api.formats.chunks import format_usage
+from skiff_runtime.api.formats.logprobs import json_logprob
+from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
+from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
 from skiff_runtime.api.schemas.request_bodies import GenerateBody
-from skiff_runtime.api.schemas.validation import parse
-from skiff_runtime.api.sse import DONE, encode_json, event
-from skiff_runtime.api.usage import format_usage
+from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.messages import NO_TOKEN, FinishReason, StreamOpened, TextLogprobs, Usage
+from skiff_runtime.sse import DONE_EVENT, encode_event, encode_json
 
 
-def prepare_generate(raw: bytes, model: ServedModel) -> Generation:
-    """Validate a body. Raises ``RequestError``. Without ``max_tokens``, the output may fill the context."""
-    body = parse(GenerateBody, raw)
+def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
+    """Validate a request body. Raises ``RequestError``. Without ``max_tokens``, the output may fill the context."""
+    body = parse_body(GenerateBody, raw)
     prompt = body.text if body.token_ids is None else body.token_ids
     assert prompt is not None
-    return Generation(
+    grammar = build_response_grammar(body)
+    check_grammar_conflicts(body, grammar)
+    return RequestSpec(
         prompts=[prompt],
-        sampling=model.sampling(body, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs),
-        text=text_options(body),
-        reply=GenerateResponseFormatter(),
+        sampling=model.make_sampling_spec(body, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs),
+        text=make_text_options(body),
+        formatter=GenerateResponseFormatter(),
         stream=bool(body.stream),
         priority=body.priority or 0,
-        grammar=check_grammar_conflicts(body, build_response_grammar(body)),
+        grammar=grammar,
         user=body.user,
         cache_salt=body.cache_salt,
     )
 
 
 class GenerateResponseFormatter:
-    """Writes native replies: ``{"id", "text", "token_ids", "finish_reason", "usage"}``; increments of it in a stream.
+    """Writes ``{"id", "text", "token_ids", "finish_reason", "usage"}``, or in a stream increments of it.
 
-    Where asked for, ``logprobs`` and ``prompt_logprobs`` list ``{"token_id", "logprob", "top": [[id, logprob], ...]}``.
+    A request may ask for ``logprobs`` and ``prompt_logprobs``: lists of
+    ``{"token_id", "logprob", "top": [[id, logprob], ...]}``.
     """
 
     def __init__(self) -> None:
         self.id = f"gen-{secrets.token_hex(12)}"
         self._choice = GenerateChoiceFormatter(self.id)
 
-    def choice(self, index: int) -> "GenerateChoiceFormatter":
+    def make_choice_formatter(self, index: int) -> "GenerateChoiceFormatter":
         return self._choice
 
-    def open(self, index: int, opened: StreamOpened) -> None:
+    def start_choice(self, index: int, opened: StreamOpened) -> None:
         pass
 
-    def ending(self, usage: Usage) -> bytes:
-        end: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": self._choice.reason}
-        return event({"id": self.id, **end, "usage": format_usage(usage)}) + DONE
+    def format_ending(self, usage: Usage) -> bytes:
+        end: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": self._choice.finish_reason}
+        return encode_event({"id": self.id, **end, "usage": format_usage(usage)}) + DONE_EVENT
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         return encode_json({"id": self.id, **choices[0], "usage": format_usage(usage)})
 
 
 class GenerateChoiceFormatter:
-    """Writes the only choice of a reply. ``reason``: why it ended."""
+    """Writes the only choice of a response. ``finish_reason`` is None until the choice has ended."""
 
-    __slots__ = ("_id", "reason")
+    __slots__ = ("_id", "finish_reason")
 
     def __init__(self, id: str) -> None:
         self._id = id
-        self.reason: str | None = None
+        self.finish_reason: str | None = None
 
-    def opening(self) -> bytes:
+    def format_opening(self) -> bytes:
         return b""
 
-    def prompt(self, tokens: list[TextLogprobs]) -> bytes:
-        return event({"id": self._id, "text": "", "token_ids": [], "prompt_logprobs": _told(tokens)})
+    def format_prompt_logprobs(self, tokens: list[TextLogprobs]) -> bytes:
+        return encode_event(
+            {"id": self._id, "text": "", "token_ids": [], "prompt_logprobs": _format_logprobs(tokens)}
+        )
 
-    def delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
+    def format_delta(self, text: str, token: int, logprobs: TextLogprobs | None) -> bytes:
         if token == NO_TOKEN and not text:
             return b""
-        fields = {"id": self._id, "text": text, "token_ids": [] if token == NO_TOKEN else [token]}
-        return event(fields if logprobs is None else {**fields, "logprobs": _told([logprobs])})
+        fields: dict[str, Any] = {
+            "id": self._id,
+            "text": text,
+            "token_ids": [] if token == NO_TOKEN else [token],
+        }
+        if logprobs is not None:
+            fields["logprobs"] = _format_logprobs([logprobs])
+        return encode_event(fields)
 
-    def closing(self, finish: FinishReason) -> bytes:
-        self.reason = FINISH_REASONS[finish]
+    def format_closing(self, finish_reason: FinishReason) -> bytes:
+        self.finish_reason = FINISH_REASONS[finish_reason]
         return b""
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
         choice = {
-            "text": answer.text,
-            "token_ids": answer.tokens,
-            "finish_reason": FINISH_REASONS[answer.finish],
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": FINISH_REASONS[output.finish_reason],
         }
-        if answer.logprobs:
-            choice["logprobs"] = _told(answer.logprobs)
-        if answer.prompt:
-            choice["prompt_logprobs"] = _told(answer.prompt)
+        if output.logprobs:
+            choice["logprobs"] = _format_logprobs(output.logprobs)
+        if output.prompt_logprobs:
+            choice["prompt_logprobs"] = _format_logprobs(output.prompt_logprobs)
         return choice
 
 
-def _told(tokens: Sequence[TextLogprobs]) -> list[dict[str, Any]]:
+def _format_logprobs(tokens: Sequence[TextLogprobs]) -> list[dict[str, Any]]:
     return [
         {
             "token_id": each.chosen.token,
-            "logprob": value(each.chosen.logprob),
-            "top": [[top.token, value(top.logprob)] for top in each.top],
+            "logprob": json_logprob(each.chosen.logprob),
+            "top": [[top.token, json_logprob(top.logprob)] for top in each.top],
         }
         for each in tokens
     ]

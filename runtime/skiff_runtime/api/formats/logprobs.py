@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI's two endpoints give them."""
+"""Log-probabilities in the shapes of OpenAI's two endpoints."""
 
 import codecs
 import math
@@ -7,59 +7,67 @@ from typing import Any, Final
 
 from skiff_runtime.messages import TextLogprobs, TokenText
 
-LEAST: Final = -9999.0
-"""Stands for less likely than can be told, as OpenAI has it."""
+MIN_LOGPROB: Final = -9999.0
+"""Stands for every lower value, minus infinity included, as in OpenAI's API: JSON has no infinity."""
+_BYTES_PREFIX: Final = "bytes:"
 
 
 def format_chat_logprobs(tokens: Sequence[TextLogprobs]) -> dict[str, Any]:
-    """The ``logprobs`` object of a chat choice."""
-    content = [{**_entry(each.chosen), "top_logprobs": [_entry(top) for top in each.top]} for each in tokens]
+    """Return the ``logprobs`` object of a chat choice."""
+    content = [
+        {**_format_token(each.chosen), "top_logprobs": [_format_token(top) for top in each.top]}
+        for each in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
-def _entry(token: TokenText) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": value(token.logprob), "bytes": list(token.data)}
+def _format_token(token: TokenText) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": json_logprob(token.logprob), "bytes": list(token.data)}
 
 
-def token_text(token: TokenText, escaped_as: str = "") -> str:
-    r"""What a token writes; bytes that are no text by themselves as ``\xf0\x9f``, after ``escaped_as``."""
+def token_text(token: TokenText, bytes_prefix: str = "") -> str:
+    r"""Return the text of a token; bytes that are not UTF-8 by themselves as ``\xf0\x9f``, after ``bytes_prefix``."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:
-        return escaped_as + "".join(f"\\x{byte:02x}" for byte in token.data)
+        return bytes_prefix + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
-def value(logprob: float) -> float | None:
-    """As JSON can tell it; None for the first token of a prompt, which has none."""
-    return None if math.isnan(logprob) else max(logprob, LEAST)
+def json_logprob(logprob: float) -> float | None:
+    """Return a value that JSON can represent; None for NaN, which marks the first token of a prompt."""
+    return None if math.isnan(logprob) else max(logprob, MIN_LOGPROB)
 
 
 class CompletionLogprobs:
-    """Makes the ``logprobs`` objects of one choice, in order; keeps count of where in the text its tokens begin."""
+    """Formats the ``logprobs`` objects of one completion choice, in order.
+
+    It counts the characters of its tokens for ``text_offset``, the offset of each token in the text.
+    """
 
     def __init__(self, prompt: str | None) -> None:
-        """``prompt``: the echoed text before the answer, None where that is what its tokens write."""
+        """``prompt``: the echoed text before the output; None where the prompt's tokens are the echoed text."""
         self._prompt = prompt
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of_prompt(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any]:
-        """Of the prompt's next tokens."""
+    def format_prompt(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any]:
+        """Return the ``logprobs`` object of the prompt's next tokens."""
         offsets = []
         for each in tokens:
             offsets.append(self._offset)
             text = self._decoder.decode(each.chosen.data)
-            if self._prompt is None or self._prompt.startswith(text, self._offset):  # else it writes nothing
+            # A special token that the tokenizer added, such as BOS, is no part of the echoed text.
+            if self._prompt is None or self._prompt.startswith(text, self._offset):
                 self._offset += len(text)
         return _columns(tokens, offsets)
 
-    def begin_output(self, length: int) -> None:
-        """The answer begins after ``length`` characters of prompt."""
-        self._offset = length
+    def begin_output(self, prompt_length: int) -> None:
+        """Go on to the output, which begins after ``prompt_length`` characters of prompt."""
+        self._offset = prompt_length
         self._decoder.reset()
 
     def format_output(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any]:
-        """Of the answer's next tokens."""
+        """Return the ``logprobs`` object of the next output tokens."""
         offsets = []
         for each in tokens:
             offsets.append(self._offset)
@@ -69,23 +77,26 @@ class CompletionLogprobs:
 
 def _columns(tokens: Sequence[TextLogprobs], offsets: list[int]) -> dict[str, Any]:
     return {
-        "tokens": [token_text(each.chosen, "bytes:") for each in tokens],
-        "token_logprobs": [value(each.chosen.logprob) for each in tokens],
-        "top_logprobs": [_likeliest(each) for each in tokens],
+        "tokens": [token_text(each.chosen, _BYTES_PREFIX) for each in tokens],
+        "token_logprobs": [json_logprob(each.chosen.logprob) for each in tokens],
+        "top_logprobs": [_top_logprobs(each) for each in tokens],
         "text_offset": offsets,
     }
 
 
-def _likeliest(token: TextLogprobs) -> dict[str, float | None] | None:
-    """Text -> log-probability of the likeliest tokens and the chosen one; of two with one text, the likelier."""
+def _top_logprobs(token: TextLogprobs) -> dict[str, float | None] | None:
+    """Map the texts of the most likely tokens and of the chosen one to log-probabilities.
+
+    Of two tokens with the same text the more likely one counts.
+    """
     if math.isnan(token.chosen.logprob):
         return None
-    told: dict[str, float | None] = {}
+    logprobs: dict[str, float | None] = {}
     for each in (*token.top, token.chosen):
-        told.setdefault(token_text(each, "bytes:"), value(each.logprob))
-    return told
+        logprobs.setdefault(token_text(each, _BYTES_PREFIX), json_logprob(each.logprob))
+    return logprobs
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several ``logprobs`` objects of a completion as one."""
+def concatenate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join several ``logprobs`` objects of a completion into one."""
     return {name: [each for part in parts for each in part[name]] for name in parts[0]}

@@ -1,1 +1,1 @@
-"""What the text of a chat answer means: reasoning and tool calls in the formats that models were trained on."""
+"""Parsing of chat output: reasoning and tool calls in the formats that models are trained on, and grammars that enforce them."""

@@ -1,7 +1,7 @@
-"""What the text of a chat answer means, piece by piece: content, reasoning, or a part of a tool call.
+"""Deltas of a chat message, and the interface of the parsers that find them in the generated text.
 
-A ``OutputParser`` follows the text of one choice. Where an answer is content and nothing else there is none: the
-``Parsing`` of such a request is None, and its text goes to the client as it comes.
+An output parser follows the text of one choice and divides it into content, reasoning and parts of tool calls. A request
+whose output is content and nothing else has no parser: its text goes to the client as it comes.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from msgspec import Struct
 
 
 class ContentDelta(Struct, frozen=True):
-    """Text meant for the user."""
+    """Text for the user."""
 
     text: str
 
 
 class ReasoningDelta(Struct, frozen=True):
-    """Text that the model wrote to think."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class ToolCallDelta(Struct, frozen=True):
-    """A piece of call number ``index`` of this choice, counted from 0.
+    """A part of tool call ``index`` of this choice, counted from 0.
 
-    The first piece of a call has its ``id`` and ``name``; ``arguments`` of all pieces, joined, are its JSON.
+    The first part of a call has its ``id`` and ``name``. The ``arguments`` of all parts, joined, are JSON.
     """
 
     index: int
@@ -38,16 +38,16 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class OutputParser(Protocol):
-    """Follows the text of one choice; it never raises, whatever the model writes."""
+    """Parses the text of one choice as it comes. It never raises, whatever the model writes."""
 
     def push(self, text: str) -> list[Delta]:
-        """What is known now that ``text`` has come; text that may mean several things is held back."""
+        """Return the deltas that ``text`` completes; text that can still mean several things is held back."""
         ...
 
     def finish(self) -> list[Delta]:
-        """What was held back; the text has ended, perhaps in the middle of something."""
+        """Return what was held back. The text has ended, possibly in the middle of a call or of the reasoning."""
         ...
 
 
-Parsing = Callable[[], OutputParser]
+MakeOutputParser = Callable[[], OutputParser]
 """Makes the parser of one choice."""

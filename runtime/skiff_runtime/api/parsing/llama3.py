@@ -1,49 +1,54 @@
-"""Llama 3's tool calls: an answer that is ``{"name": ..., "parameters": ...}``, perhaps behind ``<|python_tag|>``."""
+"""Llama 3 tool calls: an output that is ``{"name": ..., "parameters": ...}``, possibly after ``<|python_tag|>``."""
 
 from typing import Final
 
-from skiff_runtime.api.parsing.markers import begins, cut
-from skiff_runtime.api.parsing.tool_parser import ToolParser
+from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolParser
 
 TAG: Final = "<|python_tag|>"
-_BETWEEN: Final = " \t\r\n;"
+_SEPARATORS: Final = " \t\r\n;"
 
 
 class Llama3Parser(ToolParser):
-    """Calls at the beginning of an answer, or behind the tag; several are parted by semicolons."""
+    """Reads calls at the beginning of the output, or after the tag, with semicolons between them."""
 
     def start(self) -> bool:
-        blank = len(self._buffer) - len(self._buffer.lstrip())
-        rest = self._buffer[blank:]
+        num_blanks = len(self._buffer) - len(self._buffer.lstrip())
+        rest = self._buffer[num_blanks:]
         if not rest:
             return False
-        tagged = begins(rest, TAG)
-        if tagged is None and not self._ended:
+        is_tagged = starts_with_marker(rest, TAG)
+        if is_tagged is None and not self._is_finished:
             return False
-        if tagged:
-            self._opened += self._buffer[: blank + len(TAG)]
+        if is_tagged:
+            self._opening += self._buffer[: num_blanks + len(TAG)]
             self._buffer = rest[len(TAG) :]
         elif rest.startswith("{"):
-            opened, self._buffer = self._opened + self._buffer[:blank], rest
-            self._begin("" if TAG in opened else opened)
+            opening, self._buffer = self._opening + self._buffer[:num_blanks], rest
+            self._begin_call("" if TAG in opening else opening)
         else:
-            self._say("" if TAG in self._opened else self._opened)
-            self._opened = ""
-            self._place = self.content
+            self._add_content("" if TAG in self._opening else self._opening)
+            self._opening = ""
+            self._state = self.content
         return True
 
     def content(self) -> bool:
-        text, mark, self._buffer = cut(self._buffer, (TAG, *self._tools.special))
-        self._say(text)
-        if mark == TAG:
-            self._opened, self._place = TAG, self.start
-        return mark is not None
+        text, marker, self._buffer = split_at_marker(self._buffer, (TAG, *self._options.special_tokens))
+        self._add_content(text)
+        if marker == TAG:
+            self._opening, self._state = TAG, self.start
+        return marker is not None
 
     def after_call(self) -> bool:
-        if not self._skip(_BETWEEN):
+        if not self._skip(_SEPARATORS):
             return False
         if self._buffer.startswith("{"):
-            self._begin("")
+            self._begin_call("")
         else:
-            self._place = self.content
+            self._state = self.content
         return True
+
+
+LLAMA3: Final = ToolCallFormat(
+    "llama3", Llama3Parser, (TAG,), before_arguments=('", "parameters": ',), separator=("; ",)
+)

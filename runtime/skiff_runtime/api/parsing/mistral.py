@@ -1,96 +1,107 @@
-"""Mistral's tool calls: ``[TOOL_CALLS] [{"name": ..., "arguments": ...}]``, and later ``[TOOL_CALLS]name[ARGS]{...}``."""
+"""Mistral tool calls: ``[TOOL_CALLS] [{"name": ..., "arguments": ...}]``, since tokenizer v11 ``[TOOL_CALLS]name[ARGS]{...}``."""
 
 import secrets
 import string
 from typing import Final
 
-from skiff_runtime.api.parsing.markers import cut
+from skiff_runtime.api.parsing.markers import split_at_marker
 from skiff_runtime.api.parsing.streaming_json import ToolCallReader
-from skiff_runtime.api.parsing.tool_parser import ToolParser
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolParser
 
 CALLS: Final = "[TOOL_CALLS]"
 ARGS: Final = "[ARGS]"
 _CALL_ID: Final = "[CALL_ID]"
-_ID_LETTERS: Final = string.ascii_letters + string.digits
+_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 9
-"""Mistral's chat templates take ids of exactly nine letters and digits."""
-_BLANKS: Final = " \t\r\n"
+"""Mistral's chat templates accept ids of exactly nine letters and digits."""
+_WHITESPACE: Final = " \t\r\n"
 
 
 class MistralParser(ToolParser):
-    """Calls behind a mark, in a list or each with its name in front."""
+    """Reads calls after a marker, either in a list or each with its name before the arguments."""
 
-    _listed = False
+    _is_list = False
 
     def start(self) -> bool:
-        self._place = self.content
+        self._state = self.content
         return True
 
     def content(self) -> bool:
-        text, mark, self._buffer = cut(self._buffer, (CALLS, *self._plain_special()))
-        self._say(text)
-        if mark == CALLS:
-            self._opened, self._listed, self._place = CALLS, False, self._after_mark
-        return mark is not None
+        others = (token for token in self._options.special_tokens if token != CALLS)
+        text, marker, self._buffer = split_at_marker(self._buffer, (CALLS, *others))
+        self._add_content(text)
+        if marker == CALLS:
+            self._opening, self._is_list, self._state = CALLS, False, self._after_marker
+        return marker is not None
 
     def after_call(self) -> bool:
-        if not self._listed:
-            self._place = self.content
+        if not self._is_list:
+            self._state = self.content
             return True
-        if not self._skip(_BLANKS + ","):
+        if not self._skip(_WHITESPACE + ","):
             return False
         if self._buffer.startswith("{"):
-            self._begin("")
+            self._begin_call("")
             return True
         if self._buffer.startswith("]"):
             self._buffer = self._buffer[1:]
-        self._place = self.content
+        self._state = self.content
         return True
 
-    def call_id(self) -> str:
-        return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+    def make_call_id(self) -> str:
+        return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
-    def _after_mark(self) -> bool:
-        if not self._skip(_BLANKS):
+    def _after_marker(self) -> bool:
+        if not self._skip(_WHITESPACE):
             return False
         if self._buffer.startswith("["):
-            self._buffer, self._listed, self._place = self._buffer[1:], True, self._first_of_list
-            self._opened += "["
+            self._buffer, self._is_list, self._state = self._buffer[1:], True, self._first_of_list
+            self._opening += "["
         elif self._buffer.startswith("{"):
-            self._begin(self._opened)
+            self._begin_call(self._opening)
         else:
-            self._place = self._name
+            self._state = self._name
         return True
 
     def _first_of_list(self) -> bool:
-        if not self._skip(_BLANKS):
+        if not self._skip(_WHITESPACE):
             return False
-        self._begin(self._opened)
+        self._begin_call(self._opening)
         return True
 
     def _name(self) -> bool:
-        head, mark, rest = cut(self._buffer, (ARGS, "{"))
-        if (
-            mark is None
-            and not self._ended
-            and len(head) < 2 * max(map(len, self._tools.names), default=0) + 64
-        ):
+        head, marker, rest = split_at_marker(self._buffer, (ARGS, "{"))
+        # Text without a marker that is much longer than any name is no call: it is not held back any longer.
+        max_length = 2 * max(map(len, self._options.names), default=0) + 64
+        if marker is None and not self._is_finished and len(head) < max_length:
             return False
         name = head.partition(_CALL_ID)[0].strip()
-        if mark is None or name not in self._tools.names:
-            self._fall_back(self._opened)
+        if marker is None or name not in self._options.names:
+            self._fall_back_to_content(self._opening)
             return True
-        self._begin(self._opened + head + ("" if mark == "{" else mark), ToolCallReader.of_arguments(name))
-        self._buffer = mark + rest if mark == "{" else rest
+        opening = self._opening + head + ("" if marker == "{" else marker)
+        self._begin_call(opening, ToolCallReader.of_arguments(name))
+        self._buffer = marker + rest if marker == "{" else rest
         return True
 
-    def _plain_special(self) -> tuple[str, ...]:
-        return tuple(mark for mark in self._tools.special if mark != CALLS)
 
-
-class ListParser(MistralParser):
-    """A list of calls without any mark, as a grammar makes a model write it."""
+class JsonListParser(MistralParser):
+    """Reads a list of calls without a marker, as a grammar makes any model write it."""
 
     def start(self) -> bool:
-        self._place = self._after_mark
+        self._state = self._after_marker
         return True
+
+
+MISTRAL: Final = ToolCallFormat("mistral", MistralParser, (CALLS,), opening=(CALLS, "["), closing=("]",))
+MISTRAL_V11: Final = ToolCallFormat(
+    "mistral",
+    MistralParser,
+    (CALLS, ARGS),
+    before_name=(CALLS,),
+    before_arguments=(ARGS,),
+    after_arguments=(),
+    separator=(),
+)
+JSON_LIST: Final = ToolCallFormat("list", JsonListParser, (), opening=("[",), closing=("]",))
+"""A JSON list and nothing else. It replaces a format whose markers are special tokens where the model must call a tool."""

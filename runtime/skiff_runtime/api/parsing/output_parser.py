@@ -1,145 +1,119 @@
-"""What a chat request means for its answer: tools in the prompt, the grammar of the text, and the parser that reads it."""
+"""The output parser of a chat choice, and the plan that selects it together with the grammar of the output."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from skiff_runtime.api.parsing import reasoning_parser as reasoning
-from skiff_runtime.api.parsing.answer import ChatOutputParser
-from skiff_runtime.api.parsing.deltas import Parsing
-from skiff_runtime.api.parsing.dialects import LIST, Tool, ToolCallFormat
+from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, MakeOutputParser, ReasoningDelta
+from skiff_runtime.api.parsing.mistral import JSON_LIST
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
-from skiff_runtime.api.parsing.tool_parser import Tools
-from skiff_runtime.api.tool_schemas import FunctionTool, NamedToolChoice, ToolFields
+from skiff_runtime.api.parsing.structured_outputs import allow_reasoning_before, constrain_tool_calls
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolCallOptions, ToolParser
+from skiff_runtime.api.schemas.request_bodies import FunctionTool, NamedToolChoice, ToolFields
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.spec import structural_tag_grammar, to_structural_tag
 from skiff_runtime.messages import ChatPrompt, Grammar
 
-_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
+
+class ChatOutputParser:
+    """An ``OutputParser`` of at least one of two parts: reasoning first, then tool calls or plain content."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str) -> list[Delta]:
+        return self._parse_rest([text] if self._reasoning is None else self._reasoning.push(text))
+
+    def finish(self) -> list[Delta]:
+        deltas = [] if self._reasoning is None else self._parse_rest(self._reasoning.finish())
+        return deltas if self._tools is None else [*deltas, *self._tools.finish()]
+
+    def _parse_rest(self, parts: Sequence[ReasoningDelta | str]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for part in parts:
+            if isinstance(part, ReasoningDelta):
+                deltas.append(part)
+            elif self._tools is None:
+                deltas.append(ContentDelta(part))
+            else:
+                deltas += self._tools.push(part)
+        return deltas
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """``parsing`` None: all text is content. ``keeps_special_tokens``: the parser needs to see special tokens."""
+    """The grammar and the parser of a chat request's output.
+
+    ``make_parser`` is None where all text is content. ``keeps_special_tokens``: the detokenizer must not leave special
+    tokens out, because the parser looks for them.
+    """
 
     grammar: Grammar | None
-    parsing: Parsing | None
+    make_parser: MakeOutputParser | None
     keeps_special_tokens: bool
 
 
 def offered_tools(body: ToolFields) -> list[FunctionTool]:
-    """The tools that this answer may call."""
+    """Return the tools that the model may call."""
     return [] if body.tool_choice == "none" else list(body.tools or ())
 
 
 def plan_output(
-    body: ToolFields, prompt: ChatPrompt, grammar: Grammar | None, formats: OutputFormat
+    body: ToolFields, prompt: ChatPrompt, grammar: Grammar | None, output_format: OutputFormat
 ) -> OutputPlan:
-    """``grammar``: what an answer without calls must match. Raises ``InvalidRequest``."""
-    offered = offered_tools(body)
-    dialect = _dialect(body, formats) if offered else None
-    if dialect is not None:
-        grammar = _with_calls(body, offered, dialect, grammar, formats)
-    thinking = formats.thinking(prompt)
-    if grammar is not None and thinking is not None:
-        grammar = allow_reasoning_before(grammar, thinking)
-    keeps_special_tokens = dialect is not None and not formats.special.isdisjoint(dialect.marks)
-    return OutputPlan(grammar, _parsing(body, offered, dialect, thinking, formats), keeps_special_tokens)
+    """Plan the output of a chat request; ``grammar`` is the constraint on an output without calls.
+
+    Raises ``InvalidRequest``.
+    """
+    tools = offered_tools(body)
+    special_tokens = output_format.special_tokens
+    tool_call_format = _select_format(body, output_format) if tools else None
+    if tool_call_format is not None:
+        grammar = constrain_tool_calls(body, tools, tool_call_format, grammar, special_tokens)
+    start = output_format.reasoning_start(prompt)
+    if grammar is not None and start is not None:
+        grammar = allow_reasoning_before(grammar, start)
+    if tool_call_format is None:
+        return OutputPlan(grammar, _make_parser_of(start, None), keeps_special_tokens=False)
+    is_single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedToolChoice)
+    options = ToolCallOptions(
+        names=frozenset(tool.function.name for tool in tools),
+        max_calls=1 if is_single else None,
+        special_tokens=tuple(sorted(special_tokens - set(tool_call_format.markers))),
+    )
+    return OutputPlan(
+        grammar,
+        _make_parser_of(start, partial(tool_call_format.parser, options)),
+        keeps_special_tokens=not special_tokens.isdisjoint(tool_call_format.markers),
+    )
 
 
-def _dialect(body: ToolFields, formats: OutputFormat) -> ToolCallFormat:
-    """The model's format; where a call must be made and its marks are special tokens, a list that needs none."""
-    if formats.dialect is None:
+def _select_format(body: ToolFields, output_format: OutputFormat) -> ToolCallFormat:
+    """Return the model's format; where a call is enforced and the format needs special tokens, a plain JSON list."""
+    if output_format.tool_call_format is None:
         raise InvalidRequest(
-            "the model's chat template knows no tools in a format that is understood; remove 'tools', or name the "
-            "format with --tool-call-parser",
+            "the model's chat template supports no tools in a known format; remove 'tools', or name the format with "
+            "--tool-call-parser",
             param="tools",
             code="unsupported_parameter",
         )
-    enforced = body.tool_choice not in (None, "auto")
-    return LIST if enforced and not formats.dialect.is_text(formats.special) else formats.dialect
+    is_enforced = body.tool_choice not in (None, "auto")
+    if is_enforced and not output_format.tool_call_format.can_be_enforced(output_format.special_tokens):
+        return JSON_LIST
+    return output_format.tool_call_format
 
 
-def _parsing(
-    body: ToolFields,
-    offered: list[FunctionTool],
-    dialect: ToolCallFormat | None,
-    thinking: ReasoningStart | None,
-    formats: OutputFormat,
-) -> Parsing | None:
-    if dialect is None and thinking is None:
+def _make_parser_of(
+    start: ReasoningStart | None, make_tool_parser: Callable[[], ToolParser] | None
+) -> MakeOutputParser | None:
+    if start is None and make_tool_parser is None:
         return None
-    single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedToolChoice)
-    special = () if dialect is None else tuple(sorted(formats.special - set(dialect.marks)))
-    tools = Tools(frozenset(tool.function.name for tool in offered), 1 if single else None, special)
 
-    def parser() -> ChatOutputParser:
+    def make_parser() -> ChatOutputParser:
         return ChatOutputParser(
-            None if thinking is None else ReasoningParser(thinking),
-            None if dialect is None else dialect.parser(tools),
+            None if start is None else ReasoningParser(start),
+            None if make_tool_parser is None else make_tool_parser(),
         )
 
-    return parser
-
-
-def _with_calls(
-    body: ToolFields,
-    offered: list[FunctionTool],
-    dialect: ToolCallFormat,
-    grammar: Grammar | None,
-    formats: OutputFormat,
-) -> Grammar | None:
-    """The grammar of an answer that calls, may call, or need not call."""
-    tools = [_tool(tool) for tool in offered]
-    several = body.parallel_tool_calls is not False
-    choice = body.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        named = [tool for tool in tools if tool.name == choice.function.name]
-        return structural_tag_grammar(dialect.calls(named, several=False), "tools")
-    if choice == "required":
-        return structural_tag_grammar(dialect.calls(tools, several=several), "tools")
-    if grammar is None and not any(tool.function.strict for tool in offered):
-        return None
-    if not dialect.is_text(formats.special):
-        raise InvalidRequest(
-            f"this model writes calls in the format {dialect.name}, with special tokens that no grammar can ask for: "
-            'so \'strict\' tools, or tools beside a format of the answer, need "tool_choice": "required" or "none"',
-            param="tools",
-        )
-    if grammar is not None:
-        forms = [to_structural_tag(grammar), dialect.calls(tools, several=several)]
-        return structural_tag_grammar({"type": "or", "elements": forms}, "tools")
-    within = dialect.triggered_calls_format(tools)
-    if within is None:
-        raise InvalidRequest(
-            f"this model writes calls in the format {dialect.name}, which text does not announce: so 'strict' tools "
-            'need "tool_choice": "required"',
-            param="tools",
-        )
-    return structural_tag_grammar(within, "tools")
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    schema = tool.function.parameters
-    if schema is None:
-        return Tool(tool.function.name, _NO_ARGUMENTS)
-    if schema.get("type", "object") != "object":
-        raise InvalidRequest(
-            f"the parameters of {tool.function.name!r} must be of type object", param="tools"
-        )
-    return Tool(tool.function.name, {**schema, "type": "object"})
-
-
-def allow_reasoning_before(grammar: Grammar, thinking: ReasoningStart) -> Grammar:
-    """The grammar of the whole text, where ``grammar`` is that of the answer behind the reasoning."""
-    if thinking is ReasoningStart.CLOSED:
-        return grammar
-    begin = "" if thinking is ReasoningStart.OPENED else reasoning.OPEN
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": reasoning.CLOSE}
-    gap = {"type": "regex", "pattern": "\\n{0,2}"}
-    head: dict[str, Any] = {"type": "sequence", "elements": [thought, gap]}
-    if thinking is ReasoningStart.FREE:
-        head = {"type": "optional", "content": head}
-    return structural_tag_grammar(
-        {"type": "sequence", "elements": [head, to_structural_tag(grammar)]}, "response_format"
-    )
+    return make_parser

@@ -1,83 +1,86 @@
-"""Reasoning between ``<think>`` and ``</think>``, parted from the answer behind it."""
+"""The reasoning parser, which separates the text between ``<think>`` and ``</think>`` from the output after it."""
 
 from enum import Enum, auto
 from typing import Final
 
 from skiff_runtime.api.parsing.deltas import ReasoningDelta
-from skiff_runtime.api.parsing.markers import begins, cut
+from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
 
 
 class ReasoningStart(Enum):
-    """How a prompt leaves the answer to begin: within reasoning, behind it, or as the model likes."""
+    """The start of the output as the prompt leaves it: inside reasoning, after it, or with optional reasoning."""
 
-    OPENED = auto()
-    CLOSED = auto()
-    FREE = auto()
+    INSIDE = auto()
+    AFTER = auto()
+    OPTIONAL = auto()
 
 
 def detect_reasoning_start(prompt: str) -> ReasoningStart:
-    """What the end of a rendered prompt says."""
+    """Return how the output starts after a rendered prompt."""
     end = prompt.rstrip()
     if end.endswith(CLOSE):
-        return ReasoningStart.CLOSED
-    return ReasoningStart.OPENED if end.endswith(OPEN) else ReasoningStart.FREE
+        return ReasoningStart.AFTER
+    return ReasoningStart.INSIDE if end.endswith(OPEN) else ReasoningStart.OPTIONAL
 
 
 class ReasoningParser:
-    """Follows an answer. Blanks around reasoning are dropped, from its beginning and between it and the answer."""
+    """A state machine over the text of one choice: ``_state`` is the method that reads next.
 
-    def __init__(self, thinking: ReasoningStart) -> None:
+    Whitespace at both ends of the reasoning is dropped, and so is whitespace between it and the output after it.
+    """
+
+    def __init__(self, start: ReasoningStart) -> None:
         self._buffer = ""
-        self._blanks = ""
-        self._told = False
-        self._step = self._think if thinking is ReasoningStart.OPENED else self._begin
+        self._whitespace = ""
+        self._has_reasoning = False
+        self._state = self._read_reasoning if start is ReasoningStart.INSIDE else self._read_start
 
     def push(self, text: str) -> list[ReasoningDelta | str]:
-        """Reasoning, and text of the answer as strings."""
+        """Return the reasoning, and as strings the text after it, that ``text`` completes."""
         self._buffer += text
         found: list[ReasoningDelta | str] = []
-        while self._buffer and self._step(found):
+        while self._buffer and self._state(found):
             pass
         return found
 
     def finish(self) -> list[ReasoningDelta | str]:
-        """What was held back."""
+        """Return what was held back."""
         rest, self._buffer = self._buffer, ""
         if not rest:
             return []
-        return [ReasoningDelta(self._blanks + rest)] if self._step == self._think else [rest]
+        return [ReasoningDelta(self._whitespace + rest)] if self._state == self._read_reasoning else [rest]
 
-    def _begin(self, _: list[ReasoningDelta | str]) -> bool:
+    def _read_start(self, _: list[ReasoningDelta | str]) -> bool:
         rest = self._buffer.lstrip()
-        opened = begins(rest, OPEN)
-        if opened:
-            self._buffer, self._step = rest[len(OPEN) :], self._think
-        elif opened is False:
-            self._step = self._answer
-        return opened is not None
+        is_open = starts_with_marker(rest, OPEN)
+        if is_open:
+            self._buffer, self._state = rest[len(OPEN) :], self._read_reasoning
+        elif is_open is False:
+            self._state = self._read_rest
+        return is_open is not None
 
-    def _think(self, found: list[ReasoningDelta | str]) -> bool:
-        text, mark, self._buffer = cut(self._buffer, (CLOSE,))
-        text = self._blanks + text
-        shown = text.rstrip() if self._told else text.strip()
-        self._blanks = text[len(text.rstrip()) :]
+    def _read_reasoning(self, found: list[ReasoningDelta | str]) -> bool:
+        text, marker, self._buffer = split_at_marker(self._buffer, (CLOSE,))
+        text = self._whitespace + text
+        shown = text.rstrip() if self._has_reasoning else text.strip()
+        self._whitespace = text[len(text.rstrip()) :]
         if shown:
-            self._told = True
+            self._has_reasoning = True
             found.append(ReasoningDelta(shown))
-        if mark is not None:
-            self._blanks, self._step = "", self._gap
-        return mark is not None
+        if marker is not None:
+            self._whitespace, self._state = "", self._skip_gap
+        return marker is not None
 
-    def _gap(self, _: list[ReasoningDelta | str]) -> bool:
+    def _skip_gap(self, _: list[ReasoningDelta | str]) -> bool:
         self._buffer = self._buffer.lstrip()
         if self._buffer:
-            self._step = self._answer
+            self._state = self._read_rest
         return bool(self._buffer)
 
-    def _answer(self, found: list[ReasoningDelta | str]) -> bool:
+    def _read_rest(self, found: list[ReasoningDelta | str]) -> bool:
         found.append(self._buffer)
         self._buffer = ""
         return True

@@ -1,149 +1,202 @@
-"""One tool call, written as a JSON object, read as it comes."""
+"""Incremental JSON: the end of a value, and one tool call that is written as a JSON object."""
 
 import json
 from typing import Any, Final
 
-from skiff_runtime.api.parsing.json_value import BLANKS, JsonValue
-
-_ARGUMENTS: Final = ("arguments", "parameters")
+JSON_WHITESPACE: Final = frozenset(" \t\r\n")
+_CLOSERS: Final = {"{": "}", "[": "]"}
+_SCALAR: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
+_ARGUMENT_KEYS: Final = ("arguments", "parameters")
 _MAX_HEAD_CHARACTERS: Final = 1 << 16
-"""No call has so much text before it is known to be one; what does is content."""
+"""Text that is not known to be a call after this many characters is content, so that what is held back stays bounded."""
+
+
+class JsonValueScanner:
+    """Finds the end of one JSON value, character by character. ``is_done`` and ``is_broken`` report its state.
+
+    The scanner tracks only brackets and quotation marks. It accepts text between them that is not JSON, because the
+    arguments of a call go to the client as the model wrote them.
+    """
+
+    __slots__ = ("_closers", "_is_escaped", "_is_quoted", "first", "is_broken", "is_done")
+
+    def __init__(self) -> None:
+        self.first = ""
+        self.is_done = False
+        self.is_broken = False
+        self._closers: list[str] = []
+        self._is_quoted = False
+        self._is_escaped = False
+
+    def push(self, character: str) -> bool:
+        """Take the next character. Return False where the value, a number or a word, ended before it."""
+        if not self.first:
+            self.first = character
+        if self._is_quoted:
+            self._push_quoted(character)
+        elif character == '"' and (self._closers or self.first == '"'):
+            self._is_quoted = True
+        elif character in _CLOSERS and (self._closers or self.first == character):
+            self._closers.append(_CLOSERS[character])
+        elif self._closers:
+            self._push_nested(character)
+        elif character in _SCALAR:
+            return True
+        else:
+            self.is_done = character in JSON_WHITESPACE or character in ",}]"
+            self.is_broken = not self.is_done or self.first == character
+            return False
+        return True
+
+    def _push_quoted(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._is_quoted = False
+            self.is_done = not self._closers
+
+    def _push_nested(self, character: str) -> None:
+        if character in "}]":
+            self.is_broken = self._closers.pop() != character
+            self.is_done = not self._closers and not self.is_broken
 
 
 class ToolCallReader:
-    """``{"name": ..., "arguments": {...}}``, its members in any order, others passed over.
+    """Reads ``{"name": ..., "arguments": {...}}`` as it comes, with the members in any order; others are skipped.
 
-    ``known``: it is certain that this is a call of a tool in ``names``. ``done``, ``broken``: nothing more is read.
+    ``is_known``: the text is certainly a call of a tool in ``names``. Once ``is_done`` or ``is_broken``, nothing more is
+    read. ``raw`` is the text that was read before the call was known, which is content if the call never becomes known.
     """
 
     __slots__ = (
-        "_alone",
-        "_argued",
         "_arguments",
+        "_arguments_only",
+        "_has_arguments",
         "_key",
         "_names",
-        "_place",
-        "_raw",
+        "_state",
         "_text",
         "_value",
-        "broken",
-        "done",
-        "known",
+        "is_broken",
+        "is_done",
+        "is_known",
         "name",
+        "raw",
     )
 
     def __init__(self, names: frozenset[str]) -> None:
         self.name: str | None = None
-        self.known = self.done = self.broken = False
+        self.raw = ""
+        self.is_known = self.is_done = self.is_broken = False
         self._names = names
-        self._alone = False
-        self._argued = False
-        self._place = "start"
+        self._arguments_only = False
+        self._has_arguments = False
+        self._state = "start"  # start, member, key, colon, value, after
         self._key = ""
-        self._raw = ""
         self._text = ""
         self._arguments = ""
-        self._value = JsonValue()
+        self._value = JsonValueScanner()
 
     @staticmethod
     def of_arguments(name: str) -> "ToolCallReader":
-        """A reader of the arguments alone, for formats that write the name before them."""
+        """Make a reader of the arguments only, for formats that write the name before the JSON."""
         reader = ToolCallReader(frozenset((name,)))
-        reader.name, reader._alone, reader._place, reader._key = name, True, "value", _ARGUMENTS[0]
+        reader.name, reader._arguments_only = name, True
+        reader._state, reader._key = "value", _ARGUMENT_KEYS[0]
         return reader
 
     def push(self, text: str) -> str:
-        """Read ``text``; what is left of it when the call has ended, or is none."""
+        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
         for index, character in enumerate(text):
-            if self.done or self.broken:
+            if self.is_done or self.is_broken:
                 return text[index:]
-            if not self.known:
-                self._raw += character
+            if not self.is_known:
+                self.raw += character
             self._push(character)
-            if self.broken and self.known and self._place != "value":
+            # The character that breaks a known call outside of a value is no part of it: it is content.
+            if self.is_broken and self.is_known and self._state != "value":
                 return text[index:]
-            self.broken = self.broken or (not self.known and len(self._raw) > _MAX_HEAD_CHARACTERS)
+            self.is_broken = self.is_broken or (not self.is_known and len(self.raw) > _MAX_HEAD_CHARACTERS)
         return ""
 
     def take_arguments(self) -> str:
-        """The arguments' text since the last call, where it is ``known``."""
+        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
         text, self._arguments = self._arguments, ""
         return text
 
-    @property
-    def raw(self) -> str:
-        """All that was read before the call was ``known``."""
-        return self._raw
-
     def _push(self, character: str) -> None:
-        match self._place:
+        match self._state:
             case "key":
                 self._push_key(character)
             case "value":
                 self._push_value(character)
-            case _ if character not in BLANKS:
-                self._push_between(character)
+            case _ if character not in JSON_WHITESPACE:
+                self._push_punctuation(character)
 
-    def _push_between(self, character: str) -> None:
-        match self._place, character:
+    def _push_punctuation(self, character: str) -> None:
+        match self._state, character:
             case "start", "{":
-                self._place = "member"
+                self._state = "member"
             case "member", '"':
-                self._place, self._key, self._value = "key", '"', JsonValue()
+                self._state, self._key, self._value = "key", '"', JsonValueScanner()
                 self._value.push(character)
             case "colon", ":":
-                self._place, self._text, self._value = "value", "", JsonValue()
+                self._state, self._text, self._value = "value", "", JsonValueScanner()
             case "after", ",":
-                self._place = "member"
+                self._state = "member"
             case "after", "}":
-                self._end()
+                self._end_call()
             case _:
-                self.broken = True
+                self.is_broken = True
 
     def _push_key(self, character: str) -> None:
         self._value.push(character)
         self._key += character
-        if self._value.done:
-            self._place, self._key = "colon", str(_decoded(self._key))
+        if self._value.is_done:
+            self._state, self._key = "colon", str(_decode(self._key))
 
     def _push_value(self, character: str) -> None:
-        if character in BLANKS and not self._value.first:
+        if character in JSON_WHITESPACE and not self._value.first:
             return
         belongs = self._value.push(character)
-        streamed = self._key in _ARGUMENTS and self._value.first == "{"
-        if belongs and streamed:
+        # Arguments that are an object are streamed as they come; any other value is decoded at its end.
+        is_streamed = self._key in _ARGUMENT_KEYS and self._value.first == "{"
+        if belongs and is_streamed:
             self._arguments += character
-            self._argued = True
-            self.known = self.name is not None
+            self._has_arguments = True
+            self.is_known = self.name is not None
         elif belongs:
             self._text += character
-        self.broken = self._value.broken or (self._alone and not streamed)
-        if self._value.done:
-            self._end_value(streamed=streamed)
-        if not belongs and not self.broken:
+        self.is_broken = self._value.is_broken or (self._arguments_only and not is_streamed)
+        if self._value.is_done:
+            self._end_value(is_streamed=is_streamed)
+        if not belongs and not self.is_broken:
             self._push(character)
 
-    def _end_value(self, *, streamed: bool) -> None:
-        self._place = "after"
-        self.done = self._alone
+    def _end_value(self, *, is_streamed: bool) -> None:
+        self._state = "after"
+        self.is_done = self._arguments_only
         if self._key == "name":
-            name = _decoded(self._text)
+            name = _decode(self._text)
             self.name = name if isinstance(name, str) and name in self._names else None
-            self.broken = self.name is None
-            self.known = self.name is not None and bool(self._arguments)
-        elif self._key in _ARGUMENTS and not streamed:
-            self._arguments = _as_object(_decoded(self._text))
-            self._argued = bool(self._arguments)
-            self.broken = not self._argued
+            self.is_broken = self.name is None
+            self.is_known = self.name is not None and bool(self._arguments)
+        elif self._key in _ARGUMENT_KEYS and not is_streamed:
+            self._arguments = _as_object(_decode(self._text))
+            self._has_arguments = bool(self._arguments)
+            self.is_broken = not self._has_arguments
 
-    def _end(self) -> None:
-        self.known = self.done = self.name is not None
-        self.broken = not self.known
-        if not self._argued:
+    def _end_call(self) -> None:
+        self.is_known = self.is_done = self.name is not None
+        self.is_broken = not self.is_known
+        if not self._has_arguments:
             self._arguments = "{}"
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
+    """Return the decoded value; ``...`` where the text is not JSON, because None is a value."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -151,9 +204,9 @@ def _decoded(text: str) -> Any:
 
 
 def _as_object(value: Any) -> str:
-    """The text of arguments that were written as a string, or as nothing; "" where they are no object."""
+    """Return the JSON text of arguments that were written as null or as a string; "" where they are no object."""
     if value is None:
         return "{}"
-    if isinstance(value, str) and isinstance(_decoded(value), dict):
+    if isinstance(value, str) and isinstance(_decode(value), dict):
         return value
     return ""

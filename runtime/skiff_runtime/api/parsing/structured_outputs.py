@@ -1,7 +1,22 @@
-"""From the fields of a request that describe its answer to the grammar that the answer must match."""
+"""Structured outputs: from the fields of a request to the grammar that its output must match.
 
-from skiff_runtime.api.format_schemas import JsonSchemaFormat, StructuredOutputFields
-from skiff_runtime.api.schemas.request_bodies import Sampling
+A chat request combines up to three constraints: the output format, the tool calls, and the reasoning before both.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from skiff_runtime.api.parsing import reasoning_parser
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolSchema
+from skiff_runtime.api.schemas.request_bodies import (
+    FunctionTool,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    SamplingFields,
+    StructuredOutputFields,
+    ToolFields,
+)
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.grammar.spec import (
     choice_grammar,
@@ -9,19 +24,23 @@ from skiff_runtime.grammar.spec import (
     json_object_grammar,
     json_schema_grammar,
     regex_grammar,
+    structural_tag_grammar,
+    to_structural_tag,
 )
 from skiff_runtime.messages import Grammar
 
+_NO_ARGUMENTS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": False}
+
 
 def build_response_grammar(body: StructuredOutputFields) -> Grammar | None:
-    """None: any text will do. Raises ``InvalidRequest``."""
-    chosen = body.chosen()
-    if len(chosen) > 1:
-        first, second, *_ = chosen
+    """Return the grammar that the request's output format demands, None for any text. Raises ``InvalidRequest``."""
+    constraints = body.constraints()
+    if len(constraints) > 1:
+        first, second, *_ = constraints
         raise InvalidRequest(
-            f"'{first}' and '{second}' both say what the answer must match; send one", param=second
+            f"'{first}' and '{second}' both constrain the output; send only one", param=second
         )
-    for param, value in chosen.items():
+    for param, value in constraints.items():
         match param:
             case "guided_json":
                 return json_schema_grammar(value, param)
@@ -37,13 +56,84 @@ def build_response_grammar(body: StructuredOutputFields) -> Grammar | None:
     return None
 
 
-def check_grammar_conflicts(body: Sampling, grammar: Grammar | None) -> Grammar | None:
-    """``grammar``, which goes with the rest of the request. Raises ``InvalidRequest``."""
+def check_grammar_conflicts(body: SamplingFields, grammar: Grammar | None) -> None:
+    """Raise ``InvalidRequest`` for parameters that move the end of the output, which a grammar determines."""
     for param in ("ignore_eos", "min_tokens"):
         if grammar is not None and getattr(body, param):
             raise InvalidRequest(
-                f"'{param}' contradicts an answer that must match a grammar, which ends where the grammar ends; "
-                "remove one of them",
+                f"'{param}' conflicts with structured output, which ends where its grammar ends; remove one of them",
                 param=param,
             )
-    return grammar
+
+
+def constrain_tool_calls(
+    body: ToolFields,
+    tools: Sequence[FunctionTool],
+    tool_call_format: ToolCallFormat,
+    grammar: Grammar | None,
+    special_tokens: frozenset[str],
+) -> Grammar | None:
+    """Return the grammar of an output that must or may call ``tools``.
+
+    ``grammar``: the constraint on an output without calls. The result is None where the output is free: ``tool_choice``
+    is "auto", no tool is strict, and there is no ``grammar``. Raises ``InvalidRequest`` for combinations that no grammar
+    can enforce.
+    """
+    schemas = [_tool_schema(tool) for tool in tools]
+    parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        named = [schema for schema in schemas if schema.name == choice.function.name]
+        return structural_tag_grammar(tool_call_format.calls_format(named, parallel=False), "tools")
+    if choice == "required":
+        return structural_tag_grammar(tool_call_format.calls_format(schemas, parallel=parallel), "tools")
+    if grammar is None and not any(tool.function.strict for tool in tools):
+        return None
+    if not tool_call_format.can_be_enforced(special_tokens):
+        raise InvalidRequest(
+            f"this model writes tool calls in the format {tool_call_format.name}, with special tokens that a grammar "
+            "cannot enforce; 'strict' tools, and tools together with structured output, need "
+            '"tool_choice": "required" or "none"',
+            param="tools",
+        )
+    if grammar is not None:
+        alternatives = [to_structural_tag(grammar), tool_call_format.calls_format(schemas, parallel=parallel)]
+        return structural_tag_grammar({"type": "or", "elements": alternatives}, "tools")
+    triggered = tool_call_format.triggered_calls_format(schemas)
+    if triggered is None:
+        raise InvalidRequest(
+            f"this model writes tool calls in the format {tool_call_format.name}, in which no marker begins a call; "
+            '\'strict\' tools need "tool_choice": "required"',
+            param="tools",
+        )
+    return structural_tag_grammar(triggered, "tools")
+
+
+def _tool_schema(tool: FunctionTool) -> ToolSchema:
+    parameters = tool.function.parameters
+    if parameters is None:
+        return ToolSchema(tool.function.name, _NO_ARGUMENTS)
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"the parameters of {tool.function.name!r} must be of type object", param="tools"
+        )
+    return ToolSchema(tool.function.name, {**parameters, "type": "object"})
+
+
+def allow_reasoning_before(grammar: Grammar, start: ReasoningStart) -> Grammar:
+    """Extend ``grammar``, that of the output after the reasoning, to the whole text."""
+    if start is ReasoningStart.AFTER:
+        return grammar
+    begin = "" if start is ReasoningStart.INSIDE else reasoning_parser.OPEN
+    reasoning = {
+        "type": "tag",
+        "begin": begin,
+        "content": {"type": "any_text"},
+        "end": reasoning_parser.CLOSE,
+    }
+    gap = {"type": "regex", "pattern": "\\n{0,2}"}
+    head: dict[str, Any] = {"type": "sequence", "elements": [reasoning, gap]}
+    if start is ReasoningStart.OPTIONAL:
+        head = {"type": "optional", "content": head}
+    whole = {"type": "sequence", "elements": [head, to_structural_tag(grammar)]}
+    return structural_tag_grammar(whole, "response_format")

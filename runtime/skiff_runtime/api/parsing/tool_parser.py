@@ -1,124 +1,215 @@
-"""What the parsers of tool calls have in common."""
+"""Base of the tool call parsers, and the description of a tool call format.
+
+A new format is a module with a ``ToolParser`` and a ``ToolCallFormat``, and a case in ``select_tool_call_format``.
+"""
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ToolCallDelta
 from skiff_runtime.api.parsing.streaming_json import ToolCallReader
 
+TagFormat = dict[str, Any]
+"""A part of a structural tag of xgrammar."""
+
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """The tools that an answer may call. ``limit``: how many calls are told. ``special``: tokens that are no text."""
+class ToolCallOptions:
+    """The tools that a choice may call.
+
+    ``names``: the tools' names. ``max_calls``: further calls are dropped. ``special_tokens``: texts of special tokens
+    that are dropped from the content.
+    """
 
     names: frozenset[str]
-    limit: int | None = None
-    special: tuple[str, ...] = ()
+    max_calls: int | None = None
+    special_tokens: tuple[str, ...] = ()
 
 
 class ToolParser(ABC):
-    """Follows an answer; subclasses name the places of their format, each a method that reads from ``_buffer``.
+    """Divides the text of one choice into content and tool calls.
 
-    A place returns whether it got anywhere; False means that it needs more text. Blanks around calls are dropped.
+    A parser is a state machine: ``_state`` is the method that reads next from ``_buffer``. It returns False where it
+    needs more text. Whitespace around calls is dropped.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, options: ToolCallOptions) -> None:
+        self._options = options
         self._buffer = ""
-        self._ended = False
+        self._is_finished = False
         self._deltas: list[Delta] = []
-        self._blanks = ""
-        self._calls = 0
-        self._told = False
-        self._opened = ""
-        self._reader = ToolCallReader(tools.names)
-        self._place: Callable[[], bool] = self.start
+        self._whitespace = ""
+        """Whitespace at the end of the content, held back because a call may follow."""
+        self._num_calls = 0
+        self._is_call_reported = False
+        self._opening = ""
+        """Text that was read as the opening of a call, which is content if no call follows."""
+        self._reader = ToolCallReader(options.names)
+        self._state: Callable[[], bool] = self.start
 
     def push(self, text: str) -> list[Delta]:
-        """What is known now that ``text`` has come."""
+        """Return the deltas that ``text`` completes."""
         self._buffer += text
-        while self._buffer and self._place():
+        while self._buffer and self._state():
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What was held back: of a call that was not known yet, all of it, as content."""
-        self._ended = True
+        """Return what was held back. A call that was not known yet is content, all of it."""
+        self._is_finished = True
         deltas = self.push("")
-        if not self._reader.known:
-            self._say(self._opened + self._reader.raw)
-        self._say(self._buffer)
-        if not self._calls:
-            self._deltas.append(ContentDelta(self._blanks))
-        self._buffer = self._blanks = ""
+        if not self._reader.is_known:
+            self._add_content(self._opening + self._reader.raw)
+        self._add_content(self._buffer)
+        if not self._num_calls:
+            self._deltas.append(ContentDelta(self._whitespace))
+        self._buffer = self._whitespace = ""
         deltas += self._deltas
         self._deltas = []
         return [delta for delta in deltas if not (isinstance(delta, ContentDelta) and not delta.text)]
 
     @abstractmethod
     def start(self) -> bool:
-        """The place at the beginning of an answer."""
-
-    @abstractmethod
-    def after_call(self) -> bool:
-        """The place behind a whole call."""
+        """Read the beginning of the text."""
 
     @abstractmethod
     def content(self) -> bool:
-        """The place where text stands."""
+        """Read content."""
 
-    def call_id(self) -> str:
-        """A fresh id."""
+    @abstractmethod
+    def after_call(self) -> bool:
+        """Read what follows a complete call."""
+
+    def make_call_id(self) -> str:
+        """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def _begin(self, opened: str, reader: ToolCallReader | None = None) -> None:
-        """A call may begin here; ``opened`` is what was read as its beginning."""
-        self._opened = opened
-        self._reader = reader or ToolCallReader(self._tools.names)
-        self._told = False
-        self._place = self._call
+    def _begin_call(self, opening: str, reader: ToolCallReader | None = None) -> None:
+        """Go on to read a possible call; ``opening`` is the text before it that belongs to it."""
+        self._opening = opening
+        self._reader = reader or ToolCallReader(self._options.names)
+        self._is_call_reported = False
+        self._state = self._read_call
 
-    def _call(self) -> bool:
+    def _read_call(self) -> bool:
         reader = self._reader
         self._buffer = reader.push(self._buffer)
-        if reader.known:
-            self._tell(reader)
-        if reader.broken and not reader.known:
-            self._fall_back(self._opened + reader.raw)
-        elif reader.done or reader.broken:
-            self._calls += 1
-            self._reader, self._opened = ToolCallReader(self._tools.names), ""
-            self._place = self.after_call if reader.done else self.content
+        if reader.is_known:
+            self._report_call(reader)
+        if reader.is_broken and not reader.is_known:
+            self._fall_back_to_content(self._opening + reader.raw)
+        elif reader.is_done or reader.is_broken:
+            self._num_calls += 1
+            self._reader, self._opening = ToolCallReader(self._options.names), ""
+            self._state = self.after_call if reader.is_done else self.content
         return True
 
-    def _tell(self, reader: ToolCallReader) -> None:
+    def _report_call(self, reader: ToolCallReader) -> None:
         arguments = reader.take_arguments()
-        if self._tools.limit is not None and self._calls >= self._tools.limit:
+        if self._options.max_calls is not None and self._num_calls >= self._options.max_calls:
             return
-        if not self._told:
-            self._told, self._blanks = True, ""
-            self._deltas.append(ToolCallDelta(self._calls, self.call_id(), reader.name, arguments))
+        if not self._is_call_reported:
+            self._is_call_reported, self._whitespace = True, ""
+            self._deltas.append(ToolCallDelta(self._num_calls, self.make_call_id(), reader.name, arguments))
         elif arguments:
-            self._deltas.append(ToolCallDelta(self._calls, arguments=arguments))
+            self._deltas.append(ToolCallDelta(self._num_calls, arguments=arguments))
 
-    def _fall_back(self, text: str) -> None:
-        """What was read is no call, but content."""
-        self._reader, self._opened = ToolCallReader(self._tools.names), ""
-        self._say(text)
-        self._place = self.content
+    def _fall_back_to_content(self, text: str) -> None:
+        """Report ``text``, which was read as a call and is none, as content."""
+        self._reader, self._opening = ToolCallReader(self._options.names), ""
+        self._add_content(text)
+        self._state = self.content
 
-    def _say(self, text: str) -> None:
-        """Content; blanks at its end wait, for a call may follow."""
-        text = self._blanks + text
+    def _add_content(self, text: str) -> None:
+        """Report content; whitespace at its end is held back."""
+        text = self._whitespace + text
         shown = text.rstrip()
-        self._blanks = text[len(shown) :]
+        self._whitespace = text[len(shown) :]
         if shown:
             self._deltas.append(ContentDelta(shown))
 
     def _skip(self, characters: str) -> bool:
-        """Drop these characters from the buffer's beginning; whether anything is left."""
+        """Drop these characters from the beginning of the buffer. Return whether anything is left."""
         self._buffer = self._buffer.lstrip(characters)
         return bool(self._buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """A tool as a grammar needs it: its name and the JSON Schema of its arguments."""
+
+    name: str
+    parameters: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """A format of tool calls: its parser, and the strings that a grammar needs to enforce it.
+
+    A list of calls is ``opening``, the calls with ``separator`` between them, ``closing``. ``markers`` are the strings of
+    the format that may be special tokens of the model. The detokenizer leaves special tokens out of the text, and a
+    grammar cannot make the model write them.
+    """
+
+    name: str
+    parser: type[ToolParser]
+    markers: tuple[str, ...]
+    opening: tuple[str, ...] = ()
+    before_name: tuple[str, ...] = ('{"name": "',)
+    before_arguments: tuple[str, ...] = ('", "arguments": ',)
+    after_arguments: tuple[str, ...] = ("}",)
+    separator: tuple[str, ...] = (", ",)
+    closing: tuple[str, ...] = ()
+
+    def can_be_enforced(self, special_tokens: frozenset[str]) -> bool:
+        """Return whether a grammar can make the model write calls: none of their strings is a special token."""
+        written = {*self.opening, *self.before_name, *self.before_arguments, *self.after_arguments}
+        return special_tokens.isdisjoint(written)
+
+    def calls_format(self, tools: Sequence[ToolSchema], *, parallel: bool) -> TagFormat:
+        """Describe one call of one of the tools; with ``parallel``, one or more calls."""
+        call = _any_of([self._call_format(tool) for tool in tools])
+        parts = [*_constants(self.opening), call]
+        if parallel:
+            parts.append({"type": "star", "content": _sequence([*_constants(self.separator), call])})
+        return _sequence([*parts, *_constants(self.closing)])
+
+    def triggered_calls_format(self, tools: Sequence[ToolSchema]) -> TagFormat | None:
+        """Describe text in which every call is valid; None where no marker of the format begins a call."""
+        if self.opening or not self.markers or self.before_name[0] not in self.markers:
+            return None
+        tags = []
+        for tool in tools:
+            begin = "".join((*self.before_name, tool.name, *self.before_arguments))
+            content = {"type": "json_schema", "json_schema": tool.parameters}
+            tags.append(
+                {"type": "tag", "begin": begin, "content": content, "end": "".join(self.after_arguments)}
+            )
+        return {"type": "triggered_tags", "triggers": [self.before_name[0]], "tags": tags}
+
+    def _call_format(self, tool: ToolSchema) -> TagFormat:
+        return _sequence(
+            [
+                *_constants(self.before_name),
+                {"type": "const_string", "value": tool.name},
+                *_constants(self.before_arguments),
+                {"type": "json_schema", "json_schema": tool.parameters},
+                *_constants(self.after_arguments),
+            ]
+        )
+
+
+def _constants(texts: tuple[str, ...]) -> list[TagFormat]:
+    return [{"type": "const_string", "value": text} for text in texts]
+
+
+def _sequence(parts: list[TagFormat]) -> TagFormat:
+    return {"type": "sequence", "elements": parts}
+
+
+def _any_of(formats: list[TagFormat]) -> TagFormat:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}

@@ -1,1 +1,1 @@
-"""Request and response bodies of the API, as pydantic models."""
+"""Request and response bodies of the API, and the validation of requests."""

@@ -1,7 +1,7 @@
-"""Replies of the generation endpoints as pydantic models, for the OpenAPI document.
+"""Response bodies of the generation endpoints as pydantic models, for the OpenAPI document.
 
-The replies themselves are written without these models (``chunks``, ``chat_format``, ``completion_format``). Clients must
-expect further fields, so no model forbids them.
+Responses are written without these models, by the formatters in ``formats``. Clients must expect further fields, so no
+model forbids them. The docstrings of these classes are descriptions in the OpenAPI document.
 """
 
 from typing import Annotated, Literal
@@ -10,12 +10,12 @@ from pydantic import BaseModel, Field
 
 FinishReason = Annotated[
     Literal["stop", "length", "tool_calls", "abort"],
-    Field(description="'length' also for a request that its deadline ended"),
+    Field(description='"length" also when the request reached its deadline.'),
 ]
 
 
 class PromptTokensDetails(BaseModel):
-    """Tokens of the prompt that the prefix cache held."""
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -30,7 +30,7 @@ class UsageInfo(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """One token and its natural log-probability."""
+    """A token and its natural log-probability."""
 
     token: str
     logprob: float | None
@@ -38,26 +38,26 @@ class TokenLogprob(BaseModel):
 
 
 class ChatTokenLogprob(TokenLogprob):
-    """One token of the answer, and the likeliest ones at its position."""
+    """An output token, and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities of every token of the answer."""
+    """The log-probabilities of the output tokens."""
 
     content: list[ChatTokenLogprob] | None
 
 
 class ToolCallFunction(BaseModel):
-    """``arguments``: JSON, as text; in a stream the next piece of it, and the name comes with the first."""
+    """The called function. `arguments` is JSON as text; in a stream, the next part of it. Only the first part has a name."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """One call of a function."""
+    """A call of a function."""
 
     index: int | None = None
     id: str | None = None
@@ -66,7 +66,7 @@ class ToolCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The answer; in a stream, the addition to it."""
+    """The generated message; in a stream, the next part of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -75,7 +75,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """A choice of a chat completion."""
 
     index: int
     message: AssistantMessage
@@ -95,7 +95,7 @@ class ChatCompletionResponse(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """The text that was added to one answer."""
+    """The next part of one choice."""
 
     index: int
     delta: AssistantMessage
@@ -103,8 +103,8 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(BaseModel):
-    """One event of a streamed chat completion; the last event is ``[DONE]``."""
+class ChatCompletionChunk(BaseModel):
+    """An event of a streamed chat completion. The last event is `[DONE]`."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -115,7 +115,7 @@ class ChatChunk(BaseModel):
 
 
 class CompletionLogprobsColumns(BaseModel):
-    """Columns, one entry for each token."""
+    """Lists with one entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -124,7 +124,7 @@ class CompletionLogprobsColumns(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion, or the addition to it."""
+    """A choice of a completion; in a stream, the next part of it."""
 
     index: int
     text: str
@@ -133,7 +133,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """A completion, or one event of a streamed one."""
+    """A completion, or an event of a streamed completion."""
 
     id: str
     object: Literal["text_completion"]
@@ -144,7 +144,7 @@ class CompletionResponse(BaseModel):
 
 
 class GenerateResponse(BaseModel):
-    """The native endpoint's reply, or one event of a streamed one."""
+    """The response of the native endpoint, or an event of a streamed response."""
 
     id: str
     text: str

@@ -33,7 +33,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
 DESCRIPTION: Final = """\
@@ -74,10 +74,10 @@ class TokenTimes(Channel):
     """Channel of the scheduler that delivers requests at once, and records the arrival time of each token."""
 
     def __init__(self) -> None:
-        self.arriving: list[Item] = []
+        self.arriving: list[SchedulerInput] = []
         self.times: dict[int, list[float]] = {}
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """Return the items that were added to ``arriving`` since the last call. Never blocks."""
         items, self.arriving = self.arriving, []
         return items
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if config.device == "cuda" and config.kernel_cache_dir is not None:
             kernel_cache.activate(Path(config.kernel_cache_dir), Path(scratch))
-        group = TensorParallelGroup.start(rank=0, size=1, device=config.device, run_dir=Path(scratch))
+        group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=Path(scratch))
         engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
         engine.warmup()
         bench = _InterferenceBench(engine, config, model, arguments)
@@ -217,7 +217,7 @@ class _InterferenceBench:
         _turn_until(scheduler, lambda: long in channel.times)
         first_token = channel.times[long][0]
         channel.arriving += [AbortRequest(uid=uid) for uid in decoding]
-        _turn_until(scheduler, lambda: scheduler.idle and not channel.arriving)
+        _turn_until(scheduler, lambda: scheduler.is_idle and not channel.arriving)
         baseline = _latencies(channel, decoding, (channel.times[0][settled - 1], arrived))
         disturbed = _latencies(channel, decoding, (arrived, first_token))
         return InterferenceResult(

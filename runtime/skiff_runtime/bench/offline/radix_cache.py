@@ -14,6 +14,7 @@ from rich.table import Table
 
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.prefix_cache import Int32
+from skiff_runtime.kvcache.radix import RadixCache
 
 PROMPT_TOKENS: Final = 8192
 PROMPTS: Final = 64
@@ -33,7 +34,7 @@ class FilledCache:
         self._shared_half = self._draw_tokens(SHARED)
         self.prompts = [self.draw_prompt() for _ in range(PROMPTS)]
         pages = 2 * PROMPTS * PROMPT_TOKENS // page_size
-        self.pool = PagePool(num_pages=pages, page_size=page_size, cache="radix")
+        self.pool = PagePool(pages, RadixCache(page_size))
         for prompt in self.prompts:
             self.insert(prompt)
 

@@ -17,8 +17,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
     count_parameters,
+    estimate_weight_bytes,
     kv_bytes_per_token,
-    weight_bytes,
 )
 
 Floats = NDArray[np.float64]
@@ -83,7 +83,7 @@ def compute_model_cost(config: Config, model: ModelConfig) -> ModelCost:
     ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     share = count_parameters(model, ranks)
-    weights = weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
+    weights = estimate_weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
     # A step looks up a few rows of an untied embedding, whereas a tied one is read whole as the LM head.
     looked_up = 0 if model.tie_word_embeddings else share.embedding * element_bytes
     head = share.embedding if model.tie_word_embeddings else share.head

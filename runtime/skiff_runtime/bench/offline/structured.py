@@ -30,7 +30,7 @@ from skiff_runtime.grammar.spec import json_schema_grammar
 from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.kernels.token_bitmask import bitmask_words
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 from skiff_runtime.step import Int32
 
 EPILOG: Final = """\
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     closing = _find_closing_tokens(tokenizer)
     results: list[MaskTimes] = []
     total = len(SCHEMAS) * len(arguments.batch_size) * len(methods) * arguments.steps
-    with Counter("structured", total) as counter:
+    with ProgressBar("structured", total) as counter:
         for name in SCHEMAS:
             grammar = _compile(tokenizer, name)
             for rows in arguments.batch_size:
@@ -225,7 +225,7 @@ def _measure(
     """
     bitmasks = np.zeros((spec.rows, bitmask_words(spec.grammar.tokenizer_info.vocab_size)), np.int32)
     matchers = [_make_matcher(spec.grammar, bitmask) for bitmask in bitmasks]
-    advance: Advance = BatchGrammarMatcher(bitmasks, threads).follow if threads else _row_by_row
+    advance: Advance = BatchGrammarMatcher(bitmasks, threads).accept if threads else _row_by_row
     generator = np.random.default_rng(spec.seed)
     seconds, checksum = [], 0
     for step in range(spec.steps):
@@ -236,7 +236,7 @@ def _measure(
         advance(matchers, range(spec.rows), tokens)
         seconds.append(perf_counter() - started)
         for row, matcher in enumerate(matchers):
-            if not matcher.bound:  # its output has ended: another one begins
+            if not matcher.is_active:  # its output has ended: another one begins
                 matchers[row] = _make_matcher(spec.grammar, bitmasks[row])
         checksum = crc32(bitmasks.tobytes(), checksum)
         on_step()
@@ -253,7 +253,7 @@ def _make_matcher(grammar: xgrammar.CompiledGrammar, bitmask: Int32) -> GrammarM
 
 def _row_by_row(matchers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
     for matcher, token in zip(matchers, tokens, strict=True):
-        matcher.follow((token,))
+        matcher.accept((token,))
 
 
 def _draw_token(bitmask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:

@@ -34,7 +34,7 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 
 DESCRIPTION: Final = """\
 Throughput of the engine without HTTP: all requests of a round arrive at once, as random
@@ -270,7 +270,7 @@ def _run_round(
     expected, done = sum(each.output_tokens for each in samples), 0
     steps = StepTimes()
     llm.watch_steps(steps.record)
-    with Counter(title, expected) as counter:
+    with ProgressBar(title, expected) as counter:
 
         def count_tokens(count: int) -> None:
             nonlocal done, on_half

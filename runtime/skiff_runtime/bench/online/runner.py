@@ -14,7 +14,7 @@ from skiff_runtime.bench.online.request_record import RequestRecord
 from skiff_runtime.bench.workload import SampleRequest, encode_body
 from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_COMPLETIONS, PATH_MODELS
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 
 CHAT: Final = "openai-chat"
 COMPLETIONS: Final = "openai"
@@ -83,7 +83,7 @@ def run_load(plan: LoadPlan, *, title: str) -> tuple[LoadGenerator, float]:
 async def _run_load(plan: LoadPlan, title: str) -> tuple[LoadGenerator, float]:
     client = HttpClient(plan.url, PATHS[plan.backend], key=plan.key)
     requests = plan.encode()
-    with Counter(title, len(requests)) as counter:
+    with ProgressBar(title, len(requests)) as counter:
 
         def count(record: RequestRecord) -> None:
             counter.advance(tokens=record.output_tokens, failed=bool(record.failure))

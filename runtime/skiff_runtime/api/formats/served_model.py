@@ -1,0 +1,129 @@
+"""The served model as the endpoints see it, and the sampling parameters that it fills in where a request leaves them out."""
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from skiff_runtime import __version__
+from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.schemas.request_bodies import SamplingFields
+from skiff_runtime.errors import InvalidRequest, ModelNotFound
+from skiff_runtime.messages import SamplingSpec, TextOptions
+from skiff_runtime.models.config import SamplingDefaults
+from skiff_runtime.processes.launch import Launch
+from skiff_runtime.sse import encode_json
+
+_TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+_MAX_SHOWN_CHARACTERS: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model's name, limits and defaults.
+
+    ``fingerprint`` is the ``system_fingerprint`` of responses: equal where version, model and configuration are equal.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    defaults: SamplingDefaults
+    output_format: OutputFormat = OutputFormat()
+
+    @staticmethod
+    def from_launch(launch: Launch) -> "ServedModel":
+        """Describe the model of a resolved launch."""
+        name, max_model_len = launch.config.served_model_name, launch.config.max_model_len
+        assert name is not None and max_model_len is not None, "the configuration is resolved"
+        return ServedModel(
+            name=name,
+            fingerprint=_fingerprint(launch),
+            vocab_size=launch.model.vocab_size,
+            max_model_len=max_model_len,
+            defaults=launch.model.sampling,
+            output_format=OutputFormat.from_launch(launch),
+        )
+
+    def check_model_name(self, name: str | None) -> None:
+        """Raise ``ModelNotFound`` unless ``name`` is the served model or None, which stands for it."""
+        if name is not None and name != self.name:
+            raise ModelNotFound(
+                f"the model {name[:200]!r} is not served here; the served model is {self.name!r}",
+                param="model",
+            )
+
+    def make_sampling_spec(
+        self, body: SamplingFields, *, logprobs: int | None = None, prompt_logprobs: int | None = None
+    ) -> SamplingSpec:
+        """Take each parameter from ``body``, else from the model's recommendation, else the one that restricts nothing.
+
+        Raises ``InvalidRequest`` for token ids outside of the vocabulary.
+        """
+        top_k = _first(body.top_k, self.defaults.top_k, 0)
+        limit = body.max_output_tokens
+        return SamplingSpec(
+            max_tokens=0 if limit is None else max(1, limit),
+            seed=secrets.randbits(62) if body.seed is None else body.seed,
+            temperature=_first(body.temperature, self.defaults.temperature, 1.0),
+            top_k=max(0, int(top_k)),
+            top_p=_first(body.top_p, self.defaults.top_p, 1.0),
+            min_p=_first(body.min_p, self.defaults.min_p, 0.0),
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=self._stop_token_ids(body),
+            min_tokens=body.min_tokens or 0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=self._logit_bias(body),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _stop_token_ids(self, body: SamplingFields) -> tuple[int, ...]:
+        token_ids = tuple(body.stop_token_ids or ())
+        for token_id in token_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequest(
+                    f"stop token id {token_id} is not in the model's vocabulary (0 to {self.vocab_size - 1})",
+                    param="stop_token_ids",
+                )
+        return token_ids
+
+    def _logit_bias(self, body: SamplingFields) -> tuple[tuple[int, float], ...]:
+        """Return the biases in the order of their token ids, so that equal requests compare equal."""
+        return tuple(
+            sorted((self._parse_token_id(key), bias) for key, bias in (body.logit_bias or {}).items())
+        )
+
+    def _parse_token_id(self, key: str) -> int:
+        token_id = int(key) if _TOKEN_ID.fullmatch(key) else self.vocab_size
+        if token_id >= self.vocab_size:
+            raise InvalidRequest(
+                f"'logit_bias' maps token ids from 0 to {self.vocab_size - 1}, written as strings, to biases; "
+                f"{key[:_MAX_SHOWN_CHARACTERS]!r} is not such an id",
+                param="logit_bias",
+            )
+        return token_id
+
+
+def make_text_options(body: SamplingFields) -> TextOptions:
+    """Return the fields of ``body`` that the detokenizer needs."""
+    return TextOptions(
+        stop=tuple(body.stop or ()),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )
+
+
+def _fingerprint(launch: Launch) -> str:
+    facts = encode_json([__version__, repr(launch.model), launch.config.public_fields()])
+    return "fp_" + hashlib.sha256(facts).hexdigest()[:12]
+
+
+def _first(requested: float | None, recommended: float | None, otherwise: float) -> float:
+    if requested is not None:
+        return requested
+    return otherwise if recommended is None else recommended

@@ -1,0 +1,86 @@
+"""The command ``skiff fetch``: download an ``hf://`` model before a server needs it."""
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime import log
+from skiff_runtime.config.arguments import add_renamed_flags
+from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
+from skiff_runtime.contract import (
+    ENV_HUB_ENDPOINT,
+    ENV_HUB_TOKEN,
+    EXIT_FETCH_FAILED,
+    EXIT_OK,
+    FLAG_DOWNLOAD_DIR,
+    FLAG_MODEL,
+    FLAG_REVISION,
+)
+from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
+from skiff_runtime.errors import FetchError, ModelError
+from skiff_runtime.hub.fetch import default_hub_cache, fetch
+from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, parse_reference
+
+DESCRIPTION: Final = "Download a model from a Hugging Face hub into the hub's cache, and verify it. Concurrent runs share one download."
+EPILOG: Final = f"""\
+Only the files that serving needs are downloaded: configuration, tokenizer, chat
+template and safetensors weights. The model's directory is printed to standard output.
+A model that is complete in the cache needs no network; to update a branch, pass the
+new commit as {FLAG_REVISION}.
+
+environment, as for all tools of the hub:
+  {ENV_HUB_TOKEN}         token for gated and private models; sent only to the hub
+  HF_TOKEN_PATH    file with the token (default: token in HF_HOME)
+  {ENV_HUB_ENDPOINT}      address of another hub (default: https://huggingface.co)
+  HF_HUB_CACHE     directory of the models without {FLAG_DOWNLOAD_DIR}
+  HF_HUB_OFFLINE   1: use the cache only; fail if the model is not complete in it
+  HTTPS_PROXY      proxy; NO_PROXY lists the hosts to reach without it
+
+examples:
+  skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
+  skiff fetch {FLAG_MODEL} hf://meta-llama/Llama-3.1-8B-Instruct {FLAG_DOWNLOAD_DIR} /models
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``skiff fetch``."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(FLAG_MODEL, required=True, metavar="URI", help="the model: hf://org/name")
+    parser.add_argument(
+        FLAG_REVISION,
+        default=None,
+        metavar="NAME",
+        help=f"branch, tag or commit (default: {DEFAULT_REVISION})",
+    )
+    parser.add_argument(
+        FLAG_DOWNLOAD_DIR,
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="directory of the models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
+    )
+    add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fetch the model, print its directory, and return the exit code. Raises ``ConfigError`` for a malformed flag."""
+    log.configure("fetch", "info")
+    # PID 1 of a container ignores SIGTERM unless it has a handler.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    reference = parse_reference(arguments.model, arguments.revision)
+    try:
+        path = fetch(reference, arguments.download_dir or default_hub_cache())
+        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
+    except FetchError as error:
+        log.error("fetch_failed", model=reference, message=str(error))
+        return EXIT_FETCH_FAILED
+    except KeyboardInterrupt:
+        log.error("fetch_failed", model=reference, message="interrupted; complete files are kept")
+        return EXIT_FETCH_FAILED
+    except ModelError as error:  # the server reports it again, and exits
+        log.warning("tokenizer_conversion_failed", model=reference, message=str(error))
+    print(path)
+    return EXIT_OK

@@ -1,0 +1,239 @@
+"""Reasoning and tool calls are parsed to the same message however the text is cut."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, OutputParser, ReasoningDelta
+from skiff_runtime.api.parsing.hermes import HermesParser
+from skiff_runtime.api.parsing.llama3 import Llama3Parser
+from skiff_runtime.api.parsing.mistral import MistralParser
+from skiff_runtime.api.parsing.output_parser import ChatOutputParser
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
+from skiff_runtime.api.parsing.tool_parser import ToolCallOptions, ToolParser
+
+NAMES = frozenset(("now", "add"))
+PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+}
+
+
+@dataclass
+class Message:
+    """A message that a client assembles from deltas."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        if isinstance(delta, ContentDelta):
+            self.content += delta.text
+        elif isinstance(delta, ReasoningDelta):
+            self.reasoning += delta.text
+        elif delta.name is not None:
+            assert delta.id
+            assert delta.index == len(self.calls)
+            self.calls.append((delta.name, delta.arguments))
+        else:
+            assert delta.index == len(self.calls) - 1
+            name, arguments = self.calls[-1]
+            self.calls[-1] = (name, arguments + delta.arguments)
+
+
+def parse(parser: OutputParser, pieces: Sequence[str]) -> Message:
+    message = Message()
+    for piece in pieces:
+        for delta in parser.push(piece):
+            message.add(delta)
+    for delta in parser.finish():
+        message.add(delta)
+    return message
+
+
+def make_parser_of(
+    kind: str, start: ReasoningStart | None = None, **options: object
+) -> Callable[[], OutputParser]:
+    tools = ToolCallOptions(NAMES, **options)  # type: ignore[arg-type]
+
+    def make() -> OutputParser:
+        return ChatOutputParser(None if start is None else ReasoningParser(start), PARSERS[kind](tools))
+
+    return make
+
+
+def parse_in_every_cut(make: Callable[[], OutputParser], text: str) -> Message:
+    """Parse ``text`` as a whole, by characters and in random parts, check that the messages are equal, and return one."""
+    whole = parse(make(), [text])
+    assert parse(make(), list(text)) == whole
+    cuts = random.Random(text)
+    for _ in range(5):
+        positions = sorted(cuts.sample(range(len(text) + 1), min(4, len(text))))
+        ends = [0, *positions, len(text)]
+        pieces = [text[start:end] for start, end in pairwise(ends)]
+        assert parse(make(), pieces) == whole
+    return whole
+
+
+NOW = ("now", '{"zone": "Köln"}')
+ADD = ("add", '{"a": [1, {"b": "}]"}]}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("hermes", "Just text. ", "Just text. ", []),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>', "", [NOW]),
+        (
+            "hermes",
+            'Wait.\n<tool_call>{"arguments": {"zone": "Köln"}, "name": "now"}</tool_call>\n'
+            '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}]"}]}}\n</tool_call>\n',
+            "Wait.",
+            [NOW, ADD],
+        ),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"zone\\": 1}"}</tool_call>', "", [("now", '{"zone": 1}')]),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', '<tool_call>{"name": "other", "arguments": {}}</tool_call>', []),
+        ("hermes", "<tool_call>now</tool_call> is it", "<tool_call>now</tool_call> is it", []),
+        ("hermes", "a < b <tool_cal", "a < b <tool_cal", []),
+        ("hermes", '<tool_call>{"name": "now", "argum', '<tool_call>{"name": "now", "argum', []),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"zo', "", [("now", '{"zo')]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}} and on', "and on", [("now", "{}")]),
+        ("llama3", '{"name": "now", "parameters": {"zone": "Köln"}}', "", [NOW]),
+        ("llama3", '<|python_tag|>{"name": "now", "parameters": {"zone": "Köln"}}; {"name": "add", "parameters": {"a": [1, {"b": "}]"}]}}', "", [NOW, ADD]),
+        ("llama3", '\n{"answer": 42}', '\n{"answer": 42}', []),
+        ("llama3", '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+        ("llama3", "It is {late}.", "It is {late}.", []),
+        ("llama3", "{", "{", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}, {"name": "add", "arguments": {"a": [1, {"b": "}]"}]}}]', "", [NOW, ADD]),
+        ("mistral", 'Yes.[TOOL_CALLS]now[ARGS]{"zone": "Köln"}[TOOL_CALLS]add[ARGS]{"a": [1, {"b": "}]"}]}', "Yes.", [NOW, ADD]),
+        ("mistral", '[TOOL_CALLS]now{"zone": "Köln"}', "", [NOW]),
+        ("mistral", "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}", []),
+        ("mistral", "[1, 2] [TOOL", "[1, 2] [TOOL", []),
+    ],
+)  # fmt: skip
+def test_calls_are_parsed_in_each_format(
+    kind: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    message = parse_in_every_cut(make_parser_of(kind), text)
+    assert (message.content, message.calls) == (content, calls)
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_arguments_are_streamed(kind: str) -> None:
+    before = {
+        "hermes": '<tool_call>{"name": "now", "arguments": ',
+        "llama3": '{"name": "now", "parameters": ',
+        "mistral": "[TOOL_CALLS]now[ARGS]",
+    }
+    parser = make_parser_of(kind)()
+    parser.push(before[kind])
+    deltas = [parser.push(piece) for piece in ('{"zone"', ': "K', 'öln"')]
+    assert all(deltas), deltas
+
+
+def test_calls_beyond_max_calls_are_dropped() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    message = parse_in_every_cut(make_parser_of("hermes", max_calls=1), call * 3)
+    assert (message.calls, message.content) == ([("now", "{}")], "")
+
+
+def test_special_tokens_are_dropped_from_the_content() -> None:
+    message = parse_in_every_cut(
+        make_parser_of("mistral", special_tokens=("[TOOL_CALLS]", "<s>", "[/INST]")), "<s>Hello[/INST], [INST"
+    )
+    assert message.content == "Hello, [INST"
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "reasoning", "content"),
+    [
+        (ReasoningStart.OPTIONAL, "<think>\nhm \n m\n</think>\n\nYes. ", "hm \n m", "Yes. "),
+        (ReasoningStart.OPTIONAL, "  <think></think>Yes", "", "Yes"),
+        (ReasoningStart.OPTIONAL, "Yes <think>no</think>", "", "Yes <think>no</think>"),
+        (ReasoningStart.OPTIONAL, "<think>never ends <", "never ends <", ""),
+        (ReasoningStart.OPTIONAL, " <th", "", " <th"),
+        (ReasoningStart.INSIDE, "hm\n</think>\nYes", "hm", "Yes"),
+        (ReasoningStart.INSIDE, "hm", "hm", ""),
+        (ReasoningStart.AFTER, "Yes", "", "Yes"),
+    ],
+)
+def test_reasoning_is_divided_from_the_content(
+    start: ReasoningStart, text: str, reasoning: str, content: str
+) -> None:
+    message = parse_in_every_cut(lambda: ChatOutputParser(ReasoningParser(start), None), text)
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_calls_after_reasoning() -> None:
+    text = 'I think <tool_call> of it</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    message = parse_in_every_cut(make_parser_of("hermes", ReasoningStart.INSIDE), text)
+    assert (message.reasoning, message.calls, message.content) == (
+        "I think <tool_call> of it",
+        [("now", "{}")],
+        "",
+    )
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "now", "add",
+        "<", "[", "]", "{", "}", '"', "\\", ":", ",", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"now"',
+        '{"name": "now", "arguments": {', '{"zone": "x"}', "null", "12", "é🙂", "text",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(FRAGMENTS, max_size=14),
+    kind=st.sampled_from(sorted(PARSERS)),
+    start=st.sampled_from([None, *ReasoningStart]),
+)
+def test_any_text_is_parsed_alike_however_it_is_cut(
+    pieces: list[str], kind: str, start: ReasoningStart | None
+) -> None:
+    message = parse_in_every_cut(make_parser_of(kind, start), "".join(pieces))
+    for name, arguments in message.calls:
+        assert name in NAMES
+        assert arguments.startswith("{")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<[{"), max_size=60),
+    kind=st.sampled_from(sorted(PARSERS)),
+)
+def test_plain_text_is_unchanged_content(text: str, kind: str) -> None:
+    assert parse_in_every_cut(make_parser_of(kind), text).content == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    arguments=st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        max_size=3,
+    ),
+    indent=st.sampled_from([None, 2]),
+)
+def test_arguments_are_unchanged(arguments: dict[str, object], indent: int | None) -> None:
+    text = json.dumps(arguments, indent=indent, ensure_ascii=False)
+    message = parse_in_every_cut(
+        make_parser_of("hermes"), f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>'
+    )
+    assert message.calls == [("add", text)]

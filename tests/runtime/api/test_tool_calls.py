@@ -1,0 +1,291 @@
+"""Tools and reasoning through the OpenAI client: the prompt, the enforced grammar, and the parsed response."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from accepted_texts import accepted_texts
+from frontend import NAME, Frontend, running_frontend, write_model
+from tiny_models import edit_json
+
+from skiff_runtime.messages import FinishReason, GenerateRequest
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments.zone }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "nothing"}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>'
+
+
+OTHER = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
+    return model
+
+
+@pytest.fixture(scope="module")
+def front(model: Path) -> Iterator[Frontend]:
+    with running_frontend(model) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def client(front: Frontend) -> openai.OpenAI:
+    return openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
+
+
+def complete(
+    front: Frontend,
+    client: openai.OpenAI,
+    text: str,
+    finish: FinishReason = FinishReason.STOP,
+    **options: Any,
+) -> tuple[GenerateRequest, Any]:
+    """Return the request as rank 0 received it, and the completion, or the list of its chunks, as the client received it."""
+
+    def ask() -> Any:
+        options.setdefault("messages", MESSAGES)
+        reply = client.chat.completions.create(model=NAME, **options)
+        return list(reply) if options.get("stream") else reply
+
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(ask)
+        request = front.rank.request()
+        front.rank.start(request)
+        front.rank.generate(request.uid, text)
+        front.rank.finish(request.uid, finish)
+        return request, reply.result()
+
+
+def prompt_text(front: Frontend, request: GenerateRequest) -> str:
+    return str(front.rank.tokenizer.decode(front.rank.prompt_ids(request)))
+
+
+def test_full_response_has_complete_calls(front: Frontend, client: openai.OpenAI) -> None:
+    request, reply = complete(front, client, f"Wait. {CALL}\n{CALL}", tools=TOOLS)
+    assert prompt_text(front, request).startswith('{"type": "function", "function": {"name": "now", "desc')
+    [choice] = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Wait."
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == [
+        ("now", {"zone": "Köln"})
+    ] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert request.grammar is None
+
+
+def test_arguments_of_calls_are_streamed(front: Frontend, client: openai.OpenAI) -> None:
+    _, chunks = complete(front, client, CALL, tools=TOOLS, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (calls[0].index, calls[0].function.name, bool(calls[0].id)) == (0, "now", True)
+    assert "".join(call.function.arguments for call in calls) == '{"zone": "Köln"}'
+    assert len(calls) > 5
+    assert not "".join(delta.content or "" for delta in deltas)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_calls_and_tool_results_are_rendered_in_the_prompt(front: Frontend, client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Köln"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    request, _ = complete(front, client, "It is noon.", messages=messages, tools=TOOLS)
+    expected = "<user>x<assistant><tool_call>nowKöln</tool_call><tool>12:00<assistant>"
+    assert prompt_text(front, request).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "expected"),
+    [
+        ("required", True, {CALL, OTHER, f"{CALL}\n{OTHER}"}),
+        ("required", False, {CALL, OTHER}),
+        (NAMED, None, {CALL}),
+        (NAMED, True, {CALL}),
+    ],
+)
+def test_required_calls_are_enforced_by_grammar(
+    front: Frontend,
+    client: openai.OpenAI,
+    model: Path,
+    choice: Any,
+    parallel: bool | None,
+    expected: set[str],
+) -> None:
+    options: dict[str, Any] = {} if parallel is None else {"parallel_tool_calls": parallel}
+    request, reply = complete(front, client, CALL, tools=TOOLS, tool_choice=choice, **options)
+    assert reply.choices[0].message.tool_calls[0].function.name == "now"
+    texts = (
+        CALL,
+        OTHER,
+        f"{CALL}\n{OTHER}",
+        "Yes.",
+        CALL.replace("zone", "zona"),
+        CALL.replace("now", "new"),
+        "",
+    )
+    assert accepted_texts(model, request.grammar, texts) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 2),
+        ({"parallel_tool_calls": True}, 2),
+        ({"parallel_tool_calls": False}, 1),
+        ({"tool_choice": NAMED}, 1),
+    ],
+)
+def test_second_call_is_dropped_if_calls_are_not_parallel(
+    front: Frontend, client: openai.OpenAI, options: dict[str, Any], count: int, stream: bool
+) -> None:
+    _, reply = complete(front, client, f"{CALL}\n{CALL}", tools=TOOLS, stream=stream, **options)
+    if stream:
+        indices = {call.index for chunk in reply for call in chunk.choices[0].delta.tool_calls or ()}
+    else:
+        indices = set(range(len(reply.choices[0].message.tool_calls)))
+    assert indices == set(range(count))
+
+
+def test_tool_choice_none_offers_no_tools(front: Frontend, client: openai.OpenAI) -> None:
+    request, reply = complete(front, client, "a <tool_call> b", tools=TOOLS, tool_choice="none")
+    assert "function" not in prompt_text(front, request)
+    assert reply.choices[0].message.content == "a <tool_call> b"
+
+
+def test_malformed_call_is_content(front: Frontend, client: openai.OpenAI) -> None:
+    text = 'Write <tool_call>{"nam": 1}</tool_call> so.'
+    _, reply = complete(front, client, text, tools=TOOLS)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, "<think>\nhm\n</think>\n\nYes."), ({"enable_thinking": True}, "hm</think>Yes.")],
+)
+def test_reasoning_is_divided_from_the_content(
+    front: Frontend, client: openai.OpenAI, options: dict[str, bool], text: str, stream: bool
+) -> None:
+    extra = {"chat_template_kwargs": options}
+    _, reply = complete(front, client, text, stream=stream, extra_body=extra)
+    parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "hm"
+    assert "".join(part.content or "" for part in parts) == "Yes."
+
+
+def test_output_without_reasoning_is_content(front: Frontend, client: openai.OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    _, reply = complete(front, client, "Yes.", extra_body=extra)
+    assert (reply.choices[0].message.content, reply.choices[0].message.reasoning_content) == ("Yes.", None)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_grammar_applies_after_the_reasoning(
+    front: Frontend, client: openai.OpenAI, options: dict[str, bool]
+) -> None:
+    extra = {"chat_template_kwargs": options, "guided_choice": ["Yes.", "No."]}
+    text = "Yes." if options == {"enable_thinking": False} else "<think>hm</think>Yes."
+    request, reply = complete(
+        front, client, text.removeprefix("<think>") if options else text, extra_body=extra
+    )
+    assert request.grammar is not None
+    assert reply.choices[0].message.content == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "have the same name"),
+        ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the 'tools'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}], "tool_choice": "required"},
+            "must be of type object",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+            "'not' of the JSON schema at # is not supported",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "needs 'tool_call_id'"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "is only allowed in messages with the role \"tool\""),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            "'arguments' must be a JSON object written as text",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_tool_fields_are_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
+    reply = front.post("/v1/chat/completions", **{"model": NAME, "messages": MESSAGES, **fields})
+    assert reply.status_code == 400, reply.text
+    assert says in reply.json()["error"]["message"]
+
+
+def test_tools_are_refused_by_a_model_without_tool_calls(tmp_path: Path) -> None:
+    with running_frontend(write_model(tmp_path), tool_call_parser="auto") as front:
+        reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
+        assert reply.status_code == 400
+        assert "--tool-call-parser" in reply.json()["error"]["message"]
+
+
+MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    """A model whose marker of calls is a special token."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    tokenizer = (model / "tokenizer.json").read_text().replace("<|system|>", "[TOOL_CALLS]")
+    (model / "tokenizer.json").write_text(tokenizer.replace("<|user|>", "[INST]"))
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}[INST]{{ messages[-1].content }}{% if 0 %}[TOOL_CALLS]{% endif %}"
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    with running_frontend(model) as front:
+        yield front
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [("auto", f"Hm.[INST] {MISTRAL_CALL}"), ("required", MISTRAL_CALL.removeprefix("[TOOL_CALLS] "))],
+)
+def test_calls_of_a_model_whose_marker_is_a_special_token(mistral: Frontend, choice: str, text: str) -> None:
+    client = openai.OpenAI(base_url=mistral.url + "/v1", api_key="none", max_retries=0)
+    request, reply = complete(mistral, client, text, tools=TOOLS, tool_choice=choice)
+    message = reply.choices[0].message
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
+        ("now", {"zone": "Köln"})
+    ]
+    assert (message.content or "") == ("Hm." if choice == "auto" else "")
+    assert (request.grammar is None) == (choice == "auto")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_regex": "a"}, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}],
+)
+def test_constraints_that_need_special_tokens_are_refused(mistral: Frontend, fields: dict[str, Any]) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, **fields}
+    reply = mistral.post("/v1/chat/completions", **body)
+    assert reply.status_code == 400
+    assert "tool_choice" in reply.json()["error"]["message"]

@@ -1,0 +1,172 @@
+"""``skiff info``: its sizes equal the engine's; its input and its errors."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import make_config
+from fake_hub import running_hub
+from fp8_checkpoints import COMPRESSED
+from tiny_models import FAMILIES, make_model
+
+from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.info.memory_fit import LIBRARY_BYTES, Gpu, estimate_memory, fit_gpu
+from skiff_runtime.kvcache.kv_pool import KVLayout, plan_capacity
+from skiff_runtime.layers.sharding import LayerContext
+from skiff_runtime.models.config import read_model_config
+from skiff_runtime.models.footprint import count_parameters, kv_bytes_per_token
+from skiff_runtime.models.registry import make_model as build
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+QWEN2_7B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+QWEN3_600M = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def info(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "skiff_runtime", "info", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def describe(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(LLAMA_8B, 8_030_261_248), (QWEN2_7B, 7_615_616_512), (QWEN3_600M, 596_049_920)],
+    ids=["llama 3.1 8B", "qwen 2.5 7B", "qwen3 0.6B"],
+)
+def test_published_models_have_the_published_number_of_parameters(
+    tmp_path: Path, config: dict[str, Any], parameters: int
+) -> None:
+    assert count_parameters(read_model_config(Path(describe(tmp_path, config)))).total == parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_equal_those_of_the_engine(tmp_path: Path, family: str, ranks: int) -> None:
+    model = read_model_config(make_model(tmp_path, family))
+    context = LayerContext(torch.float16, torch.device("meta"), TensorParallelGroup(0, ranks))
+    built = build(model, context, max_positions=1)
+    assert 2 * count_parameters(model, ranks).total == built.weight_bytes()
+    layout = KVLayout(model.num_layers, built.heads.local_kv_heads(ranks), model.head_dim, 16, torch.float16)
+    assert 16 * kv_bytes_per_token(model, ranks, 2) == layout.page_bytes
+
+
+def test_kv_cache_equals_that_of_the_engine(tmp_path: Path) -> None:
+    model = read_model_config(Path(describe(tmp_path, LLAMA_8B)))
+    config = make_config(tmp_path, max_total_tokens=None, device="cuda", dtype="bfloat16", max_model_len=8192)
+    need = estimate_memory(config, model, "bfloat16")
+    found = fit_gpu(config, need, Gpu("one", 80 << 30))
+    pages = plan_capacity(
+        config,
+        KVLayout(32, 8, 128, config.page_size, torch.bfloat16),
+        free_bytes=(80 << 30) - LIBRARY_BYTES - need.weight_bytes,
+        reserved_bytes=need.working_bytes,
+        max_model_len=8192,
+    )
+    assert found.fits and found.kv_tokens == pages * config.page_size > 300_000
+    assert not fit_gpu(config, need, Gpu("small", 15 << 30)).fits
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "auto"])
+def test_cpu_needs_working_memory_for_float32_copies(tmp_path: Path, quantization: Any) -> None:
+    """Attention gathers K and V, and an FP8 matrix (by flag or by checkpoint) is dequantized to float32."""
+    changes = {"quantization_config": COMPRESSED} if quantization == "auto" else {}
+    model = read_model_config(Path(describe(tmp_path, LLAMA_8B | changes)))
+    config = make_config(tmp_path, quantization=quantization, dtype="bfloat16", max_model_len=1024)
+    gpu, cpu = (
+        estimate_memory(replace(config, device=device), model, "bfloat16").working_bytes
+        for device in ("cuda", "cpu")
+    )
+    gathered = 2 * 1024 * 8 * 128 * 2
+    assert cpu - gpu == 2 * GATHER_WORKSPACE_BYTES - gathered + (
+        0 if quantization == "none" else 4 * 28672 * 4096
+    )
+
+
+def test_tables_and_json_show_sizes_and_fit(tmp_path: Path) -> None:
+    path = describe(tmp_path, LLAMA_8B)
+    shown = info(path, "--max-model-len", "8192")
+    assert shown.returncode == 0, shown.stderr
+    assert "8.03 billion" in shown.stdout and "14.96 GiB" in shown.stdout and "128 KiB" in shown.stdout
+    assert "1 GiB" in shown.stdout  # one full context of 8,192 tokens
+    small = info(path, "--gpu", "L4", "--dtype", "float32")
+    assert small.returncode == 1 and "no" in small.stdout and "H100" not in small.stdout
+    fp8 = info(path, "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
+    assert "weights in fp8 and bfloat16" in fp8.stdout and "8.463 GiB" in fp8.stdout
+    two_ranks = json.loads(info(path, "--tp", "2", "--gpu-memory", "24", "--json").stdout)
+    assert two_ranks["each_rank"]["kv_bytes_per_token"] == 64 << 10
+    assert two_ranks["parameters"]["total"] == 8_030_261_248 and two_ranks["gpus"][0]["fits"]
+    assert two_ranks["quantization"] == "none" and two_ranks["config"]["unquantized"] == []
+
+
+def test_only_the_configuration_of_a_hub_model_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "hub" / "acme" / "tiny", "qwen3")
+    with running_hub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        done = info("hf://acme/tiny", "--download-dir", str(tmp_path / "cache"))
+        names = {seen.path.rsplit("/", 1)[-1] for seen in hub.seen if "/resolve/" in seen.path}
+    assert done.returncode == 0, done.stderr
+    assert "Qwen3ForCausalLM" in done.stdout
+    assert names == {"config.json", "generation_config.json"}
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("demo://", "--tp", "3"), "--tp 3 does not divide"),
+        (("demo://", "--max-model-len", "9999"), "--max-model-len 9999 exceeds the 2048 positions"),
+        (("demo://", "--gpu", "Abacus"), "--gpu"),
+        (("demo://", "--gpu-memory", "-1"), "--gpu-memory"),
+        (("/nowhere",), "/nowhere does not exist"),
+    ],
+)
+def test_invalid_input_is_named(flags: tuple[str, ...], complaint: str) -> None:
+    done = info(*flags)
+    assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_info_does_not_import_torch() -> None:
+    code = "import sys, skiff_runtime.__main__ as m; m.main(['info', 'demo://']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
