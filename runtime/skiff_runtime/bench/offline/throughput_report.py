@@ -37,7 +37,7 @@ def collect_figures(bench: Bench, rounds: Sequence[Round], breakdown: Breakdown 
 def show_results(rounds: Sequence[Round], figures: Figures, breakdown: Breakdown | None) -> None:
     """Print the tables of rounds, steps and kernels, and the throughput."""
     console = Console(highlight=False)
-    heads = ("round", "seconds", "prompt", "cached", "output", "output tok/s", "total tok/s", "of roofline")
+    heads = ("round", "seconds", "prompt", "cached", "output", "output tok/s", "all tok/s", "roofline")
     console.print(
         make_table(heads, [_round_row(number, each, rounds) for number, each in enumerate(rounds, 1)])
     )
