@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +155,19 @@ def test_goodput_counts_requests_that_meet_the_whole_objective(
     assert figures["goodput_requests_per_second"] == met / figures["duration_seconds"]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Results of a sweep: its directory, written figures, standard output, and the bodies of all requests."""
+
+    directory: Path
+    figures: dict[str, Any]
+    output: str
+    bodies: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str, list[dict[str, Any]]]:
-    """Run a sweep over two rates with a plot. Returns its folder, result, standard output and request bodies."""
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """Run a sweep over two rates with a plot."""
     folder = tmp_path_factory.mktemp("sweep")
     flags = [
         "--request-rate",
@@ -174,31 +186,27 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         )
         assert done.returncode == 0, done.stderr
         assert set(server.authorizations) == {"Bearer secret-7"}
-        return folder, json.loads((folder / "a.json").read_bytes()), done.stdout, server.bodies
+        return Sweep(folder, json.loads((folder / "a.json").read_bytes()), done.stdout, server.bodies)
 
 
-def test_each_rate_of_a_sweep_has_its_own_prompts(
-    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
-) -> None:
-    folder, result, shown, bodies = swept
-    assert [run["request_rate"] for run in result["runs"]] == ["50", "100"]
-    assert [run["succeeded"] for run in result["runs"]] == [10, 10]
-    assert result["options"]["request_rate"] == "50,100"
-    assert len({tuple(body["prompt"]) for body in bodies}) == len(bodies) == 22  # each rate has a warm-up
-    assert "ITL p50" in shown and "10 of 10, within TPOT 5000 ms" in " ".join(shown.split())
-    assert "secret-7" not in (folder / "a.json").read_text()
+def test_each_rate_of_a_sweep_has_its_own_prompts(sweep: Sweep) -> None:
+    assert [run["request_rate"] for run in sweep.figures["runs"]] == ["50", "100"]
+    assert [run["succeeded"] for run in sweep.figures["runs"]] == [10, 10]
+    assert sweep.figures["options"]["request_rate"] == "50,100"
+    prompts = {tuple(body["prompt"]) for body in sweep.bodies}
+    assert len(prompts) == len(sweep.bodies) == 22  # each rate has a warm-up
+    assert "ITL p50" in sweep.output
+    assert "10 of 10, within TPOT 5000 ms" in " ".join(sweep.output.split())
+    assert "secret-7" not in (sweep.directory / "a.json").read_text()
 
 
-def test_sweep_is_plotted(swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]]) -> None:
-    picture = (swept[0] / "a.png").read_bytes()
+def test_sweep_is_plotted(sweep: Sweep) -> None:
+    picture = (sweep.directory / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_results_are_compared_rate_by_rate(
-    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
-) -> None:
-    folder, result, _, _ = swept
-    result = json.loads(json.dumps(result))
+def test_results_are_compared_rate_by_rate(sweep: Sweep) -> None:
+    folder, result = sweep.directory, deepcopy(sweep.figures)
     result["runs"] = [result["runs"][1]]
     result["runs"][0]["ttft_ms"]["p50"] *= 2
     result["options"]["seed"] = 5

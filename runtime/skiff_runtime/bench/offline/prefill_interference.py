@@ -209,7 +209,8 @@ class _InterferenceBench:
         for uid in decoding:
             channel.arriving.append(self._make_request(uid, arguments.context_len, outputs, generator))
         _turn_until(scheduler, lambda: len(channel.times) == len(decoding))
-        # The longest-running request has so many tokens when the last one has its first: the batch is complete.
+        # Number of tokens of the request that started first, when the last one has its first token: from here on, the
+        # batch is complete.
         settled = max(map(len, channel.times.values()))
         _turn_until(scheduler, lambda: len(channel.times[0]) >= settled + arguments.baseline_steps)
         arrived = perf_counter()
