@@ -15,7 +15,14 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime.messages import NO_TOKEN
-from skiff_runtime.step import NAN_LOGITS, Logprobs, PromptLogprobsOutput, SlotOpened, StepPlan, StepResult
+from skiff_runtime.step import (
+    NAN_LOGITS,
+    LogprobsOutput,
+    PromptLogprobsOutput,
+    SlotOpened,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB: Final = 40
 NAN: Final = -7
@@ -157,12 +164,12 @@ class SimulatedEngine:
             slot, start + 1, self._logprobs([(slot, position) for position in range(start + 1, end)], top)
         )
 
-    def _logprobs(self, positions: list[tuple[int, int]], top: int) -> Logprobs:
+    def _logprobs(self, positions: list[tuple[int, int]], top: int) -> LogprobsOutput:
         found = [
             _logprobs_of(self._read(slot, position), self._tokens[slot][position], top)
             for slot, position in positions
         ]
-        return Logprobs(
+        return LogprobsOutput(
             np.array([logprob for logprob, _, _ in found], np.float32),
             np.array([ids for _, ids, _ in found], np.int32).reshape(len(found), top),
             np.array([values for _, _, values in found], np.float32).reshape(len(found), top),

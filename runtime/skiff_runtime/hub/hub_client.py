@@ -12,11 +12,12 @@ import httpx2
 from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from skiff_runtime import __version__, log
+from skiff_runtime import log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
 from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
+from skiff_runtime.version import __version__
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ ATTEMPTS: Final = 5
 BASE_WAIT_SECONDS: Final = 1.0
 """Wait before the second attempt; it doubles with each further attempt."""
 MAX_WAIT_SECONDS: Final = 310
-"""The longest Retry-After to obey. The hub limits requests in windows of five minutes and asks clients to wait for the next."""
+"""The longest Retry-After to obey. The hub limits requests per five minutes, and asks clients to wait for the next window."""
 MAX_FILES: Final = 10_000
 _LISTING_TIMEOUT_SECONDS: Final = 20.0
 _TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
@@ -105,14 +106,14 @@ class HubClient:
             except FetchError:
                 raise
             except Exception as error:
-                meaning = self._translate(error)
-                if not isinstance(meaning, TransientHubError):
-                    raise meaning from error
+                translated = self._translate(error)
+                if not isinstance(translated, TransientHubError):
+                    raise translated from error
                 if attempt == ATTEMPTS:
-                    raise HubUnavailable(f"{what}: {meaning}; gave up after {attempt} attempts") from error
+                    raise HubUnavailable(f"{what}: {translated}; gave up after {attempt} attempts") from error
                 # Jitter spreads the retries of many pods.
                 wait = BASE_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                log.warning("fetch_attempt_failed", what=what, reason=str(meaning), wait_seconds=wait)
+                log.warning("fetch_attempt_failed", what=what, reason=str(translated), wait_seconds=wait)
             if self.stop.wait(wait):
                 break
         raise FetchError(f"{what}: stopped while waiting to try again")

@@ -32,6 +32,7 @@ from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
 SPARE_BYTES: Final = 64 << 20
 """Kept free on the volume beside the download, for its other users."""
 _STALE_SECONDS: Final = 60.0
+"""Partial files that were written to more recently are kept, whatever the state of their lock."""
 _BLOCK_BYTES: Final = 512
 _DIGEST_LENGTHS: Final = (40, 64)
 
@@ -62,7 +63,7 @@ class ModelCache:
         return self.snapshot(commit) if commit is not None and self._has_marker(commit) else None
 
     def list_unverified(self) -> RepositoryListing | None:
-        """List the files of the revision that are in the cache, whichever tool downloaded them; the blobs' names are their digests."""
+        """List the files of the revision in the cache, whichever tool downloaded them. Digests are the names of the blobs."""
         commit = self._commit()
         if commit is None or not self.snapshot(commit).is_dir():
             return None

@@ -112,7 +112,7 @@ class EngineClient:
         Raises:
             RequestError: the grammar is invalid, or takes too long to compile.
         """
-        return self._compile_queue.wait(grammar)
+        return self._compile_queue.compile(grammar)
 
     def _check_ranks(self) -> None:
         """Process the reports of the ranks, and raise an error if a rank has ended."""

@@ -39,7 +39,7 @@ from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.progress import ProgressBar
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
-from skiff_runtime.tokenizer.tokenizer_worker import copies, load_prompt_builder
+from skiff_runtime.tokenizer.tokenizer_worker import expand_copies, load_prompt_builder
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -183,7 +183,7 @@ class LLM:
             grammar = params.to_grammar()
             if grammar is not None:
                 request = msgspec.structs.replace(request, grammar=self._engine.compile(grammar))
-            requests += copies(request, params.n)
+            requests += expand_copies(request, params.n)
         self._next_uid += len(requests)
         return requests
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from skiff_runtime.messages import NO_TOKEN, PromptLogprobs, TokenLogprobs, Wire
 from skiff_runtime.scheduler.request import Request
 from skiff_runtime.scheduler.slots import SlotIndices, Slots
-from skiff_runtime.step import Logprobs, PromptLogprobsOutput, StepResult
+from skiff_runtime.step import LogprobsOutput, PromptLogprobsOutput, StepResult
 
 _UNPREDICTED: Final = 1
 """Tokens at the start of a prompt that no logits predict."""
@@ -34,12 +34,12 @@ def build_token_logprobs(
     return built
 
 
-def _build_row(row: int, logprobs: Logprobs, index: int, count: int) -> TokenLogprobs:
+def _build_row(row: int, logprobs: LogprobsOutput, index: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(
         row=row,
-        logprob=float(logprobs.chosen[index]),
+        logprob=float(logprobs.token_logprobs[index]),
         top_ids=logprobs.top_ids[index, :count].astype(Wire.TOKEN).tobytes(),
-        top_logprobs=logprobs.top[index, :count].astype(Wire.LOGPROB).tobytes(),
+        top_logprobs=logprobs.top_logprobs[index, :count].astype(Wire.LOGPROB).tobytes(),
     )
 
 
@@ -66,7 +66,7 @@ def build_prompt_logprobs(request: Request, chunk: PromptLogprobsOutput) -> Prom
     A preempted request computes some of its prompt once more, and none of it is sent twice.
     """
     count = request.sampling.prompt_logprobs
-    sent, end = request.num_prompt_logprobs_sent, chunk.start + len(chunk.logprobs.chosen)
+    sent, end = request.num_prompt_logprobs_sent, chunk.start + len(chunk.logprobs.token_logprobs)
     if count is None or end <= sent:
         return None
     assert chunk.start <= sent, "log-probabilities of a prompt were skipped"
@@ -77,7 +77,7 @@ def build_prompt_logprobs(request: Request, chunk: PromptLogprobsOutput) -> Prom
         start=sent,
         top=count,
         token_ids=request.tokens[sent:end].astype(Wire.TOKEN).tobytes(),
-        logprobs=chunk.logprobs.chosen[fresh].astype(Wire.LOGPROB).tobytes(),
+        logprobs=chunk.logprobs.token_logprobs[fresh].astype(Wire.LOGPROB).tobytes(),
         top_ids=chunk.logprobs.top_ids[fresh, :count].astype(Wire.TOKEN).tobytes(),
-        top_logprobs=chunk.logprobs.top[fresh, :count].astype(Wire.LOGPROB).tobytes(),
+        top_logprobs=chunk.logprobs.top_logprobs[fresh, :count].astype(Wire.LOGPROB).tobytes(),
     )

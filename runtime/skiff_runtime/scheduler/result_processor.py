@@ -42,7 +42,7 @@ class ResultProcessor:
         """
         slots, tokens = self._slots, result.tokens
         alive = slots.alive[sampled]
-        self._report_prompts(result.prompts)
+        self._report_prompts(result.prompt_logprobs)
         logprobs = build_token_logprobs(result, slots, sampled, alive)
         if not alive.all():
             sampled, tokens = sampled[alive], tokens[alive]

@@ -87,7 +87,7 @@ class StepPlanner:
         self._apply_fixups(builder, earlier_fixups)
         self._number += 1
         step = builder.build(self._number)
-        self._policy.record_plan(step.tokens)
+        self._policy.record_plan(step.num_tokens)
         self._slots.count_launch(step.slots)
         return PlannedStep(step, self._started, self._fixups.take_duplicates(), preempted)
 

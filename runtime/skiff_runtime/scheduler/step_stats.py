@@ -39,7 +39,7 @@ class StepStatsRecorder:
             **self._read_gauges(),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
-            prefill_tokens=step.tokens - step.decode_rows,
+            prefill_tokens=step.num_tokens - step.decode_rows,
             decode_tokens=step.decode_rows,
             preempted=planned.preempted,
             # A prompt whose log-probabilities are requested is computed whole: it is not looked up.

@@ -34,7 +34,7 @@ class StepWatchdog:
             self._beat()
             if time.monotonic() > deadline:
                 raise StepTimeout(
-                    f"step {plan.number}, of {plan.tokens} tokens in {len(plan.slots)} rows, took longer than "
+                    f"step {plan.number}, of {plan.num_tokens} tokens in {len(plan.slots)} rows, took longer than "
                     f"{self._timeout_seconds:g} s; if it does not hang, lower --max-num-batched-tokens or raise "
                     "--watchdog-timeout"
                 )

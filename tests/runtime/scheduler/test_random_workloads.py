@@ -175,7 +175,7 @@ def watch_plans(bench: SchedulerBench) -> None:
         decoding = planned.step.slots[: planned.step.decode_rows].tolist()
         assert planned.step.lengths[: planned.step.decode_rows].tolist() == [1] * len(decoding)
         assert set(decoding) <= set(due) and len(due) - len(decoding) <= planned.preempted
-        assert planned.step.tokens <= bench.config.max_num_batched_tokens
+        assert planned.step.num_tokens <= bench.config.max_num_batched_tokens
         check_cells(bench, planned, table)
         return planned
 

@@ -193,7 +193,7 @@ def test_batch_is_bounded_by_slots_and_token_budget() -> None:
     for uid in range(12):
         bench.put(generate(uid, random.integers(0, EOS, 1 + uid).tolist(), max_tokens=1 + uid % 5))
     bench.finish()
-    assert max(plan.tokens for plan in bench.engine.plans) == 5
+    assert max(plan.num_tokens for plan in bench.engine.plans) == 5
     assert max(stats.running for stats in bench.stats) == 3
     assert all(reply.has_ended for reply in bench.replies.values())
 

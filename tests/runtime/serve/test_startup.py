@@ -41,7 +41,7 @@ def keep(_model: Path) -> None:
         (keep, ["--tp", "3"], EXIT_USAGE, "--tp 3 does not divide"),
         (break_config, [], EXIT_USAGE, "config.json is not valid JSON"),
         (truncate_weights, [], EXIT_STARTUP_FAILED, "model.safetensors is truncated or corrupt"),
-        (remove_weights, [], EXIT_STARTUP_FAILED, "holds no weights"),
+        (remove_weights, [], EXIT_STARTUP_FAILED, "contains no weights"),
         (break_tokenizer, [], EXIT_STARTUP_FAILED, "tokenizer.json cannot be read as a tokenizer"),
         (keep, ["--max-total-tokens", "1000000000000"], EXIT_STARTUP_FAILED, "MiB are free; lower it"),
         (keep, ["--host", "192.0.2.1"], EXIT_STARTUP_FAILED, "choose another --host or --port"),

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if config.device == "cuda" and config.kernel_cache_dir is not None:
             cache.activate(Path(config.kernel_cache_dir), Path(scratch))
-        group = TensorParallelGroup.start(rank=0, size=1, device=config.device, run_dir=Path(scratch))
+        group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=Path(scratch))
         engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
         engine.warmup()
         _measure(engine, config, model, arguments, OFF)  # what happens for the first time happens here

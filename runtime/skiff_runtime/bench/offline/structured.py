@@ -224,7 +224,7 @@ def _measure(
     """
     masks = np.zeros((load.rows, bitmask_words(load.grammar.tokenizer_info.vocab_size)), np.int32)
     followers = [_opened(load.grammar, mask) for mask in masks]
-    advance: Advance = BatchGrammarMatcher(masks, threads).follow if threads else _row_by_row
+    advance: Advance = BatchGrammarMatcher(masks, threads).accept if threads else _row_by_row
     generator = np.random.default_rng(load.seed)
     seconds, checksum = [], 0
     for step in range(load.steps):
@@ -235,7 +235,7 @@ def _measure(
         advance(followers, range(load.rows), tokens)
         seconds.append(perf_counter() - started)
         for row, follower in enumerate(followers):
-            if not follower.bound:  # its answer has ended: another begins
+            if not follower.is_active:  # its answer has ended: another begins
                 followers[row] = _opened(load.grammar, masks[row])
         checksum = crc32(masks.tobytes(), checksum)
         on_step()
@@ -252,7 +252,7 @@ def _opened(grammar: xgrammar.CompiledGrammar, mask: Int32) -> GrammarMatcher:
 
 def _row_by_row(followers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
     for follower, token in zip(followers, tokens, strict=True):
-        follower.follow((token,))
+        follower.accept((token,))
 
 
 def _walk(mask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:
