@@ -86,6 +86,9 @@ def _make_parser(words: list[str]) -> Parser:
         "compile GPU kernels ahead of time, without a GPU",
         "skiff_runtime.prebuild.command",
     )
+    _add(
+        commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
+    )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, (module, text) in _BENCHMARKS.items():

@@ -49,7 +49,7 @@ def test_inputs_of_mixed_rows_equal_the_reference(tables: tuple[torch.Tensor, to
     for field in FIELDS:
         getattr(inputs, field).fill_(-7)
     block_table = torch.full((5, pages.shape[1]), -1).int().to(DEVICE)
-    on_device = (each.to(DEVICE) for each in (tokens, pages))
+    on_device = tokens.to(DEVICE), pages.to(DEVICE)
     kernel.fill_mixed_inputs(rows.to(DEVICE), 33, *on_device, page_size, inputs, block_table)
     assert_equal(inputs, expected)
     for row, seq_len in enumerate((rows[1] + rows[2]).tolist()):

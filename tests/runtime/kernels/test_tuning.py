@@ -38,10 +38,10 @@ def test_override_ends_with_its_context_even_after_an_error() -> None:
 
 @pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
 def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
-    """Triton has no others."""
+    """Triton supports no other sizes."""
     decode = table.decode_attention
-    tiles = decode.throughput_tile, decode.latency_tile, decode.fp8_latency_tile, decode.wide_tile
-    tiles += decode.prefix_tile, decode.wide_prefix_tile
+    tiles = [decode.throughput_tile, decode.latency_tile, decode.fp8_latency_tile, decode.wide_tile]
+    tiles += [decode.prefix_tile, decode.wide_prefix_tile]
     sizes = [tile.tokens for tile in tiles] + [decode.max_group_heads, decode.few_group_heads]
     sizes += [
         each for tile in (table.prefill_tile, table.wide_prefill_tile) for each in (tile.queries, tile.tokens)
