@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from skiff_runtime import __version__, log
+from skiff_runtime import log
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
 from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
 from skiff_runtime.errors import FetchError, SkiffError
+from skiff_runtime.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -86,7 +87,7 @@ def _make_parser(words: list[str]) -> Parser:
         "compile GPU kernels ahead of time, without a GPU",
         "skiff_runtime.prebuild.command",
     )
-    _add(
+    _add_lazy_command(
         commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
     )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
