@@ -1,5 +1,5 @@
 # Bases for machines without a registry, and for the CPU: Debian with Python, and the same with a CPU build of torch.
-# With secrets named apt.list, apt.conf and ca.crt, packages come from the builder's own mirror.
+# With the secrets apt.list, apt.conf and ca.crt, packages come from the builder's own mirror.
 ARG DEBIAN=debian:trixie-slim
 
 FROM ${DEBIAN} AS python

@@ -7,13 +7,13 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
     python3 -m venv --system-site-packages /opt/build \
     && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip install --quiet --no-cache-dir hatchling packaging
 
-# A stage of its own, so that an edit of pyproject.toml that changes no requirement does not install everything again.
+# A stage of its own, so that an edit of pyproject.toml that changes no requirement does not reinstall everything.
 FROM build AS requirements
 WORKDIR /source
 COPY pyproject.toml constraints.txt images/requirements.py ./
 RUN /opt/build/bin/python requirements.py /requirements operator
 
-# The environment holds no pip. Compiled files that are never checked against their sources make the start fast.
+# The environment contains no pip. Bytecode that is never checked against its sources makes the start faster.
 FROM build AS dependencies
 COPY --from=requirements /requirements /requirements
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
@@ -23,7 +23,7 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
         --quiet --no-cache-dir --no-compile -r /requirements/requirements.txt -c /requirements/constraints.txt \
     && /opt/skiff/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/skiff/lib
 
-# Of the runtime, the operator needs the contract alone.
+# The operator needs only the contract of the runtime.
 FROM dependencies AS application
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./

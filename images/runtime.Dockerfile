@@ -1,9 +1,9 @@
-# The model server. BASE is an image that already holds Python 3.11 or later as `python3` and torch, such as
-# pytorch/pytorch for CUDA (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
+# The model server. BASE is an image with Python 3.11 or later as `python3` and torch, such as pytorch/pytorch for CUDA
+# (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
 # EXTRAS="runtime gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
-# kernels the image is to hold compiled, for compute capability ARCH and each number of ranks in TP ("1 4"). That takes a C
-# compiler and Python's headers, and no GPU; with nvcc, FlashInfer's are among them. COMPILER is an image with these and the
-# same Python and torch, where BASE has them not: the image that is made then needs no compiler.
+# kernels are compiled into the image, for compute capability ARCH and each number of ranks in TP ("1 4"). This needs a C
+# compiler and Python's headers, but no GPU; if there is nvcc, FlashInfer's kernels are included. COMPILER is an image with
+# these and the same Python and torch, for a BASE without them: the resulting image then needs no compiler.
 ARG BASE
 ARG COMPILER=${BASE}
 
@@ -13,14 +13,14 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
     python3 -m venv --system-site-packages /opt/build \
     && PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/build/bin/pip install --quiet --no-cache-dir hatchling packaging
 
-# A stage of its own, so that an edit of pyproject.toml that changes no requirement does not install everything again.
+# A stage of its own, so that an edit of pyproject.toml that changes no requirement does not reinstall everything.
 FROM build AS requirements
 ARG EXTRAS=runtime
 WORKDIR /source
 COPY pyproject.toml constraints.txt images/requirements.py ./
 RUN /opt/build/bin/python requirements.py /requirements ${EXTRAS}
 
-# The environment holds no pip. Compiled files that are never checked against their sources make the start fast.
+# The environment contains no pip. Bytecode that is never checked against its sources makes the start faster.
 FROM build AS dependencies
 COPY --from=requirements /requirements /requirements
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
@@ -43,7 +43,7 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
     && rm /opt/app/bin/skiff-operator \
     && PYTHONPATH=/opt/app /opt/app/bin/skiff --help > /dev/null
 
-# Only what is loaded stays: FlashInfer's objects and sources are of no use once linked.
+# Keep only what is loaded: FlashInfer's objects and sources are useless once linked.
 FROM ${COMPILER} AS kernels
 COPY --from=dependencies /opt/skiff /opt/skiff
 COPY --from=application /opt/app /opt/app

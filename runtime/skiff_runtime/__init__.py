@@ -1,6 +1,7 @@
 """The inference runtime: a multi-process server for large language models.
 
-It knows models and devices, never Kubernetes. Import ``LLM`` and ``SamplingParams`` from here for offline use.
+It depends on models and devices, never on Kubernetes. Import ``LLM`` and ``SamplingParams`` from here for
+offline inference.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The ``skiff`` command: argv to a configuration, and on to the supervisor, shell, bench or fetch."""
+"""The ``skiff`` command: serve, chat, info, fetch, prebuild and bench."""
 
 import argparse
 import importlib
@@ -41,27 +41,27 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the boundary where an error becomes one line and an exit code."""
+    """Run the command of ``argv`` and return its exit code. Errors become one line on stderr."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parser(words).parse_args(words)
+        arguments = _make_parser(words).parse_args(words)
         command: Command = arguments.command
         return command(arguments)
     except FetchError as error:
-        return _complain(error, EXIT_FETCH_FAILED)
+        return _print_error(error, EXIT_FETCH_FAILED)
     except SkiffError as error:
-        return _complain(error, EXIT_USAGE)
+        return _print_error(error, EXIT_USAGE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _complain(error: SkiffError, code: int) -> int:
+def _print_error(error: SkiffError, code: int) -> int:
     print(f"skiff: {error}", file=sys.stderr)
     return code
 
 
-def _parser(words: list[str]) -> Parser:
-    parser = Parser(prog="skiff", description="Serve large language models, and talk to them.")
+def _make_parser(words: list[str]) -> Parser:
+    parser = Parser(prog="skiff", description="Serve large language models, and chat with them.")
     parser.add_argument("--version", action="version", version=f"skiff {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -72,27 +72,34 @@ def _parser(words: list[str]) -> Parser:
     )
     add_config_arguments(serve)
     serve.set_defaults(command=_serve)
-    _add(commands, words[:1], "chat", "talk to a served model in the terminal", "skiff_runtime.shell")
-    _add(commands, words[:1], "info", "what a model is, and whether it fits a GPU", "skiff_runtime.info")
-    _add(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
-    _add(
+    _add_lazy_command(
+        commands, words[:1], "chat", "chat with a served model in the terminal", "skiff_runtime.shell"
+    )
+    _add_lazy_command(
+        commands, words[:1], "info", "describe a model, and check whether it fits a GPU", "skiff_runtime.info"
+    )
+    _add_lazy_command(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
+    _add_lazy_command(
         commands,
         words[:1],
         "prebuild",
-        "compile GPU kernels ahead, without a GPU",
+        "compile GPU kernels ahead of time, without a GPU",
         "skiff_runtime.prebuild.command",
+    )
+    _add_lazy_command(
+        commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
     )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, (module, text) in _BENCHMARKS.items():
-        _add(kinds, words[1:2], name, text, f"skiff_runtime.bench.{module}")
+        _add_lazy_command(kinds, words[1:2], name, text, f"skiff_runtime.bench.{module}")
     return parser
 
 
-def _add(
+def _add_lazy_command(
     commands: "argparse._SubParsersAction[Parser]", words: list[str], name: str, text: str, module: str
 ) -> None:
-    """Add a command that lives in a module of its own, imported only when it is the one asked for."""
+    """Add a command whose module is imported only if this command is the one to run."""
     parser = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if words == [name]:
         loaded = importlib.import_module(module)

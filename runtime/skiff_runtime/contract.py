@@ -1,8 +1,8 @@
-"""What the runtime promises to the world outside its pod.
+"""The runtime's contract with the world outside its pod.
 
-Ports, paths, flags, environment variables, labels, exit codes, start phases and
-metric names. The operator, the chart and the dashboards may know these and
-nothing else of the runtime, so this module imports nothing.
+Ports, paths, flags, environment variables, labels, exit codes, start phases and metric names. The operator,
+the chart and the dashboards may depend on these and on nothing else of the runtime, so this module imports
+nothing but typing.
 """
 
 from typing import Final
@@ -61,7 +61,7 @@ ENV_HUB_TOKEN: Final = "HF_TOKEN"
 ENV_HUB_ENDPOINT: Final = "HF_ENDPOINT"
 
 MODEL_SCHEMES: Final = ("demo", "file", "hf", "pvc")
-"""`pvc://` is understood by the operator only, which turns it into a local path."""
+"""The operator alone understands `pvc://`: it turns it into a local path."""
 
 # --- Exit codes ------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_SERVICE: Final = f"{API_GROUP}/inferenceservice"
 LABEL_ENGINE_TYPE: Final = "llm-d.ai/engine-type"
 ENGINE_TYPE: Final = "sglang"
-"""Skiff exposes SGLang's names of the routing gauges; routers learn it by this label."""
+"""Skiff exports the routing gauges under SGLang's names; this label makes routers read them."""
 
 # --- Metric names ----------------------------------------------------------------------
 

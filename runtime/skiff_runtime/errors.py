@@ -1,20 +1,21 @@
-"""One tree of exceptions, and how each looks to a client.
+"""The tree of exceptions, and the form in which clients see them.
 
-``RequestError`` and below carry what OpenAI's error object needs; everything else
-is internal and becomes an exit code or a 500 at a process boundary.
+``RequestError`` and its subclasses carry the fields of OpenAI's error object. Every other error is internal:
+at a process boundary it becomes an exit code or a 500.
 """
 
 from typing import Final
 
 CLIENT_CLOSED_REQUEST: Final = 499
+"""The HTTP status that nginx logs for a client that disconnected before the response."""
 
 
 class SkiffError(Exception):
-    """Base of every error that Skiff raises on purpose."""
+    """Base class of every error that Skiff raises deliberately."""
 
 
 class ConfigError(SkiffError):
-    """A flag, environment variable or model directory that cannot be served as it is."""
+    """A flag, environment variable or model directory is invalid. The message says what to change."""
 
 
 class ModelError(ConfigError):
@@ -30,11 +31,11 @@ class StartupError(SkiffError):
 
 
 class RequestError(SkiffError):
-    """A request that ends with an error of its own; others go on undisturbed.
+    """An error of one request, which affects no other request.
 
-    ``status`` is the HTTP status, ``kind`` OpenAI's ``error.type``, ``param`` the
-    offending field and ``code`` a stable word that programs may test. Where a retry may help,
-    ``retry_after_seconds`` tells when; 0 for: at once, or no matter.
+    ``status``: the HTTP status; ``kind``: OpenAI's ``error.type``; ``param``: the invalid field; ``code``: a
+    stable word that programs may test. ``retry_after_seconds``: the delay after which a retry may succeed; 0
+    if no delay helps.
     """
 
     status: int = 400
@@ -58,11 +59,11 @@ class RequestError(SkiffError):
 
 
 class InvalidRequest(RequestError):
-    """The body is malformed, or names something that cannot be done. The message says what to change."""
+    """The body is malformed, or requests something impossible. The message says what to change."""
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and output together exceed what the model or the KV cache can hold."""
+    """Prompt and output together exceed the model's context or the KV cache."""
 
     code = "context_length_exceeded"
 
@@ -82,42 +83,42 @@ class BodyTooSlow(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The request carries no key, or none that opens this service."""
+    """The request carries no API key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
-    """The request acts on the requests of others, which needs an admin key."""
+    """The request would affect the requests of others, which requires an admin key."""
 
     status = 403
     code = "admin_key_required"
 
 
 class OriginRefused(RequestError):
-    """A page of an origin that may not use this service asks for something that a key would protect."""
+    """A web page of an origin that is not allowed sent a request to a server without keys."""
 
     status = 403
     code = "origin_not_allowed"
 
 
 class HostRefused(RequestError):
-    """The request addresses a loopback server without keys by a name that is not known to be its own."""
+    """The request addresses a loopback server without keys by an unknown host name (DNS rebinding)."""
 
     status = 403
     code = "host_not_allowed"
 
 
 class ModelNotFound(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this service does not serve."""
 
     status = 404
     code = "model_not_found"
 
 
 class QueueFull(RequestError):
-    """Too many requests wait already; the client may retry."""
+    """Too many requests or prompt tokens wait already; the client may retry."""
 
     status = 429
     kind = "rate_limit_error"
@@ -133,7 +134,7 @@ class Unavailable(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request's time was over, and its end was not confirmed either."""
+    """The request's deadline passed, and the ranks did not confirm its end in time."""
 
     status = 504
     kind = "internal_server_error"
@@ -141,7 +142,7 @@ class DeadlineExceeded(RequestError):
 
 
 class InternalError(RequestError):
-    """The service failed. The message says where, and whether a retry helps."""
+    """The service failed. The message says where, and whether a retry may help."""
 
     status = 500
     kind = "internal_server_error"

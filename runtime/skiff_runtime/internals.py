@@ -1,7 +1,8 @@
-"""Check of third-party internals: undocumented parts of a library have the shape that the code here needs.
+"""Checks of third-party internals: undocumented parts of a library that Skiff uses must have the expected shape.
 
-One module for each library borrows its internals, inside a `with borrowed(...)`; all others import them from there.
-Versions outside of the tested bounds in pyproject.toml may lack one, and the error then names it and the bounds.
+For each such library, one module imports its internals inside a ``with borrowed(...)``; all other modules import
+them from there. A version outside of the tested bounds in pyproject.toml may lack one of them; the error then
+names it and the bounds.
 """
 
 import inspect
@@ -14,20 +15,20 @@ from typing import Any, Final
 from skiff_runtime.errors import ConfigError
 
 Shape = Mapping[str, tuple[str, ...]]
-"""Dotted name of each borrowed object, with a colon behind its module -> names that it must have: members, attributes
-that its constructor sets, or parameters."""
+"""The borrowed objects, by dotted name with a colon behind the module, and the names that each must have: members,
+attributes that its constructor sets, or parameters."""
 
 _PROJECT: Final = "skiff"
 
 
 @contextmanager
 def borrowed(package: str, shape: Shape, *, bounded_by: str | None = None) -> Iterator[None]:
-    """Import internals of ``package`` in this block, and check them at its end.
+    """Import internals of ``package`` in this block, and check their shape at its end.
 
-    ``bounded_by`` is the requirement that decides the version of ``package``, where that is another one.
+    ``bounded_by``: the requirement that bounds the version of ``package``, if that is another package.
 
-    Raises ``ConfigError`` with the package, its version and the supported versions where one has another shape. A
-    missing package stays a ``ModuleNotFoundError``.
+    Raises ``ConfigError`` with the package, its version and the supported versions if an internal is missing or
+    has another shape. If the package itself is missing, the ``ModuleNotFoundError`` is raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""JSON files of a model directory: bounded reading, and typed fields with errors that name file and key."""
+"""JSON files: bounded reading, and typed fields with errors that name the file and the key."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ MAX_JSON_BYTES: Final = 64 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ``ModelError`` if it is missing, too large or malformed."""
+    """Read the JSON object in ``path``. Raises ``ModelError`` if it is missing, too large or malformed."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(
@@ -24,27 +24,27 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
     return value
 
 
-class Fields:
-    """Typed look-ups in one JSON object; ``None`` counts as absent, a wrong type is a ``ModelError``."""
+class JsonObject:
+    """Typed access to the fields of one JSON object. A null counts as absent; a wrong type raises ``ModelError``."""
 
     def __init__(self, source: str, values: dict[str, Any]) -> None:
         self.source = source
         self._values = values
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Return whether the key is present, even with a null."""
         return key in self._values
 
     def get(self, key: str) -> Any:
-        """The raw value, or None."""
+        """Return the raw value, or None."""
         return self._values.get(key)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without a default it must be there."""
+        """Return a whole number of at least 1; without a default it is required."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -55,7 +55,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; without a default it must be there."""
+        """Return a finite number; without a default it is required."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -66,7 +66,7 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -75,7 +75,7 @@ class Fields:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -84,7 +84,7 @@ class Fields:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them, as a tuple; absent is empty."""
+        """Return one token id or a list of them as a tuple; an absent key gives an empty one."""
         value = self._values.get(key)
         if value is None:
             return ()
@@ -93,11 +93,11 @@ class Fields:
             raise ModelError(f"{self.source}: {key!r} must be a token id or a list of them, not {value!r}")
         return tuple(ids)
 
-    def object(self, key: str) -> "Fields | None":
-        """A nested object."""
+    def object(self, key: str) -> "JsonObject | None":
+        """Return a nested object, or None."""
         value = self._values.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise ModelError(f"{self.source}: {key!r} must be an object, not {value!r}")
-        return Fields(f"{self.source}: {key}", value)
+        return JsonObject(f"{self.source}: {key}", value)

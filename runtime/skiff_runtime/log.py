@@ -1,4 +1,4 @@
-"""Structured logs: one JSON-like line an event, the same in every process.
+"""Structured logs: one line of key=value fields for each event, in the same form from every process.
 
 ``event("request_failed", uid=7, reason="...")`` becomes
 ``2026-01-02T03:04:05.678Z info rank0 request_failed uid=7 reason="..."``.
@@ -14,7 +14,7 @@ _LOGGER: Final = logging.getLogger("skiff")
 
 
 class _Line(logging.Formatter):
-    """Renders ``time level process message``."""
+    """Formats a record as ``time level process message``."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Line(logging.Formatter):
 
 
 def configure(process: str, level: str) -> None:
-    """Send this process's events to stderr."""
+    """Write this process's events to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Line(process))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -48,7 +48,7 @@ def _value(value: object) -> str:
 
 
 def debug(name: str, **fields: object) -> None:
-    """Log an event that only a developer wants."""
+    """Log an event that helps a developer."""
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _LOGGER.debug("%s", _render(name, fields))
 
@@ -60,7 +60,7 @@ def event(name: str, **fields: object) -> None:
 
 
 def warning(name: str, **fields: object) -> None:
-    """Log an event that someone may want to look into."""
+    """Log an event that an operator should look into."""
     _LOGGER.warning("%s", _render(name, fields))
 
 

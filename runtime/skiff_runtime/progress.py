@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar in a terminal, a log line every few seconds elsewhere."""
+"""Progress of long work: a bar in a terminal, a log line every few seconds elsewhere."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ from skiff_runtime import log
 REPORT_SECONDS: Final = 5.0
 
 
-class Counter:
-    """Counts what is done of ``total`` (requests or tokens), and tokens."""
+class ProgressBar:
+    """Counts the finished part of ``total`` (requests or tokens), failures, and tokens."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title = title
@@ -38,7 +38,7 @@ class Counter:
             self._bar.stop()
 
     def advance(self, *, done: int = 1, tokens: int = 0, failed: bool = False) -> None:
-        """So much more is done."""
+        """Add to the counts, and show them."""
         self._done += done
         self._tokens += tokens
         self._failed += failed

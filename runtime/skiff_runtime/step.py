@@ -1,8 +1,8 @@
-"""The hand-over between scheduler and engine: one planned step, and the handle to its result.
+"""The interface between scheduler and engine: a planned step, and the handle to its result.
 
-Everything here is numpy on the host. A plan names what changed since the last one
-(tokens of newly admitted requests, page-table cells, sampling parameters), so that a
-device keeps its own tables and nothing is sent twice.
+Everything here is numpy on the host. A plan lists only what has changed since the one before it (tokens of newly
+admitted requests, cells of the page table, sampling parameters), so a device keeps its own tables and no value is
+sent twice.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class SlotOpened:
-    """A request took a slot: its known tokens, the first ``prompt_tokens`` of which are the prompt.
+    """A request has taken a slot. The first ``prompt_tokens`` of its ``tokens`` int32[n] are the prompt.
 
-    The others are output from before a preemption, which penalties count and a grammar has accepted.
+    The tokens after these are output from before a preemption. Penalties count them, and the grammar has accepted them.
     """
 
     slot: int
@@ -35,12 +35,12 @@ class SlotOpened:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step over R rows; decode rows come first, then prefill chunks.
+    """One step over R rows; decode rows come first, prefill chunks after them.
 
-    Row i computes ``lengths[i]`` tokens of slot ``slots[i]`` at positions ``starts[i]`` ...;
-    ``samples[i]`` tells whether its last position yields a token, which the engine also
-    writes into the slot's token row at position ``starts[i] + lengths[i]``.
-    ``page_slots/page_columns/page_ids`` [W] are cells of the page table to set before the step, none of them twice.
+    Row i computes ``lengths[i]`` tokens of slot ``slots[i]``, at positions ``starts[i]`` and on. Where ``samples[i]``
+    is set, its last position yields a token, which the engine also writes into the slot's line of the token table, at
+    position ``starts[i] + lengths[i]``. ``page_slots``, ``page_columns`` and ``page_ids`` int32[W] are cells of the
+    page table to set before the step; no cell occurs twice.
     """
 
     number: int
@@ -55,65 +55,65 @@ class StepPlan:
     page_ids: Int32
 
     @property
-    def tokens(self) -> int:
-        """How many tokens this step computes."""
+    def num_tokens(self) -> int:
+        """Number of tokens that this step computes."""
         return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log-probabilities at n positions: of the token there, float32[n], and of the k likeliest.
+class LogprobsOutput:
+    """Log-probabilities at n positions: of the token at each position, and of the k most likely tokens there.
 
-    ``top_ids`` int32[n, k] and ``top`` float32[n, k] are sorted, likeliest first; k is the most that any of the
-    n positions asks for.
+    ``token_logprobs`` is float32[n]. ``top_ids`` int32[n, k] and ``top_logprobs`` float32[n, k] are sorted, the most
+    likely first; k is the largest number that any of the n positions requests.
     """
 
-    chosen: Float32
+    token_logprobs: Float32
     top_ids: Int32
-    top: Float32
+    top_logprobs: Float32
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsOutput:
-    """Log-probabilities of the tokens of one slot's prompt that stand at positions ``start`` and on."""
+    """Log-probabilities of the tokens of one slot's prompt at positions ``start`` and on."""
 
     slot: int
     start: int
-    logprobs: Logprobs
+    logprobs: LogprobsOutput
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought: ``tokens`` int32[S], one for each row whose ``samples`` is set, in row order.
+    """Result of a step: ``tokens`` int32[S], one for each row whose ``samples`` is set, in the order of the rows.
 
-    A token is ``messages.NO_TOKEN`` where the request's grammar admits none, or cannot be followed, and ``NAN_LOGITS``
-    where the row's logits contain NaN: such a request can only end. ``logprobs`` tell of those of the S that ask for them, ``logprob_rows`` int32[n] which these are.
+    A token is ``messages.NO_TOKEN`` where the request's grammar admits no token or could not be loaded, and
+    ``NAN_LOGITS`` where the row's logits contain NaN: such a request can only end. ``logprobs`` covers those of the S
+    tokens whose requests want log-probabilities; ``logprob_rows`` int32[n] are their indices among the S.
     """
 
     tokens: Int32
     logprob_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: Logprobs | None = None
-    prompts: tuple[PromptLogprobsOutput, ...] = ()
+    logprobs: LogprobsOutput | None = None
+    prompt_logprobs: tuple[PromptLogprobsOutput, ...] = ()
 
 
 class StepHandle(Protocol):
     """A launched step."""
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the step has run (or failed), but no longer than this; whether it has."""
+        """Wait until the step has run or failed, at most this long; return whether it has."""
         ...
 
     def result(self) -> StepResult:
-        """Wait until the step has run."""
+        """Wait until the step has run, and return its result."""
         ...
 
 
 class StepEngine(Protocol):
-    """What the scheduler needs of an engine.
+    """The interface of an engine, as the scheduler uses it.
 
-    Steps run in the order of their launch. Within a step, a row may read pages that another
-    row of it writes (prompts that arrive together share their prefix): every layer stores
-    the K and V of all rows before any row attends.
+    Steps run in the order of their launch. Within a step, a row may read pages that another row of it writes (prompts
+    that arrive together share their prefix): every layer stores the K and V of all rows before any row attends.
     """
 
     def launch(self, plan: StepPlan) -> StepHandle:

@@ -18,7 +18,6 @@ from pathlib import Path
 from commands import ClusterError, output
 
 SUITE = "trixie"
-DEFAULT_MIRROR = "http://deb.debian.org/debian"
 CA_SECRET = "/run/secrets/ca.crt"
 CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 PIP_SETTINGS = (
@@ -32,12 +31,21 @@ PIP_SETTINGS = (
 )
 
 
-def debian_mirror() -> str:
-    """Return the Debian mirror that apt uses here, or Debian's own where apt is absent or knows none."""
+def debian_mirror() -> str | None:
+    """Return the Debian mirror that apt uses here, or None if this is not Debian or apt has none.
+
+    Without one, debootstrap and Debian's own images use their defaults.
+    """
     if "ID=debian" not in _os_release() or shutil.which("apt-get") is None:
-        return DEFAULT_MIRROR
+        return None
     mirrors = output(["apt-get", "indextargets", "--format", "$(REPO_URI)"]).splitlines()
-    return mirrors[0].rstrip("/") if mirrors else DEFAULT_MIRROR
+    return mirrors[0].rstrip("/") if mirrors else None
+
+
+def apt_sources() -> str:
+    """Return a sources.list with this machine's mirror, or nothing where the image's own sources have to do."""
+    mirror = debian_mirror()
+    return f"deb {mirror} {SUITE} main\n" if mirror else ""
 
 
 def _os_release() -> list[str]:
@@ -81,7 +89,7 @@ def secrets() -> Iterator[dict[str, Path]]:
     texts = {
         "pip.conf": pip_configuration(),
         "apt.conf": apt_configuration(),
-        "apt.list": f"deb {debian_mirror()} {SUITE} main\n",
+        "apt.list": apt_sources(),
         "ca.crt": bundle.read_text() if bundle else "",
     }
     with tempfile.TemporaryDirectory(prefix="skiff-build-") as folder:

@@ -23,9 +23,10 @@ CLIENT_FOLDER = REPOSITORY / "tests" / "e2e"
 PAUSE = "registry.k8s.io/pause:3.10"
 PREFIX = "localhost/skiff"
 DEBOOTSTRAP = ("debootstrap", "--variant=minbase")
-# What debootstrap leaves behind of this machine and its mirror, and what apt fetches again.
+SOURCES_LIST = "etc/apt/sources.list"
+# Files in which debootstrap leaves traces of this machine and its mirror, and files that apt fetches again.
 LEFTOVERS = (
-    "etc/apt/sources.list",
+    SOURCES_LIST,
     "etc/hostname",
     "etc/resolv.conf",
     "var/cache/apt/archives/*.deb",
@@ -183,15 +184,20 @@ def base_reference(image: Image, layout: Layout, builder: Builder) -> str:
 
 
 def ensure_debian(layout: Layout, builder: Buildah) -> str:
-    """Return the name of a minimal Debian, made by debootstrap from this machine's mirror: no registry is needed."""
+    """Return the name of a minimal Debian, made by debootstrap from this machine's mirror, or from its own default.
+
+    No registry is needed. Only the default mirror stays in the image, because builds then have no other.
+    """
     reference, wanted = f"{PREFIX}/debian:{SUITE}", DEBIAN_KEY
     if current(reference, wanted, layout, builder):
         return reference
     with step(f"making a minimal Debian {SUITE} (once; about 30 s)"), scratch(layout.images) as folder:
         root = folder / "root"
-        argv = [*DEBOOTSTRAP, SUITE, str(root), hostconfig.debian_mirror()]
+        mirror = hostconfig.debian_mirror()
+        argv = [*DEBOOTSTRAP, SUITE, str(root), *([mirror] if mirror else [])]
         run(argv, log=layout.logs / "debootstrap.log", timeout_seconds=1200)
-        for leftover in (file for pattern in LEFTOVERS for file in root.glob(pattern)):
+        patterns = LEFTOVERS if mirror else [each for each in LEFTOVERS if each != SOURCES_LIST]
+        for leftover in (file for pattern in patterns for file in root.glob(pattern)):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         run(["tar", "-C", root, "-cf", folder / "rootfs.tar", "."], log=layout.logs / "rootfs.log")
         (folder / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n")

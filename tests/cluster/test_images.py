@@ -106,3 +106,10 @@ def test_secrets_last_as_long_as_their_build() -> None:
         assert all(file.exists() for file in files.values())
         assert files["pip.conf"].read_text().startswith("[global]\n")
     assert not any(file.exists() for file in files.values())
+
+
+def test_builds_use_the_machine_s_mirror_or_the_image_s_own_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostconfig, "debian_mirror", lambda: "http://apt.example/debian")
+    assert hostconfig.apt_sources() == f"deb http://apt.example/debian {hostconfig.SUITE} main\n"
+    monkeypatch.setattr(hostconfig, "debian_mirror", lambda: None)
+    assert hostconfig.apt_sources() == ""

@@ -1,4 +1,4 @@
-"""FlashInfer's decode without a plan (XQA) over the paged cache, against float64."""
+"""FlashInfer's decode without a plan (XQA) over the paged KV cache, against float64."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 KV_HEADS, DIM, DTYPE = 2, 128, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
 MODULES: Final = [(16, 4), (128, 1), (32, 8), (64, 8)][: int(os.environ.get("SKIFF_TEST_XQA_MODULES", "2"))]
-"""Page sizes, and query heads for each KV head. nvcc compiles a module for each of them, so that all are tested only where
-someone asks for it; the first is that of the engine's tests."""
+"""(Page size, query heads per KV head). nvcc compiles a module for each, so all are tested only if
+SKIFF_TEST_XQA_MODULES says so; the first is that of the engine's tests."""
 LENGTHS: Final = [1, 17, 256, 1000, 4097]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
-    """Compiled side by side, which takes about as long as one."""
-    from flashinfer.jit.xqa import gen_xqa_module  # on GPU machines alone
+    """Compile all modules in parallel, which takes about as long as one."""
+    from flashinfer.jit.xqa import gen_xqa_module  # only on GPU machines
 
     made = [gen_xqa_module(DTYPE, DTYPE, page_size, DIM, group, False, DTYPE) for page_size, group in MODULES]
     with ThreadPoolExecutor(len(made)) as pool:
@@ -35,8 +35,8 @@ def modules() -> None:
 
 
 @pytest.mark.parametrize("page_size, group", MODULES)
-def test_decode(page_size: int, group: int) -> None:
-    """Contexts of one token, of one tile and of many, time after time: it counts in a workspace that it must leave clean."""
+def test_xqa_decode_equals_reference(page_size: int, group: int) -> None:
+    """Contexts have one token, one tile and many. XQA must leave its workspace's counters clean, so it runs again."""
     from skiff_runtime.attention.flashinfer import FlashInferDecode
 
     torch.manual_seed(page_size)
@@ -62,8 +62,8 @@ def test_decode(page_size: int, group: int) -> None:
     [(8, DTYPE, 8, "pages of"), (16, torch.float32, 8, "bfloat16 or float16"), (16, DTYPE, 34, "at most 16")],
     ids=str,
 )
-def test_what_it_cannot_serve_is_refused(page_size: int, dtype: torch.dtype, heads: int, reason: str) -> None:
-    """By a sentence, not by a failure to compile."""
+def test_unsupported_layout_is_refused(page_size: int, dtype: torch.dtype, heads: int, reason: str) -> None:
+    """With a message, not by a failure to compile."""
     pool = KVPool(KVLayout(1, KV_HEADS, DIM, page_size, dtype), 1, DEVICE)
     with pytest.raises(ConfigError, match=reason):
-        make_backend("triton,flashinfer", pool, query_heads=heads, longest=512)
+        make_backend("triton,flashinfer", pool, query_heads=heads, max_model_len=512)

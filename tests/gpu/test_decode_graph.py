@@ -1,4 +1,4 @@
-"""Steps of decode rows on a GPU, once they have run: they allocate nothing there, and the host waits for nothing."""
+"""Decode steps on a GPU, once warm, allocate nothing, and the host waits for nothing."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 import torch
 from bf16_engine import SETTINGS, make_wide_model
 from engine_driver import GREEDY, Driver, Row, make_engine
-from shared_prefix_probe import note_cuts
+from shared_prefix_probe import record_shared_steps
 
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.messages import SamplingSpec
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 ROWS, STEPS = 12, 40
 COUNTERS: Final = ("allocation.all.allocated", "num_device_alloc", "num_sync_all_streams")
 SPIN: Final = 4_000_000_000
-"""Cycles of the GPU: two seconds."""
+"""Cycles of the GPU: about two seconds."""
 SAMPLINGS: Final = [
     GREEDY,
     SamplingSpec(max_tokens=STEPS, seed=1, temperature=0.8),
@@ -32,11 +32,11 @@ SAMPLINGS: Final = [
 
 
 @pytest.mark.parametrize(("attention", "common"), [("triton", 0), ("triton", 128), ("flashinfer", 0)])
-def test_they_allocate_nothing_and_wait_for_nothing(
+def test_decode_steps_allocate_nothing_and_wait_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, common: int
 ) -> None:
-    """Rows that are drawn in every way, of which each begins pages; with ``common`` tokens that are read once for all."""
-    shared = note_cuts(monkeypatch)
+    """The rows are sampled in every way and start new pages; their first ``common`` tokens are read once for all."""
+    shared = record_shared_steps(monkeypatch)
     path = make_wide_model(tmp_path, "llama")
     sizes: dict[str, Any] = {
         "max_running_requests": 16,
@@ -54,16 +54,16 @@ def test_they_allocate_nothing_and_wait_for_nothing(
         assert counted() == before
     assert bool(shared) is (common > 0)
     asleep = on_thread(engine, spin)
-    flights = [driver.launch([(row, 1) for row in rows], decode_rows=ROWS) for _ in range(3)]
-    assert not on_thread(engine, asleep.query), "three steps were launched only when the GPU had come to them"
-    for flight in flights:
-        flight.result()
+    in_flight = [driver.launch([(row, 1) for row in rows], decode_rows=ROWS) for _ in range(3)]
+    assert not on_thread(engine, asleep.query), "the launches of three steps waited for the GPU"
+    for handle in in_flight:
+        handle.result()
     assert counted() == before
     engine.close()
 
 
 def opened(driver: Driver, common: int) -> list[Row]:
-    """Rows whose prompts are computed, of which ``common`` tokens are the same, in the same pages."""
+    """Open rows and compute their prompts, whose first ``common`` tokens are the same, in the same pages."""
     random = np.random.default_rng(5)
     head = random.integers(2, 300, common).tolist()
     tails = [random.integers(2, 300, int(random.integers(1, 60))).tolist() for _ in range(ROWS)]
@@ -78,28 +78,28 @@ def opened(driver: Driver, common: int) -> list[Row]:
 
 
 def decode(driver: Driver, rows: list[Row], count: int) -> None:
-    """So many steps, of which three are in flight."""
-    flights: deque[StepHandle] = deque()
+    """Run ``count`` steps, three of them in flight."""
+    in_flight: deque[StepHandle] = deque()
     for _ in range(count):
-        flights.append(driver.launch([(row, 1) for row in rows], decode_rows=len(rows)))
-        if len(flights) > 3:
-            flights.popleft().result()
-    for flight in flights:
-        flight.result()
+        in_flight.append(driver.launch([(row, 1) for row in rows], decode_rows=len(rows)))
+        if len(in_flight) > 3:
+            in_flight.popleft().result()
+    for handle in in_flight:
+        handle.result()
 
 
 def counted() -> list[int]:
-    """What the allocator has done so far, graphs and all threads included."""
+    """Return the allocator's counters, for all graphs and threads."""
     stats = torch.cuda.memory_stats()
     return [stats[name] for name in COUNTERS]
 
 
 @contextmanager
 def strict(engine: Engine) -> Iterator[None]:
-    """Whoever waits for a stream, or copies and waits, gets an error.
+    """Make every wait for a stream, and every copy that waits, raise an error.
 
-    Torch keeps this mode for the whole process (``c10::cuda::warning_state``). Waiting for an event is not reported,
-    which the ring of pinned buffers does when it has gone round, and who wants a step's result.
+    Torch keeps this mode for the whole process (``c10::cuda::warning_state``). Waits for an event are not reported:
+    the ring of staging buffers waits for its oldest one, and a step's result for its tokens.
     """
     probe = torch.ones(1, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -112,12 +112,12 @@ def strict(engine: Engine) -> Iterator[None]:
 
 
 def on_thread(engine: Engine, call: Any) -> Any:
-    """In the engine's own thread, behind the steps that were launched, and on its stream."""
+    """Call on the engine's thread, after all launched steps, on its stream."""
     return engine._thread.submit(call).result()
 
 
 def spin() -> torch.cuda.Event:
-    """Keep the GPU busy; the event tells when it is through."""
+    """Keep the GPU busy, and return an event that ends with it."""
     torch.cuda._sleep(SPIN)  # type: ignore[no-untyped-call]
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

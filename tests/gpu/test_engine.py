@@ -1,4 +1,4 @@
-"""The engine on a GPU: as transformers there, and the same tokens whatever does not change what is computed."""
+"""The engine on a GPU: tokens equal those of transformers, and do not depend on settings that do not change the model."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 COUNT = 24
 BUDGET = 64
-"""Tokens of a step."""
+"""Tokens per step."""
 SAMPLINGS = [
     GREEDY,
     SamplingSpec(max_tokens=COUNT, seed=1, temperature=0.8),
@@ -35,8 +35,8 @@ def prompts(count: int) -> list[list[int]]:
     return [random.integers(2, 300, int(random.integers(1, 90))).tolist() for _ in range(count)]
 
 
-def made(path: Path, samplings: Sequence[SamplingSpec], **changes: Any) -> list[list[int]]:
-    """Tokens of a crowd in mixed steps, from an engine that has warmed up."""
+def generate_warm(path: Path, samplings: Sequence[SamplingSpec], **changes: Any) -> list[list[int]]:
+    """Generate tokens of several requests in mixed batches, by an engine that has warmed up."""
     settings = {**SETTINGS, "max_running_requests": 8, "max_num_batched_tokens": BUDGET, **changes}
     engine = make_engine(path, **settings)
     engine.warmup()
@@ -58,20 +58,21 @@ ATTENTION = pytest.mark.parametrize("attention", ["triton", "flashinfer,triton",
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 128, which every backend takes."""
+    """A model with heads of 128, which every backend supports."""
     return make_wide_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.mark.parametrize(
     "attention", ["triton", "flashinfer,triton", "flashinfer", "triton,flashinfer", "torch"]
 )
-def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, attention: str) -> None:
-    """A tie: transformers' logits of the two tokens differ by no more than what bfloat16 makes of its own.
+def test_greedy_tokens_equal_transformers_but_for_near_ties(model: Path, attention: str) -> None:
+    """A near tie is one where transformers' logits of the two tokens differ by no more than bfloat16's rounding error.
 
-    What that is, transformers tells in float32. Tokens may differ twice as often as its own two choices do.
+    The error is measured against transformers in float32. Tokens may differ twice as often as those of transformers in
+    bfloat16 and in float32 do.
     """
     crowd = prompts(12)
-    outputs = made(model, [GREEDY] * 12, attention_backend=attention)
+    outputs = generate_warm(model, [GREEDY] * 12, attention_backend=attention)
     rounded, exact = (
         torch.cat(known_logits(model, dtype, crowd, outputs)) for dtype in (torch.bfloat16, torch.float32)
     )
@@ -84,34 +85,36 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(model: Path, atten
 
 @ATTENTION
 def test_tokens_do_not_depend_on_graphs(model: Path, attention: str) -> None:
-    plain = made(model, SAMPLINGS, attention_backend=attention)
+    plain = generate_warm(model, SAMPLINGS, attention_backend=attention)
     for changes in ({"disable_cuda_graph": True}, {"max_running_requests": 64}):
-        assert made(model, SAMPLINGS, attention_backend=attention, **changes) == plain, changes
+        assert generate_warm(model, SAMPLINGS, attention_backend=attention, **changes) == plain, changes
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
 def test_tokens_do_not_depend_on_the_page_size(model: Path, attention: str) -> None:
-    """With FlashInfer's prefill neither: on Hopper it knows tokens alone, elsewhere it divides no context of up to 128."""
-    outputs = [made(model, SAMPLINGS, page_size=size, attention_backend=attention) for size in (1, 16, 64)]
+    """FlashInfer's plan depends on tokens alone on Hopper; elsewhere it splits no context of up to 128 tokens."""
+    outputs = [
+        generate_warm(model, SAMPLINGS, page_size=size, attention_backend=attention) for size in (1, 16, 64)
+    ]
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer,triton"])
-def test_greedy_tokens_are_the_same_however_the_same_steps_are_run(model: Path, attention: str) -> None:
-    """To the last one: behind a scheduler that plans ahead or not, with graphs or without, over pages of any size.
+def test_identical_steps_give_identical_greedy_tokens(model: Path, attention: str) -> None:
+    """The steps are run with and without overlap scheduling, with and without graphs, over pages of any size.
 
-    Only steps of the same rows have the same last bits. So all requests come at once, no two begin alike, each has a
-    slot, and how long its answer is does not depend on what it says.
+    Only steps of the same rows have the same last bits. So all requests arrive at once, no two share a prefix, each has
+    a slot, and the length of an answer does not depend on its tokens.
     """
     sampling = SamplingSpec(max_tokens=COUNT, seed=0, temperature=0.0, ignore_eos=True)
-    asked = [request(uid, [uid + 2, *prompt], sampling) for uid, prompt in enumerate(prompts(8))]
+    requests = [request(uid, [uid + 2, *prompt], sampling) for uid, prompt in enumerate(prompts(8))]
     kinds: list[dict[str, Any]] = [{}, {"disable_overlap_schedule": True}, {"disable_cuda_graph": True}]
     kinds += [{"page_size": 1}, {"page_size": 64, "disable_overlap_schedule": True}]
     first, *others = (
-        serve(model, asked, attention_backend=attention, max_num_batched_tokens=BUDGET, **changes)
+        serve(model, requests, attention_backend=attention, max_num_batched_tokens=BUDGET, **changes)
         for changes in kinds
     )
-    assert all(len(first.replies[each.uid].tokens) == COUNT for each in asked)
+    assert all(len(first.replies[each.uid].tokens) == COUNT for each in requests)
     for changes, other in zip(kinds[1:], others, strict=True):
         assert other.steps == first.steps, changes
         assert other.replies == first.replies, changes
@@ -135,16 +138,16 @@ def test_tokens_do_not_depend_on_overlap(model: Path, dtype: str, attention: str
 
 
 def run(engine: Any, ahead: int) -> list[list[int]]:
-    """Tokens of the crowd when so many steps are in flight at a time."""
+    """Generate tokens with ``ahead`` steps in flight."""
     driver = Driver(engine, 16)
     rows = [driver.open(slot, prompt, SAMPLINGS[slot]) for slot, prompt in enumerate(prompts(7))]
-    flights: list[StepHandle] = [driver.launch([(row, row.known - row.done) for row in rows])]
+    in_flight: list[StepHandle] = [driver.launch([(row, row.known - row.done) for row in rows])]
     steps: list[list[int]] = []
     for _ in range(COUNT):
-        flights.append(driver.launch([(row, 1) for row in rows], decode_rows=len(rows)))
-        while len(flights) > ahead:
-            steps.append(flights.pop(0).result().tokens.tolist())
-    steps += [flight.result().tokens.tolist() for flight in flights]
+        in_flight.append(driver.launch([(row, 1) for row in rows], decode_rows=len(rows)))
+        while len(in_flight) > ahead:
+            steps.append(in_flight.pop(0).result().tokens.tolist())
+    steps += [handle.result().tokens.tolist() for handle in in_flight]
     return steps
 
 
@@ -155,8 +158,8 @@ def memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_the_largest_steps_fit_beside_a_full_cache(memory: None, model: Path) -> None:
-    """The pool takes what the profile leaves; then the largest step, and the most demanding choice, still run."""
+def test_largest_steps_fit_beside_a_full_kv_cache(memory: None, model: Path) -> None:
+    """The pool takes the memory that the profile leaves; the largest step with the costliest sampling still runs."""
     engine = make_engine(
         model,
         dtype="bfloat16",

@@ -1,11 +1,17 @@
-"""Products of numbers in eight bits on a GPU: its tensor cores' and ours, against float64."""
+"""FP8 matrix products on a GPU, on its tensor cores and by our kernels, against float64."""
 
 import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.e4m3 import E4M3, Matrix, QuantizedActivations, quantize_rows
-from skiff_runtime.kernels.fp8 import fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8 import (
+    E4M3,
+    FP8Weight,
+    QuantizedActivations,
+    fp8_linear,
+    quantize_activations,
+    quantize_rows,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -19,19 +25,21 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 257])
 @pytest.mark.parametrize("outputs, inputs", [(16, 16), (48, 208), (1024, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(tokens: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
-    """In float16, too, the tensor cores' product comes in bfloat16, as which it is judged."""
+def test_fp8_linear_equals_reference(
+    tokens: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype
+) -> None:
+    """For float16, too, the tensor cores return bfloat16, so its tolerance applies."""
     x = quantize_activations(noise(tokens, inputs, dtype=dtype, seed=tokens) * 3)
     assert x.values.dtype == (torch.float16 if tokens == 1 else E4M3)
     weight, scales = quantize_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
-    wanted = wide(x) @ (weight.double() * scales.double()).T
-    wanted = wanted if added is None else wanted + added.double()
-    arrivals = torch.zeros(outputs, dtype=torch.int32, device="cuda")
-    product = fp8_linear(x, Matrix(weight, scales, arrivals), added)
+    expected = dequantize(x) @ (weight.double() * scales.double()).T
+    expected = expected if added is None else expected + added.double()
+    tile_counters = torch.zeros(outputs, dtype=torch.int32, device="cuda")
+    product = fp8_linear(x, FP8Weight(weight, scales, tile_counters), added)
     assert product.dtype == dtype and product.shape == (tokens, outputs)
-    assert error(product, wanted) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
+    assert error(product, expected) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
 
 
-def wide(x: QuantizedActivations) -> torch.Tensor:
+def dequantize(x: QuantizedActivations) -> torch.Tensor:
     return x.values.double() * x.scales.double()

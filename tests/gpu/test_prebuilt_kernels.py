@@ -1,4 +1,4 @@
-"""A start with kernels that were compiled ahead, as if there were no GPU: nothing more is compiled, nor could it be."""
+"""A start with kernels that were prebuilt without a GPU: it compiles nothing more, and has no compiler to do so."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ OPTIONS: Final[dict[str, Any]] = {
     "attention_backend": "triton",
     "max_running_requests": 17,
 }
-"""So many that steps may share prefixes. Kernels are prebuilt and used with the same."""
+"""Options of both prebuilding and serving; 17 rows are enough for steps with shared prefixes."""
 SERVE: Final = """
 import json, sys
 from skiff_runtime.offline.llm import LLM
@@ -36,10 +36,10 @@ def files(directory: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize(("quantization", "cache"), [("none", "auto"), ("fp8", "auto"), ("fp8", "fp8_e4m3")])
-def test_a_start_compiles_nothing(tmp_path: Path, quantization: str, cache: str) -> None:
+def test_start_with_prebuilt_kernels_compiles_nothing(tmp_path: Path, quantization: str, cache: str) -> None:
     model, directory = str(make_wide_model(tmp_path / "model", "qwen3")), tmp_path / "kernels"
-    eight = {"quantization": quantization, "kv_cache_dtype": cache}
-    options = {**OPTIONS, **eight, "kernel_cache_dir": str(directory)}
+    fp8 = {"quantization": quantization, "kv_cache_dtype": cache}
+    options = {**OPTIONS, **fp8, "kernel_cache_dir": str(directory)}
     flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
     major, minor = torch.cuda.get_device_capability()
     command = ["-m", "skiff_runtime", "prebuild", "--model-config", model, "--arch", f"{major}.{minor}"]

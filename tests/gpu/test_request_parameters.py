@@ -1,8 +1,7 @@
-"""All that a request can ask for, in bfloat16 on a GPU: every token against transformers' logits, but for ties.
+"""All parameters of a request, in bfloat16 on a GPU: every token is checked against transformers' logits.
 
-A tie is a matter of logits. So a request's edits, its temperature and its noise, which are known to the last bit, are
-applied to the oracle's logits in float64; the token that was taken must then have the best score there is, but for what
-the logits of two tokens may be off.
+A request's logits processors, temperature and noise, which are known exactly, are applied to transformers' logits in
+float64. The sampled token must then have the best score, up to the error of two tokens' logits (a near tie).
 """
 
 import re
@@ -14,8 +13,8 @@ import pytest
 import torch
 from bf16_engine import error_of, known_logits, make_wide_model, serve, tie_of
 from grammar_factory import GrammarFactory
-from reference_logits_processors import edited_row
-from scheduler_bench import UNKNOWN, Thought, request
+from reference_logits_processors import process_row
+from scheduler_bench import UNPREDICTED, ReceivedLogprobs, request
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.kernels.gumbel import add_gumbel
@@ -25,7 +24,7 @@ from skiff_runtime.scheduler import admission
 pytestmark = pytest.mark.gpu
 
 COUNT: Final = 40
-ASKED: Final[list[dict[str, Any]]] = [
+PARAMETERS: Final[list[dict[str, Any]]] = [
     {"temperature": 0.0},
     {},
     {"seed": 1 << 63, "temperature": 0.6, "logprobs": 0},
@@ -43,24 +42,27 @@ ASKED: Final[list[dict[str, Any]]] = [
     {"temperature": 0.0, "logit_bias": ((EOS_ID, 100.0),), "min_tokens": 7},
     {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 0},
 ]
-"""Each one's seed is its number, if it names none."""
+"""A request's seed is its index, unless it has one."""
 PATTERNS: Final = ("[a-f]{9,20}", "(yes|no|perhaps){2,5}", '\\{"n": [0-9]{1,9}\\}')
 ABORTED: Final = (1, 6)
-"""They may hear no more than has been computed by then."""
+"""Requests that are aborted after their first token."""
 
 
 @pytest.mark.parametrize("attention", ["flashinfer,triton", "triton"])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_every_answer_is_what_was_asked_for(
+def test_answers_respect_all_sampling_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, crowded: bool
 ) -> None:
-    """Crowded: few pages, so that requests are preempted, and two that are cancelled."""
+    """In the crowded case there are few pages, so that requests are preempted, and two requests are aborted."""
     monkeypatch.setattr(
         admission, "INITIAL_NEW_TOKEN_RATIO", 0.1
-    )  # of what may still be wanted: it lets too many in
+    )  # admits too many requests, so that some are preempted
     path = make_wide_model(tmp_path, "llama", seed=37)
     maker, rng = GrammarFactory(path), np.random.default_rng(9)
-    samplings = [SamplingSpec(**{"max_tokens": COUNT, "seed": at, **asked}) for at, asked in enumerate(ASKED)]
+    samplings = [
+        SamplingSpec(**{"max_tokens": COUNT, "seed": at, **requests})
+        for at, requests in enumerate(PARAMETERS)
+    ]
     free = len(samplings)
     samplings += [
         SamplingSpec(max_tokens=60, seed=at, temperature=at * 0.8, top_p=0.9, logprobs=at)
@@ -68,13 +70,15 @@ def test_every_answer_is_what_was_asked_for(
     ]
     prompts = [rng.integers(5, VOCAB_SIZE, int(rng.integers(1, 70))).tolist() for _ in samplings]
     grammars = [*[None] * free, *map(maker.regex, PATTERNS)]
-    asked = [request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))]
+    requests = [
+        request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))
+    ]
     few: dict[str, Any] = {"max_total_tokens": 192, "max_num_batched_tokens": 48, "aborted": ABORTED}
     served = serve(
-        path, asked, attention_backend=attention, **(few if crowded else {"max_num_batched_tokens": 256})
+        path, requests, attention_backend=attention, **(few if crowded else {"max_num_batched_tokens": 256})
     )
     assert served.lost_pages == 0 and (served.preempted > 0) is crowded
-    replies = [served.replies[uid] for uid in range(len(asked))]
+    replies = [served.replies[uid] for uid in range(len(requests))]
     for uid in ABORTED if crowded else ():
         assert replies[uid].finish == FinishReason.ABORT and 0 < len(replies[uid].tokens) < COUNT
     for reply, pattern in zip(replies[free:], PATTERNS, strict=True):
@@ -92,35 +96,37 @@ def test_every_answer_is_what_was_asked_for(
         rows = logits[uid]
         if uid < free:
             different += sum(assert_chosen(rows, prompt, reply.tokens, sampling, tie_of(error)))
-        told_of = sampling.logprobs is not None
-        assert_told(reply.thoughts, reply.tokens if told_of else [], rows, sampling.logprobs or 0, error)
+        has_logprobs = sampling.logprobs is not None
+        assert_logprobs(
+            reply.logprobs, reply.tokens if has_logprobs else [], rows, sampling.logprobs or 0, error
+        )
         if sampling.prompt_logprobs is not None:
-            assert reply.prompt[0] == (prompt[0], *UNKNOWN)
-            assert_told(reply.prompt[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
+            assert reply.prompt_logprobs[0] == (prompt[0], *UNPREDICTED)
+            assert_logprobs(reply.prompt_logprobs[1:], prompt[1:], read[uid], sampling.prompt_logprobs, error)
     assert different <= free * COUNT // 10
 
 
 def assert_chosen(
     rows: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingSpec, share: float
 ) -> list[bool]:
-    """Each token of the output has the best score, by the oracle's logits float64 [N, vocab]; where it is another's.
+    """Check that each token of the output has the best score by transformers' logits float64 [N, vocab], or nearly so.
 
-    Two are a tie if they differ by that ``share`` of the largest logit.
+    Scores tie if they differ by at most ``share`` of the largest logit. Returns where another token has the best score.
     """
     missed = []
     for at, (row, token) in enumerate(zip(rows, output, strict=True)):
         tie = (
             share * float(row.abs().max()) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
         )
-        scores = edited_row(row, prompt, output[:at], sampling, ends=[EOS_ID], banned=-torch.inf)
+        scores = process_row(row, prompt, output[:at], sampling, end_tokens=[EOS_ID], masked=-torch.inf)
         assert scores[token] > -torch.inf
         if sampling.temperature > 0:
             scores, tie = scores / sampling.temperature, tie / sampling.temperature
             floor = scores.max() + np.log(sampling.min_p) if sampling.min_p else scores.min()
             floor = max(floor, scores.topk(sampling.top_k).values[-1]) if sampling.top_k else floor
             assert scores[token] >= floor - tie
-            place = torch.tensor([signed(sampling.seed)]), torch.tensor([len(prompt) + at])
-            noise = add_gumbel(torch.zeros(1, VOCAB_SIZE), *place)[0].double()
+            draw = torch.tensor([signed(sampling.seed)]), torch.tensor([len(prompt) + at])
+            noise = add_gumbel(torch.zeros(1, VOCAB_SIZE), *draw)[0].double()
             scores = (
                 (scores + noise)
                 .masked_fill(scores < floor + tie, -torch.inf)
@@ -132,24 +138,24 @@ def assert_chosen(
 
 
 def signed(seed: int) -> int:
-    """As 64 bits with a sign."""
+    """Return the seed as a signed 64-bit integer."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def assert_told(
-    thoughts: list[Thought], tokens: list[int], rows: torch.Tensor, top: int, error: float
+def assert_logprobs(
+    found: list[ReceivedLogprobs], tokens: list[int], rows: torch.Tensor, top: int, error: float
 ) -> None:
-    """Log-probabilities are the oracle's: of the tokens, and of the likeliest.
+    """Compare the log-probabilities of tokens and of the most likely ones with transformers'.
 
-    Each has the ``error`` of a logit in either engine: the root of the mean of all squares is about 1.4 times that, here at most
-    twice; and of so many one may be off by half more than what makes a tie.
+    Both engines have the ``error`` of a logit, so the root mean square of the difference is about 1.4 times that, and
+    2 times is the bound. A single one of these many may be off by half more than a tie.
     """
-    assert [token for token, *_ in thoughts] == tokens
+    assert [token for token, *_ in found] == tokens
     off = [np.zeros(1)]
-    for row, (token, value, ids, values) in zip(rows, thoughts, strict=False):
+    for row, (token, value, ids, values) in zip(rows, found, strict=False):
         assert len(ids) == len(set(ids)) == top and values == sorted(values, reverse=True)
         known = row.log_softmax(-1)
-        wanted = torch.cat((known[[token, *ids]], known.topk(top).values))
-        off.append((np.array([value, *values, *values]) - wanted.numpy()) / float(row.abs().max()))
+        expected = torch.cat((known[[token, *ids]], known.topk(top).values))
+        off.append((np.array([value, *values, *values]) - expected.numpy()) / float(row.abs().max()))
     errors = np.concatenate(off)
     assert np.abs(errors).max() < 1.5 * tie_of(error) and np.square(errors).mean() ** 0.5 < 2 * error

@@ -1,4 +1,4 @@
-"""Decode rows that read a common prefix together get the tokens that they get alone."""
+"""Decode rows that read a shared prefix together get the same tokens as without sharing."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_driver import Driver, make_engine
-from shared_prefix_probe import note_cuts
+from shared_prefix_probe import record_shared_steps
 from tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
@@ -15,19 +15,19 @@ ROWS, COMMON, COUNT = 13, 384, 12
 KINDS: list[dict[str, Any]] = [{}, {"disable_cuda_graph": True}, {"disable_cascade_attn": True}]
 
 
-def test_tokens_do_not_depend_on_who_reads_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_depend_on_prefix_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model(tmp_path, "llama", seed=7, hidden_size=256, intermediate_size=512, head_dim=64)
-    cuts = note_cuts(monkeypatch)
+    shared_steps = record_shared_steps(monkeypatch)
     outputs = []
     for changes in KINDS:
-        cuts.clear()
+        shared_steps.clear()
         outputs.append(tokens(path, **changes))
-        assert bool(cuts) is ("disable_cascade_attn" not in changes)
+        assert bool(shared_steps) is ("disable_cascade_attn" not in changes)
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 def tokens(path: Path, **changes: Any) -> list[list[int]]:
-    """Of two groups of rows, and one on its own; then with a chunk of a prompt beside them."""
+    """Generate tokens of two groups of rows and of a single row, some of them in mixed batches."""
     engine = make_engine(
         path,
         device="cuda",
@@ -50,11 +50,11 @@ def tokens(path: Path, **changes: Any) -> list[list[int]]:
     ]
     rows.append(driver.open(ROWS, random.integers(2, 300, 40).tolist()))
     driver.step([(row, row.known - row.done) for row in rows])
-    everyone = [*first, *rows]
+    all_rows = [*first, *rows]
     late = driver.open(ROWS + 1, random.integers(2, 300, 60).tolist())
     for _ in range(COUNT):
-        driver.step([*((row, 1) for row in everyone), (late, 5)], decode_rows=len(everyone))
+        driver.step([*((row, 1) for row in all_rows), (late, 5)], decode_rows=len(all_rows))
     for _ in range(COUNT):
-        driver.step([(row, 1) for row in everyone], decode_rows=len(everyone))
+        driver.step([(row, 1) for row in all_rows], decode_rows=len(all_rows))
     engine.close()
-    return [row.output for row in everyone]
+    return [row.output for row in all_rows]

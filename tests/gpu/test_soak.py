@@ -1,4 +1,4 @@
-"""Thousands of requests in one process on a GPU: every page comes back, and memory is flat."""
+"""Thousands of requests in one process on a GPU: every page is freed, and memory stays flat."""
 
 import os
 from typing import Final
@@ -12,15 +12,15 @@ pytestmark = pytest.mark.gpu
 
 COUNT: Final = int(os.environ.get("SKIFF_TEST_GPU_REQUESTS", "20000"))
 RESIDENT_MIB: Final = 8.0
-"""What the process may grow by: a kilobyte kept of each request would be 18."""
+"""Bound of the process's growth: a leak of a kilobyte per request would be 18."""
 ALLOCATED_MIB: Final = 4.0
-"""A block of 512 bytes, the smallest there is, kept for each request would be 8.8."""
+"""A leak of one block of 512 bytes, the smallest there is, per request would be 8.8."""
 RESERVED_MIB: Final = 1024.0
-"""Torch keeps blocks for the largest steps, which come now and then: those of the first tenth may be smaller."""
+"""Torch caches blocks for the largest steps; these are rare, so the first tenth may have had smaller ones."""
 
 
 @pytest.mark.timeout(600)
-def test_many_requests_leave_no_page_and_no_byte() -> None:
+def test_many_requests_leak_no_pages_and_no_memory() -> None:
     outcome = soak(
         shapes.find("shape://qwen3-0.6b"),
         COUNT,

@@ -1,4 +1,4 @@
-"""Every process killed, stopped, slowed and flooded, with requests at every stage: each client learns how its ended."""
+"""Each process is killed, stopped, slowed and flooded while requests are at every stage: each gets exactly one end."""
 
 import asyncio
 from collections import Counter
@@ -33,40 +33,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def survive(service: Service, process: str, fault: Fault, salt: int) -> None:
-    """The fault passes: everyone has an end, nothing is held, the answers are the same."""
+    """Inject a fault that the service survives: every request ends, nothing is held, answers stay the same."""
     before = probe(service)
     endings = asyncio.run(inject(service, process, fault, salt=salt))
-    report(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
+    print_endings(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
     assert judge(endings, process, fault) == []
     assert judge_recovery(service, before) == []
 
 
-def succumb(service: Service, process: str, fault: Fault, salt: int) -> None:
-    """The service ends: everyone is told, and nothing is left of it."""
+def fail(service: Service, process: str, fault: Fault, salt: int) -> None:
+    """Inject a fault that ends the service: every client gets an error, and nothing is left of the service."""
     probe(service)
     family, others = Family.of(service), run_dirs()
     endings = asyncio.run(inject(service, process, fault, salt=salt))
-    report(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
+    print_endings(process, fault, Counter(str(each).partition(" after")[0] for each in endings))
     assert judge(endings, process, fault) == []
     assert judge_end(service, family) == []
     assert family.run_dir.name in others
 
 
-def report(process: str, fault: Fault, endings: Counter[str]) -> None:
-    """For whoever reads along."""
+def print_endings(process: str, fault: Fault, endings: Counter[str]) -> None:
+    """Print a summary."""
     print(f"fault: {fault} {process}: {dict(endings)}")
 
 
-def test_a_fault_that_passes_and_one_that_does_not(model: Path) -> None:
+def test_one_survivable_and_one_fatal_fault(model: Path) -> None:
     with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
         probe(service)
         survive(service, "grammar", Fault.KILL, 0)
-        succumb(service, "tokenizer0", Fault.FLOOD, 1)
+        fail(service, "tokenizer0", Fault.FLOOD, 1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_all_faults_that_a_service_survives(model: Path) -> None:
+def test_all_survivable_faults(model: Path) -> None:
     with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
         for salt, (process, fault) in enumerate(SURVIVED):
             survive(service, process, fault, salt)
@@ -74,6 +74,6 @@ def test_all_faults_that_a_service_survives(model: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("process", "fault"), FATAL)
-def test_all_faults_that_end_a_service(model: Path, process: str, fault: Fault) -> None:
+def test_all_fatal_faults(model: Path, process: str, fault: Fault) -> None:
     with running_service(model, "--tp", "2", *SERVICE_FLAGS, *FLAGS) as service:
-        succumb(service, process, fault, 1)
+        fail(service, process, fault, 1)

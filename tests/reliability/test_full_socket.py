@@ -1,4 +1,4 @@
-"""A peer that reads nothing fills its socket: whoever sends to it gets an error in time, and beats are just dropped."""
+"""A peer that does not read fills its socket: senders get an error in time, and heartbeats are dropped."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from skiff_runtime.messages import Heartbeat, ToSupervisor, transport
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender, TransportError
 
 MESSAGE = Heartbeat(process="x" * 1000)
-MORE_THAN_FITS = 10_000
+MORE_THAN_FIT = 10_000
 
 
 @pytest.fixture
@@ -21,22 +21,22 @@ def endpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoints]:
 
 
 def fill(sender: Sender) -> int:
-    """How many messages went before one was refused."""
-    for sent in range(MORE_THAN_FITS):
+    """Send until a message is refused; return the number sent."""
+    for sent in range(MORE_THAN_FIT):
         try:
             sender.send(MESSAGE)
         except TransportError as error:
             assert "supervisor does not read its messages" in str(error)
             return sent
-    raise AssertionError("nothing limits what waits for a peer that does not read")
+    raise AssertionError("nothing limits the messages queued for a peer that does not read")
 
 
-def test_a_full_socket_is_an_error_and_its_messages_are_not_lost(endpoints: Endpoints) -> None:
+def test_full_socket_is_an_error_that_loses_no_queued_message(endpoints: Endpoints) -> None:
     inbox: Receiver[Heartbeat] = Receiver(endpoints.supervisor, ToSupervisor)
     sender = Sender(endpoints.supervisor, timeout_seconds=0.2)
     try:
         sent = fill(sender)
-        sender.offer(MESSAGE)  # returns at once
+        sender.try_send(MESSAGE)  # returns at once
         received = 0
         while inbox.receive(0.5) is not None:
             received += 1
@@ -48,7 +48,7 @@ def test_a_full_socket_is_an_error_and_its_messages_are_not_lost(endpoints: Endp
         inbox.close()
 
 
-def test_a_peer_that_never_came_is_an_error_too(endpoints: Endpoints) -> None:
+def test_peer_that_never_binds_is_an_error(endpoints: Endpoints) -> None:
     sender = Sender(endpoints.supervisor, timeout_seconds=0.2)
     try:
         assert fill(sender) == transport.QUEUE_MESSAGES

@@ -1,4 +1,4 @@
-"""A hundred thousand short requests: none hangs, none is answered wrongly, nothing is lost or piles up."""
+"""100,000 short requests: none hangs or gets a wrong answer, and nothing leaks."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from raw_http import address_of
 from service import Service, running_service
 from soak import Soak
 from soak_requests import MODEL
-from watch import Usage, family_of, nothing_held, pages
+from watch import Usage, check_nothing_held, family_of, pages
 
 SHORT: Final = 1000
 SHORT_POOL: Final = 60
@@ -32,13 +32,13 @@ FLAGS: Final = (
     "--log-level",
     "debug",
 )
-"""Less memory than the pool of questions fills, so that pages are evicted; debug lets an idle scheduler check each page."""
+"""The KV cache is smaller than the pool of questions, so pages are evicted; debug makes an idle scheduler check each page."""
 FLAT_MIB: Final = 8.0
 FLAT_SHARE: Final = 0.03
 
 
 def soak(service: Service, count: int, pool: int, sample: Callable[[float], None]) -> Soak:
-    """Run it, and see that it left nothing."""
+    """Run the soak, and check that it left nothing behind."""
 
     async def scenario() -> Soak:
         run = Soak(address_of(service.url), count=count, pool=pool, seed=SEED)
@@ -47,43 +47,45 @@ def soak(service: Service, count: int, pool: int, sample: Callable[[float], None
         return run
 
     run = asyncio.run(scenario())
-    nothing_held(service)
+    check_nothing_held(service)
     assert service.http.post(service.url + "/flush_cache", json={}).status_code == 200
     assert service.http.get(service.url + "/health_generate", timeout=60).status_code == 200
     return run
 
 
 def check(run: Soak) -> None:
-    """None hung, none was wrong."""
+    """Check that no request hung and no answer was wrong."""
     assert run.outcome.hung == []
     assert run.outcome.wrong == []
     assert {"right", "disconnected", "too_long", "malformed"} == set(run.outcome.counts)
 
 
-def test_short_requests() -> None:
+def test_short_requests_leak_nothing() -> None:
     with running_service("demo://", *FLAGS) as service:
         run = soak(service, SHORT, SHORT_POOL, lambda _: None)
         print(json.dumps({"soak": run.outcome.summary()}))
         check(run)
         assert service.metric("skiff_evicted_pages_total") > 0
-        assert pages(service, "cached") <= 1, "what the health check left"
+        assert pages(service, "cached") <= 1, "the pages of the health check"
 
 
 def growth(usage: Usage) -> dict[str, Any]:
-    """Processes that grew after the first tenth."""
+    """Return the processes whose memory grew after the first tenth."""
     grown = {}
-    for name, told in usage.report().items():
-        limit = told["second_tenth_mib"] + max(FLAT_MIB, FLAT_SHARE * told["second_tenth_mib"])
-        if told["last_tenth_mib"] > limit:
-            grown[name] = told
+    for name, reported in usage.report().items():
+        limit = reported["second_tenth_mib"] + max(FLAT_MIB, FLAT_SHARE * reported["second_tenth_mib"])
+        if reported["last_tenth_mib"] > limit:
+            grown[name] = reported
     return grown
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
-def test_short_requests_at_length() -> None:
+def test_short_requests_at_length_leak_nothing() -> None:
     with running_service("demo://", *FLAGS) as service:
-        soak(service, SHORT, SHORT_POOL, lambda _: None)  # starts what starts late: the grammar compiler
+        soak(
+            service, SHORT, SHORT_POOL, lambda _: None
+        )  # starts the grammar compiler, which starts on demand
         family = family_of(service)
         before = {name: each.num_fds() for name, each in family.items()}
         usage = Usage(family)

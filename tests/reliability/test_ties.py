@@ -1,4 +1,4 @@
-"""Which partings count as ties: those that a rounding error in the weights decides, and no others."""
+"""Only answers that a rounding error of the weights can decide count as near ties."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from answers import Answer, Choice
-from near_ties import find_parting, find_ties
+from near_ties import find_divergence, find_ties
 from safetensors.torch import load_file, save_file
 from tiny_models import greedy_tokens, load_reference, make_model
 
@@ -20,13 +20,13 @@ def answer(tokens: Sequence[int], logprobs: Sequence[float] = ()) -> Answer:
 
 
 def greedy(model: Path, numbers: Sequence[int]) -> list[Answer]:
-    """Each request is ``PROMPT``; one greedy token of the reference."""
+    """Answer each request, which is ``PROMPT``, with one greedy token of the reference."""
     return [answer(greedy_tokens(load_reference(model), PROMPT, 1)) for _ in numbers]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model that cannot tell its greedy token after ``PROMPT`` from the next one."""
+    """Make a model whose two best tokens after ``PROMPT`` have equal logits."""
     made = make_model(tmp_path / "model", shard_size="1GB")
     file = made / "model.safetensors"
     weights = load_file(file)
@@ -43,32 +43,35 @@ def twin(model: Path) -> int:
     return best(model) + 1
 
 
-def test_a_tie_is_seen_and_nothing_else(model: Path) -> None:
+def test_equal_logits_are_a_tie_and_others_are_not(model: Path) -> None:
     with torch.inference_mode():
         logits = load_reference(model)(torch.tensor([PROMPT])).logits[0, -1]
     first, second, third = logits.topk(3).indices.tolist()
     assert logits[first] == logits[second] > logits[third]
-    partings = [
-        find_parting(number, answer([first]), answer([other])) for number, other in enumerate((second, third))
+    divergences = [
+        find_divergence(number, answer([first]), answer([other]))
+        for number, other in enumerate((second, third))
     ]
-    assert find_ties(model, [each for each in partings if each], greedy) == [0]
+    assert find_ties(model, [each for each in divergences if each], greedy) == [0]
 
 
-def test_a_model_can_be_asked_again(model: Path) -> None:
-    parting = find_parting(0, answer([best(model)]), answer([twin(model)]))
-    assert parting is not None
-    assert find_ties(model, [parting], greedy) == find_ties(model, [parting], greedy)
+def test_ties_are_found_again_for_the_same_model(model: Path) -> None:
+    divergence = find_divergence(0, answer([best(model)]), answer([twin(model)]))
+    assert divergence is not None
+    assert find_ties(model, [divergence], greedy) == find_ties(model, [divergence], greedy)
 
 
-def test_a_parting_needs_agreement_before_it() -> None:
-    found = find_parting(3, answer([1, 2, 5], [-0.1, -0.2, -9]), answer([1, 2, 6], [-0.1, -0.2, -1]))
+def test_answers_must_agree_up_to_the_divergence() -> None:
+    found = find_divergence(3, answer([1, 2, 5], [-0.1, -0.2, -9]), answer([1, 2, 6], [-0.1, -0.2, -1]))
     assert found is not None
     assert found.ways == ((1, 2, 5), (1, 2, 6))
-    assert find_parting(3, answer([1, 2, 5], [-0.1, -0.3, -1]), answer([1, 2, 6], [-0.1, -0.2, -1])) is None
+    assert (
+        find_divergence(3, answer([1, 2, 5], [-0.1, -0.3, -1]), answer([1, 2, 6], [-0.1, -0.2, -1])) is None
+    )
 
 
-def test_other_differences_are_no_partings() -> None:
+def test_other_differences_are_no_divergences() -> None:
     failed = Answer(500, error="lost", ends=1)
-    assert find_parting(0, answer([1, 2]), answer([1, 2, 3])) is None
-    assert find_parting(0, failed, answer([1, 2])) is None
-    assert find_parting(0, answer([1, 2]), failed) is None
+    assert find_divergence(0, answer([1, 2]), answer([1, 2, 3])) is None
+    assert find_divergence(0, failed, answer([1, 2])) is None
+    assert find_divergence(0, answer([1, 2]), failed) is None

@@ -1,4 +1,4 @@
-"""Undocumented parts of libraries that modules of the runtime borrow: present as needed, or refused by name."""
+"""Library internals that the runtime uses: present in the installed versions, and refused by name if changed."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ INTERNALS = [
     for library, borrower in INSTALLED.items()
     for name in import_module(borrower).NEEDED
 ]
-# Each of these changes one library as a later release of it might.
+# Each entry changes one library as a later release might.
 CHANGES = {
     "gone": (
         "uvicorn",
@@ -55,15 +55,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("library", "borrower", "name"), INTERNALS)
-def test_the_installed_library_has_what_is_borrowed(library: str, borrower: str, name: str) -> None:
+def test_installed_library_has_the_borrowed_internals(library: str, borrower: str, name: str) -> None:
     needed = import_module(borrower).NEEDED
     assert missing_internals({name: needed[name]}) == [], f"{borrower} borrows it from {library}"
 
 
 @pytest.mark.parametrize(("library", "change", "lacked"), CHANGES.values(), ids=CHANGES)
-def test_a_library_of_another_shape_is_refused_by_name_and_version(
-    library: str, change: str, lacked: str
-) -> None:
+def test_changed_library_is_refused_by_name_and_version(library: str, change: str, lacked: str) -> None:
     code = f"{change}\nimport {BORROWERS[library]}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     error = done.stderr.splitlines()[-1]
@@ -75,7 +73,7 @@ def test_a_library_of_another_shape_is_refused_by_name_and_version(
     assert f"tested with {bounded_by}" in error
 
 
-def test_a_library_that_is_missing_is_no_mismatch() -> None:
+def test_missing_library_raises_module_not_found() -> None:
     code = """
 import sys
 
@@ -91,8 +89,8 @@ import skiff_runtime.api.http.uvicorn_internals
     assert "ModuleNotFoundError" in done.stderr.splitlines()[-1]
 
 
-def test_a_profile_needs_no_setting_that_an_older_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6, which serves CPUs, cannot choose the threads of a profile."""
+def test_profiler_settings_work_with_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6, which CPU images may have, cannot choose the threads of a profile."""
 
     class Older:
         def __init__(self, verbose: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""One event is one line of printable text, whatever a client put into its fields."""
+"""An event is one line of printable text, whatever its fields contain."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 from skiff_runtime import log
 
 
-def line_of(caplog: pytest.LogCaptureFixture, value: object) -> str:
+def log_line(caplog: pytest.LogCaptureFixture, value: object) -> str:
     with caplog.at_level(logging.INFO, logger="skiff"):
         log.event("request", user=value)
     return caplog.messages[-1]
@@ -29,7 +29,7 @@ def line_of(caplog: pytest.LogCaptureFixture, value: object) -> str:
         ("\ud800", '"\\ud800"'),
     ],
 )
-def test_a_value_shows_or_is_escaped(caplog: pytest.LogCaptureFixture, value: object, shown: str) -> None:
-    line = line_of(caplog, value)
+def test_values_are_printed_or_escaped(caplog: pytest.LogCaptureFixture, value: object, shown: str) -> None:
+    line = log_line(caplog, value)
     assert line == f"request user={shown}"
     assert line.isprintable()

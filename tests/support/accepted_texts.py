@@ -1,4 +1,4 @@
-"""Which texts a compiled grammar admits, by xgrammar itself."""
+"""Texts that a compiled grammar accepts, by xgrammar itself."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,16 +10,17 @@ from skiff_runtime.messages import CompiledGrammar
 from skiff_runtime.models.config import read_model_config
 
 
-def admitted(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
-    """Those of ``texts`` that may each be all of an answer of the model in this directory."""
+def accepted_texts(model: Path, grammar: CompiledGrammar | None, texts: Iterable[str]) -> set[str]:
+    """Return those of ``texts`` that are complete answers under the grammar, for the model in this directory."""
     assert grammar is not None
     vocabulary = read_tokenizer_info(read_model_config(model))
     compiled = xgrammar.CompiledGrammar.deserialize_json(grammar.data.decode(), vocabulary)
     return {
-        text for text in texts if _may_end(xgrammar.GrammarMatcher(compiled), text, vocabulary.stop_token_ids)
+        text
+        for text in texts
+        if _is_accepted(xgrammar.GrammarMatcher(compiled), text, vocabulary.stop_token_ids)
     }
 
 
-def _may_end(matcher: xgrammar.GrammarMatcher, text: str, stops: Iterable[int]) -> bool:
-    """Whether the answer may be this text, and then be over."""
+def _is_accepted(matcher: xgrammar.GrammarMatcher, text: str, stops: Iterable[int]) -> bool:
     return matcher.accept_string(text) and any(matcher.accept_token(stop) for stop in stops)

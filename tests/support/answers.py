@@ -1,4 +1,4 @@
-"""Replies of the three generation endpoints, streamed or not, in one form that can be compared."""
+"""Responses of the three generation endpoints, streamed or not, in one form that can be compared."""
 
 import json
 import math
@@ -13,7 +13,7 @@ LOGPROB_TOLERANCE: Final = 2e-3
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. ``logprobs`` of its tokens; ``tops`` those of the likeliest, position by position, sorted."""
+    """One choice. ``logprobs``: one for each token; ``tops``: the sorted top log-probabilities of each position."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """How a request ended. ``ends``: terminal events seen, of which there must be one for each choice or one error."""
+    """The end of a request. ``ends``: terminal events received; there must be one for each choice, or one error."""
 
     status: int
     error: str | None = None
@@ -37,19 +37,19 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether it is an answer, whole."""
+        """True for a whole answer without an error."""
         return self.error is None and not self.cut
 
     @property
     def terminal(self) -> bool:
-        """Whether the client knows how its request ended: by a whole answer or by one error."""
+        """True if the client knows how its request ended: by a whole answer or by one error."""
         if self.cut:
             return False
         return self.ends == (1 if self.error is not None else len(self.choices)) and self.ends > 0
 
 
 def read_answer(reply: Reply) -> Answer:
-    """What a reply says."""
+    """Parse a response."""
     answer = Answer(reply.status)
     if reply.headers.get("content-type", "").startswith("text/event-stream"):
         _read_stream(answer, reply)
@@ -62,7 +62,7 @@ def read_answer(reply: Reply) -> Answer:
 
 
 def _read_stream(answer: Answer, reply: Reply) -> None:
-    """A stream ends with [DONE] or with an error; if it ends otherwise, it was cut."""
+    """Parse a stream. One that ends neither with [DONE] nor with an error was cut."""
     done = False
     for line in reply.body.decode(errors="replace").split("\n\n"):
         data = line.removeprefix("data: ").strip()
@@ -85,37 +85,37 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
         answer.code = event["error"]["code"]
         answer.ends += 1
         return
-    for told in event.get("choices", [event]):
-        _take_choice(answer, told)
+    for choice in event.get("choices", [event]):
+        _take_choice(answer, choice)
     if usage := event.get("usage"):
         answer.usage = (usage["prompt_tokens"], usage["completion_tokens"])
 
 
-def _take_choice(answer: Answer, told: dict[str, Any]) -> None:
-    choice = answer.choices.setdefault(told.get("index", 0), Choice())
-    message = told.get("message") or told.get("delta") or {}
-    choice.text += told.get("text") or message.get("content") or ""
-    choice.tokens += told.get("token_ids") or []
-    _take_logprobs(choice, told.get("logprobs"))
-    choice.prompt_logprobs += [each["logprob"] or 0.0 for each in told.get("prompt_logprobs") or []]
-    if told.get("finish_reason") is not None:
-        choice.finish = told["finish_reason"]
+def _take_choice(answer: Answer, fields: dict[str, Any]) -> None:
+    choice = answer.choices.setdefault(fields.get("index", 0), Choice())
+    message = fields.get("message") or fields.get("delta") or {}
+    choice.text += fields.get("text") or message.get("content") or ""
+    choice.tokens += fields.get("token_ids") or []
+    _take_logprobs(choice, fields.get("logprobs"))
+    choice.prompt_logprobs += [each["logprob"] or 0.0 for each in fields.get("prompt_logprobs") or []]
+    if fields.get("finish_reason") is not None:
+        choice.finish = fields["finish_reason"]
         answer.ends += 1
 
 
-def _take_logprobs(choice: Choice, told: Any) -> None:
-    """The endpoints write three shapes: /generate a list, chat ``content``, completions parallel columns."""
-    if not told:
+def _take_logprobs(choice: Choice, fields: Any) -> None:
+    """Parse log-probabilities: a list from /generate, ``content`` from chat, parallel columns from completions."""
+    if not fields:
         return
-    if isinstance(told, list):
-        choice.logprobs += [each["logprob"] for each in told]
-        choice.tops += [sorted(value for _, value in each["top"]) for each in told]
-    elif "content" in told:
-        choice.logprobs += [each["logprob"] for each in told["content"]]
-        choice.tops += [sorted(top["logprob"] for top in each["top_logprobs"]) for each in told["content"]]
+    if isinstance(fields, list):
+        choice.logprobs += [each["logprob"] for each in fields]
+        choice.tops += [sorted(value for _, value in each["top"]) for each in fields]
+    elif "content" in fields:
+        choice.logprobs += [each["logprob"] for each in fields["content"]]
+        choice.tops += [sorted(top["logprob"] for top in each["top_logprobs"]) for each in fields["content"]]
     else:
-        choice.logprobs += [0.0 if value is None else value for value in told["token_logprobs"]]
-        choice.tops += [sorted((top or {}).values()) for top in told["top_logprobs"] or []]
+        choice.logprobs += [0.0 if value is None else value for value in fields["token_logprobs"]]
+        choice.tops += [sorted((top or {}).values()) for top in fields["top_logprobs"] or []]
 
 
 def difference(alone: Answer, busy: Answer) -> str | None:
@@ -137,7 +137,7 @@ def difference(alone: Answer, busy: Answer) -> str | None:
 
 
 def unlike_logprobs(one: Choice, other: Choice, *, before: int | None = None) -> str | None:
-    """Which log-probabilities of two choices differ, in the prompt or in answers ``before`` a place; None if none do."""
+    """Describe log-probabilities of two choices that differ, in the prompt or before index ``before``; None if none do."""
     pairs = (
         ("logprobs", [one.logprobs[:before]], [other.logprobs[:before]]),
         ("top logprobs", one.tops[:before], other.tops[:before]),
@@ -154,11 +154,11 @@ def _end(answer: Answer) -> str:
 
 
 def _close(some: list[list[float]], others: list[list[float]]) -> bool:
-    """Within tolerance, in all places; very unlikely tokens may be off by as much relatively."""
+    """Compare all values within an absolute tolerance, and within a relative one for very unlikely tokens."""
     if [len(row) for row in some] != [len(row) for row in others]:
         return False
     return all(
         math.isclose(one, other, rel_tol=1e-4, abs_tol=LOGPROB_TOLERANCE)
-        for row, told in zip(some, others, strict=True)
-        for one, other in zip(row, told, strict=True)
+        for row, other_row in zip(some, others, strict=True)
+        for one, other in zip(row, other_row, strict=True)
     )

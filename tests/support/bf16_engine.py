@@ -1,4 +1,4 @@
-"""Engines in bfloat16 with heads of 128, which FlashInfer takes, behind a scheduler; and how far their numbers can be off."""
+"""Engines in bfloat16 with heads of 128, which FlashInfer supports, behind a scheduler; and bounds of their errors."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import StepHandle, StepPlan
 
 DEVIATIONS: Final = 4
-"""Standard deviations by which the difference of two errors may be off."""
+"""Standard deviations by which a difference of errors may exceed its expectation."""
 SETTINGS: Final[dict[str, Any]] = {"dtype": "bfloat16", "device": "cuda", "page_size": 16}
 FLUSH: Final = -2
 
 
 def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
-    """A model in bfloat16 with four query heads of 128 for each KV head."""
+    """Make a model in bfloat16 with four query heads of 128 dimensions per KV head."""
     return make_model(
         directory,
         family,
@@ -39,33 +39,33 @@ def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
 def known_logits(
     path: Path, dtype: torch.dtype, prompts: list[list[int]], outputs: list[list[int]]
 ) -> list[torch.Tensor]:
-    """Transformers' logits of each output's tokens, float64 [N, vocab], from a model in ``dtype`` on the GPU."""
+    """Compute transformers' logits of each output's tokens, float64 [N, vocab], by a model in ``dtype`` on the GPU."""
     oracle = load_reference(path, dtype).cuda()
     with torch.device("cuda"):
         return [rows.cpu().double() for rows in oracle_logits(oracle, prompts, outputs)]
 
 
 def error_of(rounded: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far off logits [N, vocab] in bfloat16 are of those in float32, as a share of each row's largest logit.
+    """Return the root mean square error of logits [N, vocab] in bfloat16 against those in float32.
 
-    In the mean of squares, over all of them.
+    Errors are relative to each row's largest logit.
     """
     largest = exact.abs().amax(-1, keepdim=True)
     return float(((rounded.double() - exact) / largest).square().mean().sqrt())
 
 
 def tie_of(error: float) -> float:
-    """How far the logits of two tokens may be apart in one engine, as such a share, of which another takes the lesser.
+    """Return the largest gap of two logits, relative like ``error``, at which another engine may choose the other token.
 
-    Each of the two logits has an ``error`` in each of the two engines, which makes twice the error of one. It is a bound for
-    single tokens; how many tokens differ tells more.
+    Each of the two logits has an ``error`` in each of the two engines, which makes twice the error of one. It is a bound
+    for single tokens; the number of tokens that differ is the stronger check.
     """
     return DEVIATIONS * 2 * error
 
 
 @dataclass
 class Served:
-    """What the clients heard, the rows of each step (starts and lengths), and what became of the memory."""
+    """Replies, rows (starts and lengths) of each step, number of preemptions, and pages that were not freed."""
 
     replies: Replies = field(default_factory=Replies)
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -78,8 +78,8 @@ class Served:
         self.lost_pages = batch.stats.pages_total - batch.stats.pages_free
 
 
-class _Watched:
-    """An engine whose steps are noted."""
+class _RecordingEngine:
+    """Passes steps to an engine and records their rows."""
 
     def __init__(self, engine: Any, served: Served) -> None:
         self._engine = engine
@@ -92,9 +92,9 @@ class _Watched:
 
 
 def serve(
-    path: Path, asked: Sequence[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+    path: Path, requests: Sequence[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
 ) -> Served:
-    """Answer requests that come at once; the ``aborted`` end in the turn after their first token. Then the cache is emptied."""
+    """Serve requests that arrive at once; abort the ``aborted`` in the turn after their first token; flush the cache."""
     settings = {**SETTINGS, "log_level": "debug", **changes}
     config, engine = make_config(path, **settings), make_engine(path, **settings)
     engine.warmup()
@@ -103,11 +103,11 @@ def serve(
         config,
         eos_token_ids=(EOS_ID,),
         num_pages=engine.num_pages,
-        engine=_Watched(engine, served),
+        engine=_RecordingEngine(engine, served),
         channel=channel,
     )
-    channel.arriving.extend(asked)
-    while channel.arriving or not scheduler.idle:
+    channel.arriving.extend(requests)
+    while channel.arriving or not scheduler.is_idle:
         scheduler.turn()
         while channel.sent:
             served.take(channel.sent.popleft())

@@ -1,4 +1,4 @@
-"""Python in a process of its own, whose Triton compiles: that of the tests interprets kernels where there is no GPU."""
+"""Runs Python in a process whose Triton compiles; in the tests' own process it interprets kernels if there is no GPU."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from types import MappingProxyType
 def run_compiling(
     *words: str, timeout_seconds: float = 240, variables: Mapping[str, str] = MappingProxyType({})
 ) -> "subprocess.CompletedProcess[str]":
-    """Run Python with these words, and with these environment variables beside its own."""
+    """Run Python with these arguments, and with ``variables`` added to the environment."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *words],

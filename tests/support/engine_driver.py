@@ -1,4 +1,4 @@
-"""Drives an engine with hand-written plans: the least scheduler that can make every kind of step."""
+"""Drives an engine by hand-written plans: a minimal scheduler that can make every kind of step."""
 
 import os
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from skiff_runtime.models.config import read_model_config
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 DEVICE: Final = os.environ.get("SKIFF_TEST_DEVICE", "cpu")
-"""Where the engines under test run; what they are compared with runs on a CPU."""
+"""Device of the engines under test; references run on a CPU."""
 GREEDY = SamplingSpec(max_tokens=1 << 20, seed=0, temperature=0.0)
 
 
 def make_config(path: Path, **changes: Any) -> Config:
-    """A resolved configuration for a small model."""
+    """Return a resolved configuration for a small model."""
     settings: dict[str, Any] = {
         "model": str(path),
         "device": DEVICE,
@@ -37,7 +37,7 @@ def make_config(path: Path, **changes: Any) -> Config:
 
 
 def make_engine(path: Path, group: TensorParallelGroup | None = None, **changes: Any) -> Engine:
-    """An engine over the model in ``path``; ``changes`` are fields of ``Config``."""
+    """Build an engine over the model in ``path``; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
     group = group or TensorParallelGroup(device=torch.device("cuda", 0) if config.device == "cuda" else None)
@@ -46,7 +46,7 @@ def make_engine(path: Path, group: TensorParallelGroup | None = None, **changes:
 
 @dataclass
 class Row:
-    """One request in a slot: ``done`` tokens are computed, ``known`` exist (or are being sampled)."""
+    """One request in a slot: ``done`` tokens are computed, and ``known`` tokens exist or are being sampled."""
 
     slot: int
     prompt: np.ndarray[Any, np.dtype[np.int32]]
@@ -58,7 +58,7 @@ class Row:
 
 
 class Driver:
-    """Opens rows, hands out pages in shuffled order, and launches steps."""
+    """Opens rows, allocates pages in shuffled order, and launches steps."""
 
     def __init__(self, engine: Engine, page_size: int, seed: int = 0) -> None:
         self._engine = engine
@@ -79,7 +79,7 @@ class Driver:
         shared: Row | None = None,
         cached: int = 0,
     ) -> Row:
-        """Open a slot, as after a preemption if there is ``output``.
+        """Open a slot; with ``output``, as after a preemption.
 
         Its first ``cached`` tokens (whole pages) are read from the pages of ``shared``.
         """
@@ -93,7 +93,7 @@ class Driver:
         return row
 
     def launch(self, parts: Sequence[tuple[Row, int]], *, decode_rows: int = 0) -> StepHandle:
-        """Compute so many tokens of each row, decode rows first; a row samples when it reaches its end."""
+        """Launch a step of (row, number of tokens), decode rows first; a row samples when it reaches its last token."""
         rows = [row for row, _ in parts]
         starts = np.array([row.done for row in rows], dtype=np.int32)
         lengths = np.array([length for _, length in parts], dtype=np.int32)
@@ -132,7 +132,7 @@ class Driver:
         return result
 
     def release(self, row: Row) -> None:
-        """Give the row's pages back."""
+        """Free the row's pages."""
         self._free += row.pages
 
     def _add_page(self, row: Row, page: int) -> None:
@@ -151,7 +151,7 @@ def generate(
     samplings: Sequence[SamplingSpec] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """``count`` tokens for each prompt, in mixed steps of at most ``budget`` tokens over ``slots`` slots."""
+    """Generate ``count`` tokens for each prompt, in mixed batches of at most ``budget`` tokens over ``slots`` slots."""
     driver = Driver(engine, page_size, seed)
     waiting = list(enumerate(prompts))[::-1]
     running: dict[int, Row] = {}

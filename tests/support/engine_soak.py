@@ -1,4 +1,4 @@
-"""Many requests of mixed lengths through one scheduler and engine in this process, and what they leave behind."""
+"""Serves many requests by one scheduler and engine in this process, and measures memory and pages afterwards."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ from skiff_runtime.messages import (
     Wire,
 )
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
 MIB: Final = 1 << 20
 AHEAD: Final = 512
-"""Requests that are sent before their turn has come."""
+"""Bound of requests in flight."""
 FLUSH: Final = -2
 KINDS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0},
@@ -42,7 +42,7 @@ KINDS: Final[tuple[dict[str, Any], ...]] = (
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB that this process holds, and that torch has given out and holds on the GPU (0 without one)."""
+    """MiB that are resident in this process, and that torch has allocated and reserved on the GPU (0 without one)."""
 
     resident: float
     allocated: float
@@ -60,20 +60,20 @@ class Memory:
 
 @dataclass
 class Ledger:
-    """Counts alone, so that it does not grow with the requests."""
+    """Counters of replies; it holds nothing per finished request, so it does not grow."""
 
     running: dict[int, int] = field(default_factory=dict)
-    """Tokens that each request may still get, by uid."""
+    """Remaining tokens of each running request, by uid."""
     ended: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     evicted: int = 0
     preempted: int = 0
     hits: int = 0
     flushed: tuple[int, int, int] | None = None
-    """Pages in all, free and cached after the cache was emptied."""
+    """(All pages, free ones, cached ones) after the cache was flushed."""
 
     def take(self, batch: TokenBatch) -> None:
-        """Note a step's news; nobody may hear more than was asked for, nor of an end twice."""
+        """Count a step's replies; a request must not get more tokens than it may, nor end twice."""
         assert not batch.failed, batch.failed
         rows = zip(
             np.frombuffer(batch.uids, Wire.UID).tolist(),
@@ -99,7 +99,7 @@ class Ledger:
 
 
 class Crowd(Channel):
-    """Sends requests, of which one in ``ABORTED`` leaves early; some share the beginnings of their prompts."""
+    """Sends requests, one in ``ABORTED`` of which is aborted; some share a prefix of their prompts."""
 
     ABORTED: Final = 50
 
@@ -110,19 +110,19 @@ class Crowd(Channel):
         self._random = np.random.default_rng(seed)
         self._shared = self._random.integers(2, vocab_size, (8, longest), dtype=np.int32)
         self._leaving: list[tuple[int, int]] = []
-        """By uid, and how many must have been asked before."""
-        self.asked = 0
-        self.wanted = 0
+        """(Request to abort, number of requests that must have been sent before)."""
+        self.num_sent = 0
+        self.num_requests = 0
         self.flush = False
         self.ledger = Ledger()
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        due = [uid for uid, after in self._leaving if after <= self.asked]
-        self._leaving = [each for each in self._leaving if each[1] > self.asked]
-        items: list[Item] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
-        while self.asked < self.wanted and len(self.ledger.running) < AHEAD:
-            items.append(self._request(self.asked))
-            self.asked += 1
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
+        due = [uid for uid, after in self._leaving if after <= self.num_sent]
+        self._leaving = [each for each in self._leaving if each[1] > self.num_sent]
+        items: list[SchedulerInput] = [AbortRequest(uid=uid) for uid in due if uid in self.ledger.running]
+        while self.num_sent < self.num_requests and len(self.ledger.running) < AHEAD:
+            items.append(self._request(self.num_sent))
+            self.num_sent += 1
         if self.flush:
             items.append(FlushCache(uid=FLUSH))
             self.flush = False
@@ -147,7 +147,7 @@ class Crowd(Channel):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen: memory after a tenth of the requests, and after all of them."""
+    """The counters, and memory after a tenth of the requests and after all of them."""
 
     ledger: Ledger
     early: Memory
@@ -155,23 +155,26 @@ class Outcome:
 
 
 def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **changes: Any) -> Outcome:
-    """Serve ``count`` requests of up to so many tokens of prompt and output; ``changes`` are fields of ``Config``."""
+    """Serve ``count`` requests of at most ``longest`` prompt and ``outputs`` output tokens.
+
+    ``changes`` are fields of ``Config``.
+    """
     config = make_config(path, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    group = TensorParallelGroup.start(rank=0, size=1, device=config.device, run_dir=path)
+    group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=path)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     engine.warmup()
     crowd = Crowd(model.vocab_size, longest=longest, outputs=outputs, seed=seed)
     scheduler = Scheduler(config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=crowd)
-    early, late = (_serve(scheduler, crowd, wanted) for wanted in (count // 10, count))
+    early, late = (_serve(scheduler, crowd, total) for total in (count // 10, count))
     engine.close()
     return Outcome(crowd.ledger, early, late)
 
 
-def _serve(scheduler: Scheduler, crowd: Crowd, wanted: int) -> Memory:
-    """Go on until ``wanted`` requests have come and gone, and empty the cache; what is held then."""
-    crowd.wanted = wanted
-    while crowd.asked < wanted or not scheduler.idle:
+def _serve(scheduler: Scheduler, crowd: Crowd, num_requests: int) -> Memory:
+    """Serve until ``num_requests`` requests have ended, flush the cache, and return the memory in use."""
+    crowd.num_requests = num_requests
+    while crowd.num_sent < num_requests or not scheduler.is_idle:
         scheduler.turn()
     crowd.flush, crowd.ledger.flushed = True, None
     while crowd.ledger.flushed is None:

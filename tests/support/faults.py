@@ -1,4 +1,4 @@
-"""Faults of processes, and what must be true of a service afterwards."""
+"""Faults of processes, and checks of the service afterwards."""
 
 import asyncio
 import time
@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Final
 
 import psutil
-from raw_http import address_of, ask, post
+from raw_http import address_of, post, send_request
 from service import Service
 from stages import Clients, Ending
-from watch import Family, alive, grammar_process, nothing_held
+from watch import Family, check_nothing_held, grammar_process, is_alive
 
 from skiff_runtime.contract import EXIT_CHILD_DIED
 
@@ -28,11 +28,11 @@ FLAGS: Final = (
     "debug",
 )
 LATEST_SECONDS: Final = 45
-"""Deadline, the five seconds in which its end is confirmed, and what a busy machine adds."""
+"""Time limit for every ending: the deadline, five seconds to confirm it, and the delays of a busy machine."""
 FLOOD: Final = 300
 SLOW_SECONDS: Final = 6.0
 _STOPPED_SECONDS: Final = 0.45
-_GOING_SECONDS: Final = 0.05
+_RUNNING_SECONDS: Final = 0.05
 
 PROBE: Final = {
     "text": "A pod starts,",
@@ -41,18 +41,18 @@ PROBE: Final = {
     "guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
 }
 
-PARDONED: Final = {
+ALLOWED_ERRORS: Final = {
     "queue_full": ("flood",),
     "invalid_grammar": ("tokenizing",),
     "request_timeout": ("queued", "flood"),
 }
-"""Errors by code that a fault which passes may cause, and the stages at which it may."""
+"""Error codes that a survivable fault may cause, with the stages at which it may."""
 
 PROCESSES: Final = ("api", "tokenizer0", "detokenizer", "rank0", "rank1", "grammar")
 
 
 class Fault(StrEnum):
-    """What happens to a process. SLOW: it gets a tenth of its time; FLOOD: it stops while requests pour in."""
+    """A fault of a process. SLOW: it runs a tenth of the time; FLOOD: it is stopped while many requests arrive."""
 
     KILL = "kill"
     STOP = "stop"
@@ -61,12 +61,12 @@ class Fault(StrEnum):
 
 
 def is_fatal(process: str, fault: Fault) -> bool:
-    """Whether the service has to end: the compiler of grammars is replaced, and who is slow is waited for."""
+    """Return whether the service must end: a grammar compiler is replaced, and a slow process is waited for."""
     return process != "grammar" and fault is not Fault.SLOW
 
 
 def victim_of(service: Service, process: str) -> psutil.Process:
-    """The process by name; the compiler of grammars runs once a new grammar came, and until it is lost."""
+    """Return the process by name. The grammar compiler runs from the first new grammar until it is killed."""
     if process != "grammar":
         return service.children[process]
     compiler = grammar_process(service)
@@ -75,9 +75,9 @@ def victim_of(service: Service, process: str) -> psutil.Process:
 
 
 async def inject(service: Service, process: str, fault: Fault, *, salt: int) -> list[Ending]:
-    """Clients at every stage, then the fault; how each client ended."""
+    """Bring clients to every stage, inject the fault, and return the clients' endings."""
     fresh = {"type": "object", "properties": {f"b{salt}": {"type": "null"}}}
-    await ask(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
+    await send_request(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
     victim = victim_of(service, process)
     clients = Clients(service, DEADLINE_SECONDS, salt)
     await clients.place()
@@ -94,52 +94,53 @@ async def inject(service: Service, process: str, fault: Fault, *, salt: int) -> 
 
 
 async def _slow(victim: psutil.Process) -> None:
-    """Let the process run for a tenth of the time only."""
+    """Let the process run for a tenth of the time."""
     until = time.monotonic() + SLOW_SECONDS
-    while time.monotonic() < until and alive(victim):
+    while time.monotonic() < until and is_alive(victim):
         victim.suspend()
         await asyncio.sleep(_STOPPED_SECONDS)
         victim.resume()
-        await asyncio.sleep(_GOING_SECONDS)
+        await asyncio.sleep(_RUNNING_SECONDS)
 
 
 def judge(endings: list[Ending], process: str, fault: Fault) -> list[str]:
-    """Who was not told how its request ended, by one terminal reply in time; or had an error without need."""
-    return [str(each) for each in endings if not _told(each, process, fault)]
+    """Return the endings that are wrong: no single terminal reply in time, or an error that the fault does not justify."""
+    return [str(each) for each in endings if not _is_valid(each, process, fault)]
 
 
-def _told(ending: Ending, process: str, fault: Fault) -> bool:
-    """A connection that just ends tells enough only where nobody is left who could say more.
+def _is_valid(ending: Ending, process: str, fault: Fault) -> bool:
+    """Return whether a client's ending is valid.
 
-    That is when the api process itself is lost, and when a service that ends does not wait for who reads slowly.
+    A cut connection without a terminal reply is valid only if the api process itself is lost, or if the service
+    ends and does not wait for a client that reads slowly.
     """
     answer = ending.answer
     if answer is None or ending.seconds > LATEST_SECONDS:
         return False
     over = is_fatal(process, fault)
     if answer.terminal:
-        return over or answer.finished or ending.stage in PARDONED.get(answer.code or "", ())
+        return over or answer.finished or ending.stage in ALLOWED_ERRORS.get(answer.code or "", ())
     return answer.cut and over and (process == "api" or ending.stage in ("slow_reader", "flood"))
 
 
 def judge_end(service: Service, family: Family) -> list[str]:
-    """What is wrong with a service that had to end."""
+    """Return what is wrong with a service that had to end."""
     code = service.wait_exit()
     wrong = [] if code == EXIT_CHILD_DIED else [f"exit code {code}, not {EXIT_CHILD_DIED}"]
     return wrong + family.left()
 
 
 def probe(service: Service) -> bytes:
-    """What a healthy service answers to one small question, through every process."""
-    reply = asyncio.run(ask(address_of(service.url), post("/generate", PROBE)))
+    """Return the answer to a small request that passes through every process."""
+    reply = asyncio.run(send_request(address_of(service.url), post("/generate", PROBE)))
     assert reply.status == 200, reply
     return reply.body.partition(b'"text"')[2].partition(b'"usage"')[0]
 
 
 def judge_recovery(service: Service, before: bytes) -> list[str]:
-    """What is wrong with a service that had to go on."""
+    """Return what is wrong with a service that had to survive."""
     if service.process.poll() is not None:
         return [f"it ended: {service.log_text()[-2000:]}"]
-    nothing_held(service)
+    check_nothing_held(service)
     after = probe(service)
     return [] if after == before else [f"it answers {after!r}, no longer {before!r}"]

@@ -1,4 +1,4 @@
-"""Checkpoints in eight bits, as compressed-tensors and FBGEMM write them; transformers made to compute so; our tokens."""
+"""FP8 checkpoints as compressed-tensors and FBGEMM write them, transformers with quantized layers, and our tokens."""
 
 import math
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from engine_driver import generate, make_engine
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json
 
-from skiff_runtime.kernels.e4m3 import quantize_rows
+from skiff_runtime.kernels.fp8 import quantize_rows
 from skiff_runtime.models.checkpoint import INDEX_FILE
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
@@ -38,14 +38,14 @@ def quantize(
     path: Path,
     config: dict[str, Any],
     scale_shape: tuple[int, ...] = (-1, 1),
-    left_out: Collection[str] = (),
+    unquantized: Collection[str] = (),
 ) -> None:
-    """Rewrite a checkpoint as one whose linear layers are in e4m3, but those ``left_out``."""
+    """Quantize the linear layers of a checkpoint to FP8, except for those in ``unquantized``."""
     files = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors = load_file(file)
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            if name.removesuffix(".weight") not in left_out:
+            if name.removesuffix(".weight") not in unquantized:
                 tensors[name], scales = quantize_rows(tensors[name])
                 tensors[f"{name}_scale"] = scales.reshape(scale_shape)
         save_file(tensors, file)
@@ -54,21 +54,25 @@ def quantize(
     edit_json(path / "config.json", quantization_config=config)
 
 
-def round_linear_layers(oracle: Any, bound: float = math.inf, left_out: Collection[str] = ()) -> None:
-    """Make transformers compute with rounded weights and, cut at a bound, activations, in float32."""
+def quantize_linear_layers(
+    oracle: Any, scale_ub: float = math.inf, unquantized: Collection[str] = ()
+) -> None:
+    """Make transformers quantize and dequantize weights and activations (clamped to a bound), and multiply in float32."""
 
-    def rounded(values: torch.Tensor) -> torch.Tensor:
+    def quantized(values: torch.Tensor) -> torch.Tensor:
         flat, scales = quantize_rows(values.flatten(0, -2))
         return (flat.float() * scales).view(values.shape)
 
     for name, module in oracle.named_modules():
-        if isinstance(module, torch.nn.Linear) and name not in ("lm_head", *left_out):
-            module.weight.data = rounded(module.weight.data)
-            module.register_forward_pre_hook(lambda _module, given: (rounded(given[0].clamp(-bound, bound)),))
+        if isinstance(module, torch.nn.Linear) and name not in ("lm_head", *unquantized):
+            module.weight.data = quantized(module.weight.data)
+            module.register_forward_pre_hook(
+                lambda _module, given: (quantized(given[0].clamp(-scale_ub, scale_ub)),)
+            )
 
 
-def own_tokens(path: Path, *, page_size: int = 16, budget: int = 40, **settings: Any) -> list[list[int]]:
-    """Twelve greedy tokens behind each of ``PROMPTS``, by our engine with these settings."""
+def generate_greedy(path: Path, *, page_size: int = 16, budget: int = 40, **settings: Any) -> list[list[int]]:
+    """Generate twelve greedy tokens for each of ``PROMPTS`` by our engine with these settings."""
     engine = make_engine(path, page_size=page_size, **settings)
     outputs = generate(engine, PROMPTS, 12, page_size=page_size, budget=budget, slots=4)
     engine.close()

@@ -1,4 +1,4 @@
-"""Compiles grammars for a small model, without the process that does so for a service."""
+"""Compiles grammars for a small model in the test's own process."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from skiff_runtime.models.config import read_model_config
 
 
 class GrammarFactory:
-    """Grammars for the model in ``path``, and what its tokens write."""
+    """Compiles grammars for the model in ``path`` and decodes its tokens."""
 
     def __init__(self, path: Path) -> None:
         self.vocabulary = read_tokenizer_info(read_model_config(path))
         self.compiler = xgrammar.GrammarCompiler(self.vocabulary, max_threads=1)
-        self._written = self.vocabulary.decoded_vocab
+        self._token_bytes = self.vocabulary.decoded_vocab
 
     def regex(self, pattern: str) -> CompiledGrammar:
         compiled = self.compiler.compile_regex(pattern)
@@ -28,5 +28,5 @@ class GrammarFactory:
         return CompiledGrammar(source.encode(), compiled.serialize_json().encode())
 
     def written(self, tokens: list[int]) -> bytes:
-        """What ordinary tokens write."""
-        return b"".join(self._written[token] for token in tokens)
+        """Return the bytes of ordinary tokens."""
+        return b"".join(self._token_bytes[token] for token in tokens)

@@ -1,4 +1,4 @@
-"""Two hundred JSON schemas of varied kinds, made systematically: every leaf by itself, then every frame around several leaves."""
+"""Two hundred JSON schemas, generated systematically: every leaf by itself, then every frame around several leaves."""
 
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -75,7 +75,7 @@ FRAMES: Final[dict[str, Callable[[Schema, Schema], Schema]]] = {
 
 
 def varied_schemas() -> dict[str, Schema]:
-    """By name; the same each time."""
+    """Return the schemas by name, the same each time."""
     return dict(islice(_all(), COUNT))
 
 
@@ -84,9 +84,9 @@ def _all() -> Iterator[tuple[str, Schema]]:
     leaves = list(LEAVES.items())
     for turn in count():
         for number, (name, frame) in enumerate(FRAMES.items()):
-            place = turn * len(FRAMES) + number
-            first, a = leaves[(place + turn) % len(leaves)]
-            second, b = leaves[(3 * place + 5 * turn + 1) % len(leaves)]
+            index = turn * len(FRAMES) + number
+            first, a = leaves[(index + turn) % len(leaves)]
+            second, b = leaves[(3 * index + 5 * turn + 1) % len(leaves)]
             yield f"{name} of {first} and {second}", frame(a, b)
 
 

@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on the GPU there is, else in Triton's interpreter on the CPU."""
+"""The device on which tests run Triton kernels: the GPU if there is one, else the CPU with Triton's interpreter."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,21 +12,29 @@ pytest.importorskip("triton", reason="builds of torch for CPUs may come without 
 DEVICE: Final = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative errors, in the norm, that rounding explains."""
+HALF: Final = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+"""A two-byte type that ``tl.dot`` multiplies: the interpreter multiplies bfloat16 as if its bits were integers."""
 
 
 def error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """The distance of ``value`` from ``expected``, relative to its size; NaN where anything is NaN."""
+    """Return the distance of ``value`` from ``expected`` relative to its norm; NaN where either contains NaN."""
     wide, wanted = value.double().cpu(), expected.double().cpu()
     return float((wide - wanted).norm() / wanted.norm())
 
 
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return normal random numbers on the device, the same for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN in every place, or the least of whole numbers, so that what is not written shows."""
+    """Fill with NaN, or with the least integer, so that an element that is not written shows."""
     return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
 def poison_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ``torch.empty`` gives from now on is poisoned: a kernel's output, and what it leaves to the next one."""
+    """Make ``torch.empty`` return poisoned tensors from now on: the outputs of kernels, and what one leaves to the next."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
 
@@ -36,10 +44,10 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6's interpreter takes loop bounds from arrays, which NumPy 2.4 does not take for numbers.
+    """Repair Triton 3.6's interpreter where it differs from a GPU or fails.
 
-    In its conversions to e4m3 halves go up, what they carry is lost, and nothing saturates; on a GPU numbers become the
-    nearest, of two the even one, and at most 448.
+    It takes loop bounds from arrays, which NumPy 2.4 does not convert to integers. Its conversion to FP8 rounds midpoints up,
+    loses the carry and does not saturate; a GPU rounds to the nearest, midpoints to even, and saturates at 448.
     """
     import triton.language as tl
     from triton.runtime import interpreter

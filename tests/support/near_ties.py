@@ -1,8 +1,8 @@
-"""Whether two answers part only because a rounding error chose between two tokens.
+"""Near ties: two answers that diverge only because a rounding error decided between two tokens.
 
-Sums in another order differ in their last bits, and among a hundred thousand tokens some lead over the
-next best is smaller than that. Such a place is a tie if models whose weights are off by no more than
-rounding errors also take there now the one token, now the other, with each request alone.
+Sums in another order differ in their last bits, and among 100,000 tokens some lead over the second-best is
+smaller than that. A divergence is a near tie if models whose weights are perturbed by rounding errors choose
+both tokens there, with each request alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,50 +16,50 @@ from answers import Answer, unlike_logprobs
 from safetensors.torch import load_file, save_file
 
 MODELS: Final = 12
-"""A tie shows the same side in all of them once in 2,000 times."""
+"""Perturbed models. All of them choose the same token of a tie once in 2,000 times."""
 RELATIVE_ERROR: Final = 3e-7
-"""Of each weight: five roundings to float32, which moves a logit by about what one forward pass loses."""
+"""Of each weight: five roundings to float32. It moves a logit by about the error of one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Two answers to request ``number``: their tokens up to the first that differs."""
 
     number: int
     ways: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def find_parting(number: int, one: Answer, other: Answer) -> Parting | None:
-    """Where two whole answers of one choice part; None unless all before it agrees, log-probabilities too."""
+def find_divergence(number: int, one: Answer, other: Answer) -> Divergence | None:
+    """Return the divergence of two finished answers of one choice; None unless all before it agrees, log-probabilities too."""
     if not (one.status == other.status == 200 and one.finished and other.finished):
         return None
     [some], [others] = one.choices.values(), other.choices.values()
     pairs = enumerate(zip(some.tokens, others.tokens, strict=False))
-    place = next((place for place, (token, told) in pairs if token != told), None)
-    if place is None or unlike_logprobs(some, others, before=place) is not None:
+    index = next((index for index, (token, other_token) in pairs if token != other_token), None)
+    if index is None or unlike_logprobs(some, others, before=index) is not None:
         return None
-    return Parting(number, (tuple(some.tokens[: place + 1]), tuple(others.tokens[: place + 1])))
+    return Divergence(number, (tuple(some.tokens[: index + 1]), tuple(others.tokens[: index + 1])))
 
 
 def find_ties(
-    model: Path, partings: Sequence[Parting], answer: Callable[[Path, Sequence[int]], Sequence[Answer]]
+    model: Path, divergences: Sequence[Divergence], answer: Callable[[Path, Sequence[int]], Sequence[Answer]]
 ) -> list[int]:
-    """Numbers of the requests that part at a tie; ``answer(model, numbers)`` answers each of them alone."""
-    if not partings:
+    """Return the numbers of requests that diverge at a near tie. ``answer(model, numbers)`` answers each of them alone."""
+    if not divergences:
         return []
-    numbers = [parting.number for parting in partings]
-    seen: list[set[tuple[int, ...]]] = [set() for _ in partings]
+    numbers = [divergence.number for divergence in divergences]
+    seen: list[set[tuple[int, ...]]] = [set() for _ in divergences]
     for seed in range(MODELS):
         with TemporaryDirectory() as folder:
-            answers = answer(_near(model, Path(folder) / model.name, seed), numbers)
-        for ways, parting, told in zip(seen, partings, answers, strict=True):
-            [choice] = told.choices.values()
-            ways.add(tuple(choice.tokens[: len(parting.ways[0])]))
-    return [each.number for ways, each in zip(seen, partings, strict=True) if ways == set(each.ways)]
+            answers = answer(_perturb(model, Path(folder) / model.name, seed), numbers)
+        for ways, divergence, found in zip(seen, divergences, answers, strict=True):
+            [choice] = found.choices.values()
+            ways.add(tuple(choice.tokens[: len(divergence.ways[0])]))
+    return [each.number for ways, each in zip(seen, divergences, strict=True) if ways == set(each.ways)]
 
 
-def _near(model: Path, copy: Path, seed: int) -> Path:
-    """A copy of ``model`` with each weight off by a random rounding error."""
+def _perturb(model: Path, copy: Path, seed: int) -> Path:
+    """Copy ``model`` with a random rounding error added to each weight."""
     generator = torch.Generator().manual_seed(seed)
     copy.mkdir()
     for file in sorted(model.iterdir()):

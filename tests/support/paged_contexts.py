@@ -1,4 +1,4 @@
-"""Contexts in shuffled pages of a cache, and attention over them in float64: for backends that are given whole batches."""
+"""Contexts in shuffled pages of a KV cache, and reference attention over them in float64, for tests of backends."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 
 class PagedContexts:
-    """K and V [2, tokens, kv_heads, d] of each row, in a pool of one layer whose other places are random numbers."""
+    """K and V [2, tokens, kv_heads, d] of each row, in a pool of one layer that is filled with noise elsewhere."""
 
     def __init__(self, contexts: Sequence[torch.Tensor], page_size: int) -> None:
         (_, _, kv_heads, dim), dtype, device = contexts[0].shape, contexts[0].dtype, contexts[0].device
@@ -21,28 +21,28 @@ class PagedContexts:
             (len(contexts), max(counts) + 3), self.pool.num_pages, dtype=torch.int32, device=device
         )
         within = torch.arange(page_size, device=device)
-        for side in self.pool.tokens(0):
+        for side in self.pool.layer_kv(0):
             side.normal_()
         for line, pages, context in zip(self.table, torch.split(order, counts), contexts, strict=True):
             line[: len(pages)] = pages
-            places = (pages.long()[:, None] * page_size + within).flatten()[: context.shape[1]]
-            for side, tokens in zip(self.pool.tokens(0), context, strict=True):
-                side[places] = tokens
+            slot_mapping = (pages.long()[:, None] * page_size + within).flatten()[: context.shape[1]]
+            for side, tokens in zip(self.pool.layer_kv(0), context, strict=True):
+                side[slot_mapping] = tokens
 
     def batch(self, starts: Sequence[int], lengths: Sequence[int], *, decode_rows: int = 0) -> AttentionBatch:
-        """A step in which each row computes so many tokens after so many that are there."""
+        """Return a step in which row i computes ``lengths[i]`` tokens after ``starts[i]`` cached ones."""
         host = [np.array(each, np.int32) for each in (range(len(starts)), starts, lengths)]
         firsts = np.cumsum(host[2], dtype=np.int32) - host[2]
         rows = torch.from_numpy(np.stack((*host, firsts))).to(self.table.device)
-        contexts = rows[1] + rows[2]
-        return AttentionBatch(host[1], host[2], decode_rows, rows, contexts, self.table, self.table)
+        seq_lens = rows[1] + rows[2]
+        return AttentionBatch(host[1], host[2], decode_rows, rows, seq_lens, self.table, self.table)
 
 
 def causal_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """In float64: the last N of L tokens ask; q [N, heads, d], keys and values [L, kv_heads, d]."""
-    ranks = q.shape[1] // keys.shape[1]
-    wide_keys, wide_values = (each.double().repeat_interleave(ranks, 1) for each in (keys, values))
+    """Attend in float64 with the last N of L tokens: q [N, heads, d], keys and values [L, kv_heads, d]."""
+    group_size = q.shape[1] // keys.shape[1]
+    wide_keys, wide_values = (each.double().repeat_interleave(group_size, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), wide_keys) * q.shape[2] ** -0.5
-    seen = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device).tril(len(keys) - len(q))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    visible = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device).tril(len(keys) - len(q))
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, wide_values)

@@ -1,4 +1,4 @@
-"""Serves one crowd of prompts under one choice of engine settings: scheduler, engine and channels as in a service."""
+"""Serves a crowd of prompts under given engine settings, with scheduler, engine and channels as in a service."""
 
 import itertools
 from collections import Counter
@@ -25,12 +25,12 @@ TOKENS: Final = 32
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
 MAX_TURNS: Final = 20_000
 KV_TOKENS: Final = {1: 192, 16: 192, 64: 256}
-"""By page size: so few that requests evict and preempt each other, though each alone fits."""
+"""Tokens of the KV cache by page size: so few that requests evict and preempt each other, though each fits alone."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the product."""
+    """One combination of settings."""
 
     family: str
     cache: str
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Greedy tokens by prompt, and what the step counters came to."""
+    """Greedy tokens by prompt, and sums of the step counters."""
 
     outputs: list[list[int]]
     preempted: int = 0
@@ -65,12 +65,12 @@ _VALUES: Final[tuple[tuple[Any, ...], ...]] = (
 
 
 def product() -> list[Setting]:
-    """Every combination."""
+    """Return every combination of settings."""
     return [Setting(*values) for values in itertools.product(*_VALUES)]
 
 
 def covering() -> list[Setting]:
-    """A few settings among which every pair of values of any two options occurs (found greedily)."""
+    """Return a few settings that contain every pair of values of any two options, found greedily."""
 
     def pairs(setting: Setting) -> set[tuple[tuple[str, Any], ...]]:
         return set(itertools.combinations(asdict(setting).items(), 2))
@@ -86,12 +86,14 @@ def covering() -> list[Setting]:
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Prompts of 1 to some 100 tokens: stems cut anywhere or at page ends, many with a tail of their own."""
+    """Return prompts of 1 to about 100 tokens: stems cut anywhere or at page ends, many with a tail of their own."""
     random = np.random.default_rng(seed)
     stems = [random.integers(2, VOCAB_SIZE, 80).tolist() for _ in range(4)]
     crowd = []
     for number in range(PROMPTS):
-        stem = stems[number * len(stems) // PROMPTS]  # neighbours share, so that a match outlives evictions
+        stem = stems[
+            number * len(stems) // PROMPTS
+        ]  # neighbours share a stem, so that some matches survive evictions
         cut = int(random.choice([16, 32, 64, 80])) if number % 3 == 0 else int(random.integers(1, 80))
         tail = int(random.integers(0, 24)) if number % 4 else 0
         crowd.append(stem[:cut] + random.integers(2, VOCAB_SIZE, tail).tolist())
@@ -99,13 +101,13 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class Frontend(LeaderChannel):
-    """Rank 0's channel with the clients at its other end: they come in waves, and leave when all are served."""
+    """Rank 0's channel with simulated clients at its other end; it stops when all of them are served."""
 
-    def __init__(self, endpoints: Endpoints, ranks: int, crowd: list[list[int]], engine: Engine) -> None:
+    def __init__(self, endpoints: Endpoints, tp_size: int, crowd: list[list[int]], engine: Engine) -> None:
         super().__init__(
             Receiver(endpoints.rank(0), ToLeader),
             endpoints,
-            ranks,
+            tp_size,
             should_stop=lambda: self._done,
             profiler=StepProfiler(),
             read=engine.load_grammar,
@@ -115,16 +117,20 @@ class Frontend(LeaderChannel):
         self._done = False
         self.replies = Replies()
         self.counters: Counter[str] = Counter()
-        self._let_in(len(crowd) // 2)
+        self._send_next(len(crowd) // 2)
 
     def send(self, batch: TokenBatch) -> None:
-        """Hear what a step brought; one more client comes, or the last has gone."""
+        """Take a step's replies, and send one more request; stop after the last reply."""
         self.replies.take(batch)
         self.counters["preempted"] += batch.stats.preempted
         self.counters["evicted_pages"] += batch.stats.evicted_pages
         self.counters["cached_tokens"] += sum(opened.cached_tokens for opened in batch.opened)
-        self._let_in(1)
-        if not self._done and len(self.replies) == PROMPTS and all(r.ended for r in self.replies.values()):
+        self._send_next(1)
+        if (
+            not self._done
+            and len(self.replies) == PROMPTS
+            and all(r.has_ended for r in self.replies.values())
+        ):
             self._done = True
             self._requests.send(AbortRequest(uid=-1))  # wakes the loop, which is idle now
 
@@ -132,7 +138,7 @@ class Frontend(LeaderChannel):
         outputs = [self.replies[uid].tokens for uid in range(PROMPTS)]
         return Outcome(outputs=outputs, **self.counters)
 
-    def _let_in(self, count: int) -> None:
+    def _send_next(self, count: int) -> None:
         arriving, self._waiting = self._waiting[:count], self._waiting[count:]
         for uid, prompt in arriving:
             self._requests.send(generate(uid, prompt, max_tokens=TOKENS))
@@ -141,9 +147,9 @@ class Frontend(LeaderChannel):
 def serve(
     group: TensorParallelGroup, setting: Setting, path: Path, crowd: list[list[int]], run_dir: Path
 ) -> Outcome | None:
-    """Run the whole crowd on this rank; the outcome on rank 0, None on the others.
+    """Serve the whole crowd on this rank; return the outcome on rank 0, None on the others.
 
-    ``run_dir`` is where the ranks meet; it must be new.
+    ``run_dir`` is the ranks' rendezvous directory; it must be new.
     """
     run_dir.mkdir(exist_ok=True)
     config = make_config(
@@ -160,9 +166,9 @@ def serve(
     model = read_model_config(path, max_model_len=config.max_model_len)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     endpoints = Endpoints(run_dir)
-    front = Frontend(endpoints, group.size, crowd, engine) if group.rank == 0 else None
+    front = Frontend(endpoints, group.tp_size, crowd, engine) if group.tp_rank == 0 else None
     channel = front or FollowerChannel(
-        Receiver(endpoints.rank(group.rank), RankInputs), beat=lambda: None, read=engine.load_grammar
+        Receiver(endpoints.rank(group.tp_rank), RankInputs), beat=lambda: None, read=engine.load_grammar
     )
     scheduler = Scheduler(
         config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=channel
@@ -172,7 +178,7 @@ def serve(
         while scheduler.turn():
             scheduler.check()
             turns += 1
-            assert turns < MAX_TURNS, "the requests do not come to an end"
+            assert turns < MAX_TURNS, "the requests do not end"
     finally:
         engine.close()
     return front.outcome() if front else None
@@ -185,7 +191,7 @@ def serve_all(
     crowd: list[list[int]],
     run_dir: str,
 ) -> list[dict[str, Any]]:
-    """All settings one after another on the ranks of ``group``; rank 0 returns the outcomes."""
+    """Serve under all settings, one after another, on the ranks of ``group``; rank 0 returns the outcomes."""
     outcomes = []
     for number, fields in enumerate(settings):
         setting = Setting(**fields)

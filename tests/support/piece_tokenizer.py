@@ -1,4 +1,4 @@
-"""A small real tokenizer of the other kind: pieces with a visible space, byte fallback, as Llama 2 and Mistral have."""
+"""A small real tokenizer that is not byte-level: pieces with a visible space and byte fallback, as in Llama 2 and Mistral."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _SENTENCES: Final = (
 
 
 def write_piece_tokenizer(directory: Path) -> None:
-    """Write ``tokenizer.json``: characters outside the sentences are written as byte tokens."""
+    """Write ``tokenizer.json``. Characters that the training sentences lack become byte tokens."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

@@ -1,4 +1,4 @@
-"""Seeded random requests to ``/generate``: prompts that share prefixes, every way to choose tokens."""
+"""Seeded random requests to ``/generate``: prompts that share prefixes, and all sampling parameters."""
 
 import random
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 from tiny_tokenizer import VOCAB_SIZE
 
 FIRST_TOKEN: Final = 5
-"""Those below are special."""
+"""Lower token ids are special tokens."""
 MAX_PROMPT_TOKENS: Final = 120
 MAX_ANSWER_TOKENS: Final = 96
 _PREFIXES: Final = 12
@@ -21,15 +21,15 @@ class RandomRequests:
         self._prefixes = [self._tokens(_PREFIX_TOKENS) for _ in range(_PREFIXES)]
 
     def body(self) -> dict[str, Any]:
-        """The next one: half greedy, half sampled with a seed, some of them with every further parameter."""
+        """Return the next request body: half are greedy, half sampled with a seed, some with further parameters."""
         draw = self._random
         body: dict[str, Any] = {
             "token_ids": self._prompt(),
             "max_tokens": MAX_ANSWER_TOKENS if draw.random() < 0.75 else draw.randint(1, MAX_ANSWER_TOKENS),
             "ignore_eos": draw.random() < 0.9,
             "stream": draw.random() < 0.5,
-            **(self._sampled() if draw.random() < 0.5 else {"temperature": 0}),
-            **self._edits(),
+            **(self._sampling() if draw.random() < 0.5 else {"temperature": 0}),
+            **self._logits_options(),
         }
         if draw.random() < 0.4:
             body["logprobs"] = draw.randint(0, 5)
@@ -41,7 +41,7 @@ class RandomRequests:
         return [self._random.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(count)]
 
     def _prompt(self) -> list[int]:
-        """A part of a shared prefix and something of its own; sometimes exactly what others have."""
+        """Draw a part of a shared prefix and a tail of its own, or no tail, or no shared prefix."""
         draw = self._random
         if draw.random() < 0.2:
             return self._tokens(draw.randint(1, MAX_PROMPT_TOKENS))
@@ -49,31 +49,31 @@ class RandomRequests:
         own = 0 if draw.random() < 0.2 else draw.randint(1, MAX_PROMPT_TOKENS - len(prefix))
         return prefix + self._tokens(own)
 
-    def _sampled(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, Any]:
         draw = self._random
-        told: dict[str, Any] = {"temperature": draw.uniform(0.2, 1.8), "seed": draw.randrange(1 << 40)}
+        options: dict[str, Any] = {"temperature": draw.uniform(0.2, 1.8), "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.4:
-            told["top_p"] = draw.uniform(0.5, 1.0)
+            options["top_p"] = draw.uniform(0.5, 1.0)
         if draw.random() < 0.4:
-            told["top_k"] = draw.randint(1, 50)
+            options["top_k"] = draw.randint(1, 50)
         if draw.random() < 0.3:
-            told["min_p"] = draw.uniform(0.0, 0.2)
-        return told
+            options["min_p"] = draw.uniform(0.0, 0.2)
+        return options
 
-    def _edits(self) -> dict[str, Any]:
-        """What changes logits or ends answers."""
+    def _logits_options(self) -> dict[str, Any]:
+        """Draw parameters that modify logits or end answers."""
         draw = self._random
-        told: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if draw.random() < 0.2:
-            told["presence_penalty"] = draw.uniform(-2, 2)
+            options["presence_penalty"] = draw.uniform(-2, 2)
         if draw.random() < 0.2:
-            told["frequency_penalty"] = draw.uniform(-2, 2)
+            options["frequency_penalty"] = draw.uniform(-2, 2)
         if draw.random() < 0.2:
-            told["repetition_penalty"] = draw.uniform(0.5, 1.9)
+            options["repetition_penalty"] = draw.uniform(0.5, 1.9)
         if draw.random() < 0.2:
-            told["logit_bias"] = {str(token): draw.uniform(-20, 20) for token in self._tokens(5)}
+            options["logit_bias"] = {str(token): draw.uniform(-20, 20) for token in self._tokens(5)}
         if draw.random() < 0.2:
-            told["stop_token_ids"] = self._tokens(10)
+            options["stop_token_ids"] = self._tokens(10)
         if draw.random() < 0.1:
-            told["min_tokens"] = 1
-        return told
+            options["min_tokens"] = 1
+        return options

@@ -1,4 +1,4 @@
-"""What the ranks of a test do; importable by the processes that ``rank_processes`` spawns."""
+"""Functions that tests run on every rank; importable by the processes that ``rank_processes`` spawns."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from skiff_runtime.messages import SamplingSpec
 
 
 def collectives(group: TensorParallelGroup) -> dict[str, Any]:
-    """Every collective once, with values that tell the ranks apart."""
-    mine = float(group.rank + 1)
+    """Run every collective once, with different values on each rank."""
+    mine = float(group.tp_rank + 1)
     own = torch.tensor([[mine, 0.0], [mine * 10, 1.0]])
     return {
         "sum": group.all_reduce(torch.full((2,), mine)).tolist(),
@@ -20,14 +20,14 @@ def collectives(group: TensorParallelGroup) -> dict[str, Any]:
         "dtype": str(group.all_reduce(torch.ones(1, dtype=torch.bfloat16)).dtype),
         "gathered": group.all_gather(own).tolist(),
         "placed": group.all_gather(own, torch.zeros(2, 4)).tolist(),
-        "minimum": group.minimum(10 - group.rank),
+        "minimum": group.all_reduce_min(10 - group.tp_rank),
     }
 
 
 def generated(
     group: TensorParallelGroup, paths: list[str], prompts: list[list[int]], count: int, page_size: int
 ) -> list[list[list[int]]]:
-    """Greedy tokens, then sampled ones, of every model."""
+    """Generate greedy tokens, then sampled ones, by every model."""
     samplings = [
         SamplingSpec(
             max_tokens=count,

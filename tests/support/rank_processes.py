@@ -16,37 +16,38 @@ RankFunction = Callable[..., Any]
 
 
 def on_ranks(
-    size: int,
+    tp_size: int,
     run_dir: Path,
     function: RankFunction,
     *arguments: Any,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """``function(group, *arguments)`` on ``size`` ranks; what each returned, through JSON.
+    """Run ``function(group, *arguments)`` on ``tp_size`` ranks; return the ranks' results, passed as JSON.
 
     ``function`` must be importable by name. Raises RuntimeError when a rank fails or takes too long.
     """
     context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_run, args=(rank, size, run_dir, function, arguments)) for rank in range(size)
+    processes = [
+        context.Process(target=_run, args=(rank, tp_size, run_dir, function, arguments))
+        for rank in range(tp_size)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
     try:
-        for process in ranks:
+        for process in processes:
             process.join(timeout_seconds)
-        if any(process.exitcode != 0 for process in ranks):
-            raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}")
+        if any(process.exitcode != 0 for process in processes):
+            raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
-    return [json.loads(_answer(run_dir, rank).read_text()) for rank in range(size)]
+    return [json.loads(_answer(run_dir, rank).read_text()) for rank in range(tp_size)]
 
 
-def _run(rank: int, size: int, run_dir: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+def _run(rank: int, tp_size: int, run_dir: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     with TensorParallelGroup.start(
-        rank=rank, size=size, device="cpu", run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
+        tp_rank=rank, tp_size=tp_size, device="cpu", run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
     ) as group:
         _answer(run_dir, rank).write_text(json.dumps(function(group, *arguments)))
 

@@ -1,4 +1,4 @@
-"""What bias, penalties and a least length make of logits: the definition, one token after another."""
+"""Reference for logits processors: bias, penalties and ``min_tokens``, one token after another in float64."""
 
 from collections.abc import Iterable
 
@@ -7,16 +7,16 @@ import torch
 from skiff_runtime.messages import SamplingSpec
 
 
-def edited_row(
+def process_row(
     logits: torch.Tensor,
     prompt: list[int],
     output: list[int],
     sampling: SamplingSpec,
     *,
-    ends: Iterable[int],
-    banned: float,
+    end_tokens: Iterable[int],
+    masked: float,
 ) -> torch.Tensor:
-    """One row [vocab], in float64; what would end an answer that is too short is ``banned``."""
+    """Return one row [vocab] in float64; below ``min_tokens``, tokens that end an answer get the logit ``masked``."""
     row = logits.double().tolist()
     for token, bias in sampling.logit_bias:
         row[token] += bias
@@ -26,6 +26,6 @@ def edited_row(
     for token in set(output):
         row[token] -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty
     if len(output) < sampling.min_tokens:
-        for token in (*ends, *sampling.stop_token_ids):
-            row[token] = banned
+        for token in (*end_tokens, *sampling.stop_token_ids):
+            row[token] = masked
     return torch.tensor(row, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A scheduler on the paper engine, driven turn by turn, with the books of what it replied."""
+"""A scheduler over the simulated engine, run turn by turn, with a record of every reply."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from skiff_runtime.messages import (
     TokenBatch,
     Wire,
 )
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import Int32
 
@@ -41,7 +41,7 @@ def request(
     grammar: CompiledGrammar | None = None,
     priority: int = 0,
 ) -> GenerateRequest:
-    """As it comes to the scheduler, of token ids."""
+    """Make a request of token ids, as a tokenizer sends it."""
     token_ids = np.array(prompt, Wire.TOKEN).tobytes()
     return GenerateRequest(uid, token_ids, sampling, TextOptions(), priority=priority, grammar=grammar)
 
@@ -58,7 +58,7 @@ def generate(
     prompt_logprobs: int | None = None,
     grammar: CompiledGrammar | None = None,
 ) -> GenerateRequest:
-    """A greedy request."""
+    """Make a greedy request."""
     sampling = SamplingSpec(
         max_tokens=max_tokens,
         seed=0,
@@ -71,27 +71,27 @@ def generate(
     return request(uid, prompt, sampling, grammar, priority)
 
 
-Thought = tuple[int, float, list[int], list[float]]
-"""A token, its log-probability, the likeliest tokens and theirs."""
-UNKNOWN: Final[tuple[float, list[int], list[float]]] = (1.0, [], [])
-"""What is thought of a token that nothing predicts; NaN would not equal itself."""
+ReceivedLogprobs = tuple[int, float, list[int], list[float]]
+"""A token, its log-probability, the top tokens and their log-probabilities."""
+UNPREDICTED: Final[tuple[float, list[int], list[float]]] = (1.0, [], [])
+"""The log-probabilities of a prompt's first token: a NaN would not equal itself."""
 
 
 @dataclass
 class Reply:
-    """All that one client heard."""
+    """Everything that one client received."""
 
     opened: StreamOpened | None = None
     tokens: list[int] = field(default_factory=list)
-    thoughts: list[Thought] = field(default_factory=list)
-    """Of its tokens, where it asked for them."""
-    prompt: list[Thought] = field(default_factory=list)
-    """Of its prompt, where it asked for them; of its first token ``UNKNOWN``."""
+    logprobs: list[ReceivedLogprobs] = field(default_factory=list)
+    """Of its output tokens, where requested."""
+    prompt_logprobs: list[ReceivedLogprobs] = field(default_factory=list)
+    """Of its prompt, where requested; of the first token ``UNPREDICTED``."""
     finish: FinishReason = FinishReason.RUNNING
     failed: RequestFailed | None = None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.finish != FinishReason.RUNNING or self.failed is not None
 
 
@@ -102,18 +102,18 @@ def columns(ids: bytes, logprobs: bytes) -> tuple[list[int], list[float]]:
 
 
 class Replies(dict[int, Reply]):
-    """Replies by uid; refuses what no client should ever see."""
+    """Replies by uid. Asserts that each batch is valid for its clients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flushed: list[Flushed] = []
         self.opened: list[int] = []
-        """Uids in the order in which they first ran."""
+        """Uids in the order in which the requests first ran."""
 
     def take(self, batch: TokenBatch) -> None:
         for opened in batch.opened:
             reply = self.setdefault(opened.uid, Reply())
-            assert reply.opened is None and not reply.tokens and not reply.ended
+            assert reply.opened is None and not reply.tokens and not reply.has_ended
             reply.opened = opened
             self.opened.append(opened.uid)
         uids = np.frombuffer(batch.uids, Wire.UID).tolist()
@@ -122,14 +122,14 @@ class Replies(dict[int, Reply]):
         assert len(set(uids)) == len(uids)
         for uid, token, finish in zip(uids, tokens, finishes, strict=True):
             reply = self.setdefault(uid, Reply())
-            assert not reply.ended, f"a row for {uid} after its end"
+            assert not reply.has_ended, f"a row for {uid} after its end"
             reply.finish = FinishReason(finish)
             if token != NO_TOKEN:
                 assert reply.opened is not None
                 reply.tokens.append(token)
         for failed in batch.failed:
             reply = self.setdefault(failed.uid, Reply())
-            assert not reply.ended and (
+            assert not reply.has_ended and (
                 reply.opened is None or failed.code in ("grammar_stuck", "nan_logits")
             )
             reply.failed = failed
@@ -137,31 +137,31 @@ class Replies(dict[int, Reply]):
         self.flushed.extend(batch.flushed)
 
     def _take_logprobs(self, batch: TokenBatch, uids: list[int], tokens: list[int]) -> None:
-        assert len({told.row for told in batch.logprobs}) == len(batch.logprobs)
-        for told in batch.logprobs:
-            thought = (tokens[told.row], told.logprob, *columns(told.top_ids, told.top_logprobs))
-            self[uids[told.row]].thoughts.append(thought)
+        assert len({each.row for each in batch.logprobs}) == len(batch.logprobs)
+        for each in batch.logprobs:
+            received = (tokens[each.row], each.logprob, *columns(each.top_ids, each.top_logprobs))
+            self[uids[each.row]].logprobs.append(received)
         for run in batch.prompt_logprobs:
             reply = self[run.uid]
-            assert run.start == len(reply.prompt), "each token of a prompt is told once, in order"
+            assert run.start == len(reply.prompt_logprobs), "each prompt token comes once, in order"
             top_ids, top = columns(run.top_ids, run.top_logprobs)
             tokens, values = columns(run.token_ids, run.logprobs)
             for index, (token, value) in enumerate(zip(tokens, values, strict=True)):
-                some = slice(index * run.top, (index + 1) * run.top)
-                assert np.isnan([value, *top[some]]).all() == (not reply.prompt)
-                known = (value, top_ids[some], top[some]) if reply.prompt else UNKNOWN
-                reply.prompt.append((token, *known))
+                part = slice(index * run.top, (index + 1) * run.top)
+                assert np.isnan([value, *top[part]]).all() == (not reply.prompt_logprobs)
+                predicted = (value, top_ids[part], top[part]) if reply.prompt_logprobs else UNPREDICTED
+                reply.prompt_logprobs.append((token, *predicted))
 
 
 class MemoryChannel(Channel):
     """A channel within one process."""
 
     def __init__(self) -> None:
-        self.arriving: deque[Item] = deque()
+        self.arriving: deque[SchedulerInput] = deque()
         self.sent: deque[TokenBatch] = deque()
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        """All that was put into ``arriving``; never blocks, for nobody else could fill it meanwhile."""
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
+        """Return all of ``arriving``. Never blocks: there is no other thread that could add to it."""
         items = list(self.arriving)
         self.arriving.clear()
         return items
@@ -171,7 +171,7 @@ class MemoryChannel(Channel):
 
 
 class SchedulerBench:
-    """A scheduler, its engine and its clients. Options are those of ``Config``."""
+    """A scheduler, its engine and its clients. ``options`` are fields of ``Config``."""
 
     def __init__(self, *, num_pages: int = 64, max_model_len: int = 128, **options: Any) -> None:
         self.config = Config(
@@ -198,37 +198,37 @@ class SchedulerBench:
         self.stats: list[StepStats] = []
 
     def put(self, *items: GenerateRequest | AbortRequest | FlushCache) -> None:
-        """Let messages arrive before the next turn."""
+        """Add messages that arrive before the next turn."""
         self.channel.arriving.extend(items)
 
     def turn(self) -> bool:
-        """One turn, after which the books must be right."""
-        goes_on = self.scheduler.turn()
+        """Run one turn; check that every page is held once, and take the replies."""
+        runs_on = self.scheduler.turn()
         self.scheduler.check()
         while self.channel.sent:
             batch = self.channel.sent.popleft()
             self.replies.take(batch)
             self.stats.append(batch.stats)
-        return goes_on
+        return runs_on
 
     def finish(self) -> None:
-        """Turn until nothing is left to do; then all memory is free, or cached with the right content."""
+        """Run turns until nothing is left to do; check that all memory is then free, or cached with the right content."""
         for _ in range(MAX_TURNS):
-            if self.scheduler.idle and not self.channel.arriving:
+            if self.scheduler.is_idle and not self.channel.arriving:
                 break
             self.turn()
-        assert self.scheduler.idle, "requests are stuck"
+        assert self.scheduler.is_idle, "requests are stuck"
         self.put(generate(-1, [], max_tokens=1))
         self.turn()
-        assert self.replies.pop(-1).failed is not None  # it only asked for the gauges
+        assert self.replies.pop(-1).failed is not None  # an empty prompt: it only requests the gauges
         last = self.stats[-1]
         assert (last.queued, last.running) == (0, 0)
         assert last.pages_free + last.pages_cached == last.pages_total
         self._check_cached_content()
 
     def _check_cached_content(self) -> None:
-        """Each page of the tree holds what its tokens say."""
-        cache = self.scheduler._memory.cache
+        """Check that each page of the radix tree holds the KV of its tokens."""
+        cache = self.scheduler._pool.cache
         stack = [(cache._root, list[int]())] if isinstance(cache, RadixCache) else []
         while stack:
             node, before = stack.pop()
@@ -238,5 +238,5 @@ class SchedulerBench:
             stack.extend((child, tokens) for child in node.children.values())
 
     def total(self, counter: str) -> int:
-        """A counter of ``StepStats``, over all steps."""
+        """Return a counter of ``StepStats``, summed over all steps."""
         return sum(getattr(stats, counter) for stats in self.stats)

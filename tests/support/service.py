@@ -1,4 +1,4 @@
-"""A whole ``skiff serve`` with every process, as a user starts it, for tests that watch how it ends."""
+"""A whole ``skiff serve`` with every process, as a user starts it."""
 
 import os
 import re
@@ -26,7 +26,7 @@ _READY: Final = re.compile(r" service_ready url=(\S+)")
 
 @dataclass
 class Service:
-    """A running service. ``children`` are its processes by name, such as ``rank0``."""
+    """A running service. ``children``: its processes by name, such as ``rank0``."""
 
     process: "subprocess.Popen[bytes]"
     log: IO[bytes]
@@ -49,8 +49,8 @@ class Service:
         return self.process.wait(END_SECONDS)
 
     def metric(self, line: str) -> float:
-        """The value of the sample that begins with ``line``."""
-        time.sleep(METRICS_TTL_SECONDS)  # the page may be this old
+        """Return the value of the metric sample that begins with ``line``."""
+        time.sleep(METRICS_TTL_SECONDS)  # the metrics page may be this old
         page = self.http.get(self.url + "/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)
@@ -58,7 +58,7 @@ class Service:
 
 @contextmanager
 def running_service(model: Path | str, *flags: str, ready: bool = True) -> Iterator[Service]:
-    """Serve ``model`` on a free port; afterwards no process of it is left, however the test went."""
+    """Serve ``model`` on a free port; kill every process of the service at the end."""
     command = [sys.executable, "-m", "skiff_runtime", "serve", "--model", str(model), "--port", "0"]
     command += ["--device", DEVICE]
     with tempfile.TemporaryFile() as log:
@@ -77,10 +77,10 @@ def running_service(model: Path | str, *flags: str, ready: bool = True) -> Itera
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = END_SECONDS) -> None:
-    """Fail the test when ``condition`` does not come true in time."""
+    """Wait for ``condition``; fail the test if it does not become true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
-        assert time.monotonic() < deadline, "this did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 

@@ -1,11 +1,11 @@
-"""An engine on paper: KV memory as numbers, so that any fault in the page tables shows in the tokens.
+"""A simulated engine: KV memory holds hashes, so any fault in the page tables changes the tokens.
 
-The KV cell of a token is a hash of the token and of all cells before it, *as read through
-the page table*; the next token is a function of all cells. A row that points at a
-wrong page, a page that was freed and overwritten, or a chunk that was never computed
-gives other tokens than ``continuation``, and other log-probabilities than ``thought``. ``NAN`` takes the part of a
-NaN: a cell becomes one where ``nan_token`` is computed, or where any cell before it is one. Steps run only when their result is asked for,
-in order of launch: a plan that still changes after its launch is found out, too.
+The KV cell of a token is a hash of the token and of all cells before it, *as read through the page table*;
+the next token is a function of all cells. A row that points at a wrong page, a page that was freed and
+overwritten, or a chunk that was never computed yields other tokens than ``continuation``, and other
+log-probabilities than ``token_logprobs``. ``NAN`` stands for a NaN: a cell becomes one where ``nan_token`` is
+computed, or where any cell before it is one. Steps run only when their result is requested, in the order of
+launch, so a plan that is changed after its launch is noticed, too.
 """
 
 from collections import deque
@@ -15,7 +15,14 @@ from typing import Final
 import numpy as np
 
 from skiff_runtime.messages import NO_TOKEN
-from skiff_runtime.step import NAN_LOGITS, Logprobs, PromptLogprobsOutput, SlotOpened, StepPlan, StepResult
+from skiff_runtime.step import (
+    NAN_LOGITS,
+    LogprobsOutput,
+    PromptLogprobsOutput,
+    SlotOpened,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB: Final = 40
 NAN: Final = -7
@@ -33,7 +40,7 @@ def _token(state: int) -> int:
 
 
 def cells(tokens: Sequence[int]) -> list[int]:
-    """What KV memory must hold for a sequence."""
+    """Return the KV cells of a sequence."""
     state, result = _START, []
     for token in tokens:
         result.append(_mix(state, token))
@@ -42,7 +49,7 @@ def cells(tokens: Sequence[int]) -> list[int]:
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """What a right engine answers: ``count`` tokens after ``prompt``."""
+    """Return the ``count`` tokens that a correct engine generates after ``prompt``."""
     state = _START
     for cell in cells(prompt):
         state = _mix(state, cell)
@@ -53,20 +60,20 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return output
 
 
-def thought(before: Sequence[int], token: int, top: int) -> tuple[float, list[int], list[float]]:
-    """What a right engine thinks of ``token`` after ``before``: its log-probability, and the likeliest tokens."""
+def token_logprobs(before: Sequence[int], token: int, top: int) -> tuple[float, list[int], list[float]]:
+    """Return the log-probability of ``token`` after ``before`` by a correct engine, and its ``top`` tokens with theirs."""
     state = _START
     for cell in cells(before):
         state = _mix(state, cell)
-    return _thought(state, token, top)
+    return _logprobs_of(state, token, top)
 
 
-def _thought(state: int, token: int, top: int) -> tuple[float, list[int], list[float]]:
+def _logprobs_of(state: int, token: int, top: int) -> tuple[float, list[int], list[float]]:
     ids = [_token(state + 977 * rank) for rank in range(top)]
     return -float(_mix(state, token) % 4096) / 16, ids, [-float(rank) for rank in range(top)]
 
 
-class PaperStep:
+class SimulatedStep:
     """The handle of a launched step."""
 
     def __init__(self, engine: "SimulatedEngine", plan: StepPlan) -> None:
@@ -84,27 +91,27 @@ class PaperStep:
 
 
 class SimulatedEngine:
-    """Keeps every plan that it was given in ``plans``."""
+    """Keeps every launched plan in ``plans``."""
 
     def __init__(self, *, num_pages: int, page_size: int, slots: int, max_model_len: int) -> None:
         self.plans: list[StepPlan] = []
         self.nan_token: int | None = None
         self._page_size = page_size
         self.memory = [[-1] * page_size for _ in range(num_pages)]
-        """Cells by page and offset."""
+        """KV cells by page and offset."""
         self._pages = [[-1] * (-(-max_model_len // page_size)) for _ in range(slots)]
         self._tokens = [[-1] * (max_model_len + 1) for _ in range(slots)]
         self._opened: dict[int, SlotOpened] = {}
-        self._pending: deque[PaperStep] = deque()
+        self._pending: deque[SimulatedStep] = deque()
 
-    def launch(self, plan: StepPlan) -> PaperStep:
+    def launch(self, plan: StepPlan) -> SimulatedStep:
         assert plan.number == len(self.plans) + 1
         columns = (plan.slots, plan.starts, plan.lengths, plan.page_slots, plan.page_columns, plan.page_ids)
         assert all(column.dtype == np.int32 for column in columns) and plan.samples.dtype == np.bool_
-        places = list(zip(plan.page_slots.tolist(), plan.page_columns.tolist(), strict=True))
-        assert len(set(places)) == len(places), "a cell of the page table is set twice"
+        table_cells = list(zip(plan.page_slots.tolist(), plan.page_columns.tolist(), strict=True))
+        assert len(set(table_cells)) == len(table_cells), "a cell of the page table is set twice"
         self.plans.append(plan)
-        self._pending.append(PaperStep(self, plan))
+        self._pending.append(SimulatedStep(self, plan))
         return self._pending[-1]
 
     def run_next(self) -> None:
@@ -119,56 +126,57 @@ class SimulatedEngine:
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         for row in rows:
             self._compute(*row)
-        # Only now does any row sample: a page that two rows write is wrong for one of them.
+        # Rows sample only after all have computed: a page that two rows write is wrong for one of them.
         sampled = [row for row, samples in zip(rows, plan.samples, strict=True) if samples]
         for slot, start, length in sampled:
             self._tokens[slot][start + length] = _token(self._read(slot, start + length))
-        places = [(slot, start + length) for slot, start, length in sampled]
-        tokens = np.array([self._chosen(slot, place) for slot, place in places], np.int32)
-        asking = [index for index, (slot, _) in enumerate(places) if self._asked(slot) is not None]
-        top = max((self._asked(places[index][0]) or 0 for index in asking), default=0)
-        prompts = (self._prompt(*row) for row in rows)
+        positions = [(slot, start + length) for slot, start, length in sampled]
+        tokens = np.array([self._sample(slot, position) for slot, position in positions], np.int32)
+        requested = [index for index, (slot, _) in enumerate(positions) if self._num_top(slot) is not None]
+        top = max((self._num_top(positions[index][0]) or 0 for index in requested), default=0)
+        prompts = (self._prompt_logprobs(*row) for row in rows)
         step.outcome = StepResult(
             tokens,
-            np.array(asking, np.int32),
-            self._logprobs([places[index] for index in asking], top) if asking else None,
+            np.array(requested, np.int32),
+            self._logprobs([positions[index] for index in requested], top) if requested else None,
             tuple(chunk for chunk in prompts if chunk is not None),
         )
 
-    def _chosen(self, slot: int, place: int) -> int:
-        """The token there, unless the grammar, whose data is a number, admits only so many."""
+    def _sample(self, slot: int, position: int) -> int:
+        """Return the token at ``position``. A grammar's data is the number of output tokens that it admits."""
         opened = self._opened[slot]
-        if self._read(slot, place) == NAN:
+        if self._read(slot, position) == NAN:
             return NAN_LOGITS
-        if opened.grammar is not None and place - opened.prompt_tokens >= int(opened.grammar.data):
+        if opened.grammar is not None and position - opened.prompt_tokens >= int(opened.grammar.data):
             return NO_TOKEN
-        return self._tokens[slot][place]
+        return self._tokens[slot][position]
 
-    def _asked(self, slot: int) -> int | None:
+    def _num_top(self, slot: int) -> int | None:
         return self._opened[slot].sampling.logprobs
 
-    def _prompt(self, slot: int, start: int, length: int) -> PromptLogprobsOutput | None:
-        """What is thought of the prompt's tokens behind those that a row computes."""
+    def _prompt_logprobs(self, slot: int, start: int, length: int) -> PromptLogprobsOutput | None:
+        """Return the log-probabilities of the prompt tokens that the row's logits predict."""
         opened = self._opened[slot]
         top, end = opened.sampling.prompt_logprobs, min(start + length + 1, opened.prompt_tokens)
         if top is None or end <= start + 1:
             return None
         return PromptLogprobsOutput(
-            slot, start + 1, self._logprobs([(slot, place) for place in range(start + 1, end)], top)
+            slot, start + 1, self._logprobs([(slot, position) for position in range(start + 1, end)], top)
         )
 
-    def _logprobs(self, places: list[tuple[int, int]], top: int) -> Logprobs:
-        thoughts = [
-            _thought(self._read(slot, place), self._tokens[slot][place], top) for slot, place in places
+    def _logprobs(self, positions: list[tuple[int, int]], top: int) -> LogprobsOutput:
+        found = [
+            _logprobs_of(self._read(slot, position), self._tokens[slot][position], top)
+            for slot, position in positions
         ]
-        return Logprobs(
-            np.array([chosen for chosen, _, _ in thoughts], np.float32),
-            np.array([ids for _, ids, _ in thoughts], np.int32).reshape(len(thoughts), top),
-            np.array([values for _, _, values in thoughts], np.float32).reshape(len(thoughts), top),
+        return LogprobsOutput(
+            np.array([logprob for logprob, _, _ in found], np.float32),
+            np.array([ids for _, ids, _ in found], np.int32).reshape(len(found), top),
+            np.array([values for _, _, values in found], np.float32).reshape(len(found), top),
         )
 
     def _read(self, slot: int, end: int) -> int:
-        """The state after all cells before position ``end``."""
+        """Return the hash state after all cells before position ``end``."""
         state = _START
         for position in range(end):
             page = self.memory[self._pages[slot][position // self._page_size]]
@@ -177,7 +185,7 @@ class SimulatedEngine:
         return state
 
     def _compute(self, slot: int, start: int, length: int) -> None:
-        """Write the cells of one row."""
+        """Compute and write the cells of one row."""
         state = self._read(slot, start)
         for position in range(start, start + length):
             token = self._tokens[slot][position]

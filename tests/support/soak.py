@@ -1,4 +1,4 @@
-"""Many short requests at a time, each answer compared with the same request's alone; what it leaves is counted."""
+"""Soak test: many short requests at a time, each answer compared with the same request's answer alone."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from answers import Answer, difference, read_answer
-from raw_http import Address, Line, Reply, post
+from raw_http import Address, RawConnection, Reply, post
 from soak_requests import Question, malformed, questions, too_long
 
 CONCURRENCY: Final = 64
@@ -19,34 +19,34 @@ TOO_LONG: Final = 0.05
 MALFORMED: Final = 0.05
 PROGRESS_SECONDS: Final = 10.0
 SAMPLE_SECONDS: Final = 1.0
-LEAVE_WITHIN_SECONDS: Final = 0.1
+DISCONNECT_WITHIN_SECONDS: Final = 0.1
 LONG_ANSWER: Final = 64
 MAX_EXAMPLES: Final = 10
 
 
 @dataclass
 class Outcome:
-    """What was seen. ``hung`` and ``wrong`` hold a line for each of the first few cases."""
+    """Counts of a run. ``hung`` and ``wrong`` contain a line for each of the first few cases."""
 
     counts: Counter[str] = field(default_factory=Counter)
     hung: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def note(self, kind: str, problems: list[str], told: str) -> None:
-        """One more of ``kind``."""
+    def record(self, kind: str, problems: list[str], description: str) -> None:
+        """Count one more of ``kind``, and describe it among the first problems."""
         self.counts[kind] += 1
         if len(problems) < MAX_EXAMPLES:
-            problems.append(told)
+            problems.append(description)
 
     def summary(self) -> dict[str, Any]:
-        """For people and programs."""
-        told = {name: self.counts[name] for name in sorted(self.counts)}
-        return {"seconds": round(self.seconds, 1), **told, "hung": self.hung, "wrong": self.wrong}
+        """Return the outcome as a JSON object."""
+        counts = {name: self.counts[name] for name in sorted(self.counts)}
+        return {"seconds": round(self.seconds, 1), **counts, "hung": self.hung, "wrong": self.wrong}
 
 
 class Soak:
-    """One run of ``count`` requests against the demo model at ``address``, with ``pool`` questions that have an answer."""
+    """One run of ``count`` requests against the demo model at ``address``, from a pool of ``pool`` questions."""
 
     def __init__(self, address: Address, *, count: int, pool: int, seed: int) -> None:
         self._address = address
@@ -59,20 +59,20 @@ class Soak:
         self.outcome = Outcome()
 
     async def prepare(self) -> None:
-        """Ask each question alone, twice: what differs between the two is no measure of anything."""
-        line = await Line.open(self._address)
+        """Request each question alone, twice: its answer must be reproducible to compare others with it."""
+        line = await RawConnection.open(self._address)
         for question in self._questions:
             answers = []
             for stream in (False, True):
-                line.send(post(question.path, question.asked(stream=stream)))
+                line.send(post(question.path, question.make_body(stream=stream)))
                 answers.append(read_answer(await line.reply()))
-            told = difference(*answers)
-            assert told is None and answers[0].finished, f"{question}: {told or answers[0]}"
+            differing = difference(*answers)
+            assert differing is None and answers[0].finished, f"{question}: {differing or answers[0]}"
             self._alone.append(answers[0])
         line.cut()
 
     async def run(self, on_progress: Callable[[float], None]) -> Outcome:
-        """Keep ``CONCURRENCY`` requests going until all were sent; ``on_progress`` is told the share done, now and then."""
+        """Run all requests, ``CONCURRENCY`` at a time; call ``on_progress`` regularly with the share done."""
         began = time.monotonic()
         watcher = asyncio.ensure_future(self._watch(on_progress))
         try:
@@ -83,12 +83,12 @@ class Soak:
         return self.outcome
 
     async def _watch(self, on_progress: Callable[[float], None]) -> None:
-        told = began = time.monotonic()
+        reported = began = time.monotonic()
         while True:
             await asyncio.to_thread(on_progress, self._done / self._count)
-            if time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
-                rate = self._done / (told - began)
+            if time.monotonic() - reported >= PROGRESS_SECONDS:
+                reported = time.monotonic()
+                rate = self._done / (reported - began)
                 print(
                     f"soak: {self._done} of {self._count}, {rate:.0f}/s, {dict(self.outcome.counts)}",
                     file=sys.stderr,
@@ -97,65 +97,65 @@ class Soak:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _work(self) -> None:
-        """One client: a connection is kept while it lasts."""
-        line = await Line.open(self._address)
+        """Run one client, which keeps its connection as long as possible."""
+        line = await RawConnection.open(self._address)
         for number in self._numbers:
             if line.lost:
-                line = await Line.open(self._address)
+                line = await RawConnection.open(self._address)
             try:
                 await self._one(line)
             except TimeoutError:
-                self.outcome.note("hung_requests", self.outcome.hung, f"request {number}")
+                self.outcome.record("hung_requests", self.outcome.hung, f"request {number}")
                 line.cut()
             self._done += 1
         line.cut()
 
-    async def _one(self, line: Line) -> None:
-        """Draw what to do, do it, judge it."""
+    async def _one(self, line: RawConnection) -> None:
+        """Draw one action, run it, and check its result."""
         draw = self._draw.random()
         if draw < DISCONNECTS:
-            await self._leave(line)
+            await self._disconnect(line)
         elif draw < DISCONNECTS + TOO_LONG:
             question = too_long(self._draw)
             stream = self._draw.random() < 0.5
-            line.send(post(question.path, question.asked(stream=stream)))
-            self._judge_refusal("too_long", await line.reply(), code="context_length_exceeded")
+            line.send(post(question.path, question.make_body(stream=stream)))
+            self._check_refusal("too_long", await line.reply(), code="context_length_exceeded")
         elif draw < DISCONNECTS + TOO_LONG + MALFORMED:
             path, body = malformed(self._draw)
             line.send(post(path, body))
-            self._judge_refusal("malformed", await line.reply(), code=None)
+            self._check_refusal("malformed", await line.reply(), code=None)
         else:
             number = self._draw.randrange(len(self._questions))
             question, stream = self._questions[number], self._draw.random() < 0.5
-            line.send(post(question.path, question.asked(stream=stream)))
-            self._judge(question, self._alone[number], read_answer(await line.reply()))
+            line.send(post(question.path, question.make_body(stream=stream)))
+            self._check_answer(question, self._alone[number], read_answer(await line.reply()))
 
-    async def _leave(self, line: Line) -> None:
-        """Go away at a random moment: within the body, while it waits, or in the middle of the answer."""
+    async def _disconnect(self, line: RawConnection) -> None:
+        """Disconnect at a random moment: within the body, while waiting, or in the middle of the answer."""
         question = self._draw.choice(self._questions)
-        body = question.asked(stream=self._draw.random() < 0.7)
+        body = question.make_body(stream=self._draw.random() < 0.7)
         if "response_format" not in body and "guided_choice" not in body:
             body = {**body, "max_tokens": LONG_ANSWER, "ignore_eos": True}
         request = post(question.path, body)
-        wish = self._draw.randrange(3)
-        line.send(request if wish else request[: self._draw.randrange(1, len(request))])
-        if wish == 1:
+        moment = self._draw.randrange(3)
+        line.send(request if moment else request[: self._draw.randrange(1, len(request))])
+        if moment == 1:
             await line.begun()
-        await asyncio.sleep(self._draw.random() * LEAVE_WITHIN_SECONDS)
+        await asyncio.sleep(self._draw.random() * DISCONNECT_WITHIN_SECONDS)
         line.cut()
         self.outcome.counts["disconnected"] += 1
 
-    def _judge(self, question: Question, alone: Answer, busy: Answer) -> None:
-        told = difference(alone, busy)
-        if told is None:
+    def _check_answer(self, question: Question, alone: Answer, busy: Answer) -> None:
+        differing = difference(alone, busy)
+        if differing is None:
             self.outcome.counts["right"] += 1
         else:
-            self.outcome.note("wrong_answers", self.outcome.wrong, f"{question}: {told}")
+            self.outcome.record("wrong_answers", self.outcome.wrong, f"{question}: {differing}")
 
-    def _judge_refusal(self, kind: str, reply: Reply, *, code: str | None) -> None:
-        """A refusal is a 400 in OpenAI's shape."""
+    def _check_refusal(self, kind: str, reply: Reply, *, code: str | None) -> None:
+        """Check that a refusal is a 400 with OpenAI's error object."""
         answer = read_answer(reply)
         if answer.status == 400 and answer.terminal and code in (None, answer.code):
             self.outcome.counts[kind] += 1
         else:
-            self.outcome.note("wrong_refusals", self.outcome.wrong, f"{kind}: {answer}")
+            self.outcome.record("wrong_refusals", self.outcome.wrong, f"{kind}: {answer}")

@@ -1,4 +1,4 @@
-"""What the soak asks of the demo model: a pool of deterministic questions, and requests that must be refused."""
+"""Requests of the soak test to the demo model: deterministic questions, and requests that must be refused."""
 
 import random
 from collections.abc import Callable
@@ -25,13 +25,13 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request; asked as a stream it must be answered alike."""
+    """A request whose answer must be the same streamed or not."""
 
     path: str
     body: Body
 
-    def asked(self, *, stream: bool) -> Body:
-        """The body."""
+    def make_body(self, *, stream: bool) -> Body:
+        """Return the request body."""
         if not stream:
             return self.body
         options = {} if self.path == "/generate" else {"stream_options": {"include_usage": True}}
@@ -39,13 +39,13 @@ class Question:
 
 
 def questions(count: int, seed: int) -> list[Question]:
-    """``count`` different questions, each with one right answer: greedy or seeded."""
+    """Make ``count`` different questions with a deterministic answer each: greedy or seeded."""
     draw = random.Random(seed)
     return [_question(draw, number) for number in range(count)]
 
 
 def _question(draw: random.Random, number: int) -> Question:
-    """Endpoints and kinds take turns; every question has its own words, some share a long beginning."""
+    """Make one question. Endpoints and kinds alternate; each text is unique, some share a long prefix."""
     text = f"{draw.choice(_TEXTS)} ({number})"
     body: Body = {"max_tokens": draw.randint(1, MAX_ANSWER_TOKENS), **_KINDS[number % len(_KINDS)](draw)}
     if "response_format" in body or number % 3 == 0:
@@ -76,7 +76,7 @@ def _stopped(draw: random.Random) -> Body:
     return {"temperature": 0, "stop": draw.sample(["e", " a", "o", "is", ".", "the"], 2)}
 
 
-def _told(draw: random.Random) -> Body:
+def _with_logprobs(draw: random.Random) -> Body:
     return {"temperature": 0, "logprobs": draw.randint(1, 4)}
 
 
@@ -112,13 +112,13 @@ _KINDS: Final[tuple[Callable[[random.Random], Body], ...]] = (
     _seeded,
     _narrowed,
     _stopped,
-    _told,
+    _with_logprobs,
     _twice,
     _penalized,
     _biased,
     _seeded,
     _greedy,
-    _told,
+    _with_logprobs,
     _structured,
     _stopped,
     _chosen,
@@ -126,7 +126,7 @@ _KINDS: Final[tuple[Callable[[random.Random], Body], ...]] = (
 
 
 def too_long(draw: random.Random) -> Question:
-    """A prompt, or a prompt with its answer, beyond the context."""
+    """Draw a request whose prompt, or prompt and output, exceed the context."""
     match draw.randrange(3):
         case 0:
             ids = [draw.randrange(10, 2000)] * (CONTEXT + draw.randint(1, 500))
@@ -138,7 +138,7 @@ def too_long(draw: random.Random) -> Question:
 
 
 def malformed(draw: random.Random) -> tuple[str, bytes]:
-    """Path and raw body of what is no request at all."""
+    """Draw the path and the raw body of an invalid request."""
     return draw.choice(_MALFORMED)
 
 

@@ -1,4 +1,4 @@
-"""Clients of one service whose requests are, at one moment, at every stage that a request passes."""
+"""Clients of one service whose requests are at every stage of processing at one moment."""
 
 import asyncio
 import contextlib
@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import psutil
 from answers import Answer, read_answer
-from raw_http import HANG_SECONDS, Address, Line, address_of, post
+from raw_http import HANG_SECONDS, Address, RawConnection, address_of, post
 from service import Service, wait_until
 
 EACH: Final = 2
-"""Clients at a stage, one streamed and one not; of prompts, only one is computed at a time."""
+"""Clients at each stage, one streamed and one not; only one prompt is computed at a time."""
 RUNNING: Final = 2 * EACH + 1
-"""What ``SERVICE_FLAGS`` lets run: those at the three stages that hold a slot."""
+"""Running requests under ``SERVICE_FLAGS``: those at the three stages that hold a slot."""
 CONTEXT: Final = 8192
 SERVICE_FLAGS: Final = (
     "--served-model-name",
@@ -28,33 +28,33 @@ SERVICE_FLAGS: Final = (
     "--max-total-tokens",
     str(CONTEXT * (RUNNING + EACH)),
 )
-SLOW_PIECE_SECONDS: Final = 0.05
-GLANCE_SECONDS: Final = 0.005
+PAUSE_SECONDS: Final = 0.05
+READ_SECONDS: Final = 0.005
 SLOW_BUFFER_BYTES: Final = 4096
 _TIMEOUT_HEADER: Final = "x_request_timeout_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What became of one client."""
+    """The outcome of one client."""
 
     stage: str
     answer: Answer | None
-    """None: no end within ``HANG_SECONDS``."""
+    """None if there was no end within ``HANG_SECONDS``."""
     seconds: float
 
     def __str__(self) -> str:
         if self.answer is None:
             return f"{self.stage}: hung"
-        told = self.answer.error or ("cut" if self.answer.cut else "finished")
-        return f"{self.stage}: {self.answer.status} {told} after {self.seconds:.1f} s"
+        outcome = self.answer.error or ("cut" if self.answer.cut else "finished")
+        return f"{self.stage}: {self.answer.status} {outcome} after {self.seconds:.1f} s"
 
 
 class Clients:
-    """Opens them stage by stage; each request has a deadline of its own."""
+    """Opens clients stage by stage. Each request has a deadline."""
 
     def __init__(self, service: Service, deadline_seconds: float, salt: int) -> None:
-        """``salt`` tells the prompts and schemas of several runs against one service apart."""
+        """``salt`` makes the prompts and schemas of several runs against one service differ."""
         self._service = service
         self._address: Address = address_of(service.url)
         self._tokenizer = service.children["tokenizer0"]
@@ -63,49 +63,53 @@ class Clients:
         self._endings: list[asyncio.Task[Ending]] = []
 
     async def place(self) -> None:
-        """Put two clients at each stage; the last ones are held in front of a stopped tokenizer until ``release``."""
+        """Bring two clients to each stage. The last ones wait for a suspended tokenizer until ``release``."""
         for number in range(EACH):
-            line = await self._ask("slow_reader", stream=True, **_long(number + 20), buffer=SLOW_BUFFER_BYTES)
+            line = await self._send(
+                "slow_reader", stream=True, **_long(number + 20), buffer=SLOW_BUFFER_BYTES
+            )
             await line.begun()
         for number in range(EACH):
-            await self._ask("decoding", stream=bool(number), **_long(number + 40))
+            await self._send("decoding", stream=bool(number), **_long(number + 40))
         await self._until("skiff_requests_running", 2 * EACH)
         ids = [self._salt % 300 + 10] * (CONTEXT - 100)
-        await self._ask("prefill", stream=bool(self._salt % 2), token_ids=ids, max_tokens=64)
+        await self._send("prefill", stream=bool(self._salt % 2), token_ids=ids, max_tokens=64)
         await self._until("skiff_requests_running", RUNNING)
         for number in range(EACH):
-            await self._ask("queued", stream=bool(number), **_long(number + 60))
+            await self._send("queued", stream=bool(number), **_long(number + 60))
         await self._until("skiff_requests_queued", EACH)
         self._tokenizer.suspend()
-        await self._ask("tokenizing", stream=False, text="The small boat " * 500, max_tokens=4)
+        await self._send("tokenizing", stream=False, text="The small boat " * 500, max_tokens=4)
         schema = {"type": "object", "properties": {f"a{self._salt}": {"type": "integer"}}}
-        await self._ask("tokenizing", stream=True, text="x", guided_json=schema, max_tokens=4)
+        await self._send("tokenizing", stream=True, text="x", guided_json=schema, max_tokens=4)
         await self._until("skiff_requests_in_flight", RUNNING + 2 * EACH)
 
     def release(self) -> None:
-        """Let the tokenizer go on, if it is still there."""
+        """Resume the tokenizer, if it still exists."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._tokenizer.resume()
 
     async def pour(self, count: int) -> None:
-        """Send many small requests, and go on without waiting for any of them."""
+        """Send many small requests without waiting for their answers."""
         for number in range(count):
             try:
-                await self._ask("flood", stream=False, token_ids=[number % 300 + 10], max_tokens=2)
+                await self._send("flood", stream=False, token_ids=[number % 300 + 10], max_tokens=2)
             except OSError:
-                return  # nobody listens any more
+                return  # the service is gone
 
     async def endings(self) -> list[Ending]:
-        """How each of them ended."""
+        """Return the endings of all clients."""
         return list(await asyncio.gather(*self._endings))
 
-    async def _ask(self, stage: str, *, stream: bool, buffer: int | None = None, **fields: Any) -> Line:
-        line = await Line.open(self._address, receive_buffer_bytes=buffer)
+    async def _send(
+        self, stage: str, *, stream: bool, buffer: int | None = None, **fields: Any
+    ) -> RawConnection:
+        line = await RawConnection.open(self._address, receive_buffer_bytes=buffer)
         line.send(post("/generate", {**fields, "stream": stream}, **{_TIMEOUT_HEADER: self._deadline}))
         self._endings.append(asyncio.ensure_future(self._follow(stage, line)))
         return line
 
-    async def _follow(self, stage: str, line: Line) -> Ending:
+    async def _follow(self, stage: str, line: RawConnection) -> Ending:
         began = time.monotonic()
         slow = asyncio.ensure_future(_read_slowly(line)) if stage == "slow_reader" else None
         try:
@@ -123,15 +127,15 @@ class Clients:
 
 
 def _long(token: int) -> dict[str, Any]:
-    """More tokens than any test waits for."""
+    """Return a request that generates longer than any test runs."""
     return {"token_ids": [token] * 8, "max_tokens": 2000, "ignore_eos": True}
 
 
-async def _read_slowly(line: Line) -> None:
-    """A glance now and then: whoever writes to it is held up."""
+async def _read_slowly(line: RawConnection) -> None:
+    """Read in short intervals only, so that the server's writes block."""
     await line.begun()
     while not line.lost:
         line.pause()
-        await asyncio.sleep(SLOW_PIECE_SECONDS)
+        await asyncio.sleep(PAUSE_SECONDS)
         line.resume()
-        await asyncio.sleep(GLANCE_SECONDS)
+        await asyncio.sleep(READ_SECONDS)

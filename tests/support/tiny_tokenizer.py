@@ -7,7 +7,7 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE: Final = 389
-"""Odd on purpose: it does not divide over two ranks."""
+"""Odd on purpose: it is not divisible by two ranks."""
 
 BOS: Final = "<|begin|>"
 EOS: Final = "<|end|>"
@@ -33,7 +33,7 @@ _CHAT_TEMPLATE: Final = (
 def write_tokenizer(directory: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` with at most ``VOCAB_SIZE`` entries.
 
-    Like Llama's, it puts BOS before a plain text, and its chat template writes BOS itself.
+    As with Llama, plain text gets a BOS from the tokenizer, and the chat template writes BOS itself.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""What a whole service holds: processes, memory, descriptors, pages; and what it leaves behind."""
+"""Resources of a whole service: processes, memory, descriptors, KV pages; and leftovers after its end."""
 
 import statistics
 import tempfile
@@ -14,27 +14,27 @@ MIB: Final = 1 << 20
 
 @dataclass
 class Family:
-    """The processes of one service and its private directory, noted while it lives."""
+    """The processes of one service and its private directory, recorded while it runs."""
 
     processes: list[psutil.Process]
     run_dir: Path
 
     @staticmethod
     def of(service: Service) -> "Family":
-        """All processes below the supervisor, those that its children started too."""
+        """Record all descendants of the supervisor."""
         found = psutil.Process(service.process.pid).children(recursive=True)
         return Family(found, Path(found[0].cmdline()[5]))
 
     def left(self) -> list[str]:
-        """What is still there of a service that has ended."""
-        there = [f"process {each.pid}" for each in self.processes if alive(each)]
+        """Return what is left of a service that has ended."""
+        left = [f"process {each.pid}" for each in self.processes if is_alive(each)]
         if self.run_dir.exists():
-            there.append(f"directory {self.run_dir}")
-        return there
+            left.append(f"directory {self.run_dir}")
+        return left
 
 
-def alive(process: psutil.Process) -> bool:
-    """Whether it runs, or could."""
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process exists and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -42,20 +42,20 @@ def alive(process: psutil.Process) -> bool:
 
 
 def run_dirs() -> set[str]:
-    """The private directories of services that there are on this machine."""
+    """Return the names of all services' private directories on this machine."""
     return {each.name for each in Path(tempfile.gettempdir()).glob("skiff-*")}
 
 
 def grammar_process(service: Service) -> psutil.Process | None:
-    """The compiler of grammars, which a tokenizer process starts when it first needs it."""
+    """Return the grammar compiler, which a tokenizer process starts on demand."""
     for child in psutil.Process(service.process.pid).children(recursive=True):
         if "skiff_runtime.grammar.compiler.compiler_process" in child.cmdline():
             return child
     return None
 
 
-def nothing_held(service: Service, timeout_seconds: float = 60.0) -> None:
-    """Fail unless, soon, no request is anywhere and every page is free or cached."""
+def check_nothing_held(service: Service, timeout_seconds: float = 60.0) -> None:
+    """Check that soon no request is in the service and every page is free or cached."""
     wait_until(lambda: held(service) == [], timeout_seconds)
     total = service.http.get(service.url + "/server_info").json()["kv_tokens"]
     size = service.http.get(service.url + "/server_info").json()["config"]["page_size"]
@@ -63,14 +63,14 @@ def nothing_held(service: Service, timeout_seconds: float = 60.0) -> None:
 
 
 def held(service: Service) -> list[str]:
-    """What is not at rest."""
+    """Return the metrics of what is still in use."""
     names = ("skiff_requests_in_flight", "skiff_requests_running", "skiff_requests_queued")
     busy = [name for name in names if service.metric(name)]
     return busy + (["pages"] if pages(service, "used") else [])
 
 
 def pages(service: Service, state: str) -> float:
-    """Pages of the KV cache in ``state``: free, cached or used."""
+    """Return the number of KV pages in ``state``: free, cached or used."""
     return service.metric(f'skiff_kv_cache_pages{{state="{state}"}}')
 
 
@@ -82,17 +82,17 @@ class Usage:
     samples: list[tuple[float, dict[str, tuple[int, int]]]] = field(default_factory=list)
 
     def sample(self, progress: float) -> None:
-        """Note resident bytes and open descriptors of each process."""
+        """Record resident bytes and open descriptors of each process."""
         now = {name: (each.memory_info().rss, each.num_fds()) for name, each in self.family.items()}
         self.samples.append((progress, now))
 
     def resident_mib(self, name: str, low: float, high: float) -> float:
-        """The median between two points of progress."""
-        told = [now[name][0] for at, now in self.samples if low <= at <= high]
-        return statistics.median(told) / MIB
+        """Return the median resident memory between two points of progress."""
+        sampled = [now[name][0] for at, now in self.samples if low <= at <= high]
+        return statistics.median(sampled) / MIB
 
     def report(self) -> dict[str, dict[str, float]]:
-        """By process: resident MiB in the second tenth and in the last, descriptors in the first sample and in the last."""
+        """Return, by process, resident MiB in the second and last tenths, and descriptors in the first and last samples."""
         first, last = self.samples[0][1], self.samples[-1][1]
         return {
             name: {
@@ -106,7 +106,7 @@ class Usage:
 
 
 def family_of(service: Service) -> dict[str, psutil.Process]:
-    """Every process by name, the supervisor among them."""
+    """Return every process by name, including the supervisor and the grammar compiler."""
     found = {"supervisor": psutil.Process(service.process.pid), **service.children}
     compiler = grammar_process(service)
     return found if compiler is None else {**found, "grammar": compiler}

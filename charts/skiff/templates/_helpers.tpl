@@ -1,4 +1,4 @@
-{{/* Make a name valid and at most 50 characters long; one that had to change ends in a hash of what it was, so that two never become one. */}}
+{{/* Make a name valid and at most 50 characters long. A changed name ends in a hash of the original, so that two never become the same. */}}
 {{- define "skiff.validName" -}}
 {{- $valid := . | replace "." "-" -}}
 {{- if not (regexMatch "^[a-z]" $valid) }}{{ $valid = printf "skiff-%s" $valid }}{{ end -}}
@@ -9,12 +9,12 @@
 {{- end -}}
 {{- end }}
 
-{{/* The name of everything in the release's namespace, alone or with a suffix of at most 13 characters. */}}
+{{/* The name of all objects in the release's namespace, alone or with a suffix of at most 13 characters. */}}
 {{- define "skiff.fullname" -}}
 {{ include "skiff.validName" (.Values.fullnameOverride | default (printf "%s-%s" .Release.Name (.Values.nameOverride | default "operator"))) }}
 {{- end }}
 
-{{/* The name of everything outside of it. Neither part can hold a colon, so no two releases of a cluster share it. */}}
+{{/* The name of all objects outside of it. Neither part can contain a colon, so no two releases of a cluster share it. */}}
 {{- define "skiff.clusterName" -}}
 {{ printf "skiff:%s:%s" .Release.Namespace (include "skiff.fullname" .) }}
 {{- end }}
@@ -35,7 +35,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ include "skiff.commonLabels" . }}
 {{- end }}
 
-{{/* Labels of hooks and their pods, which neither the Deployment nor the Service must select. */}}
+{{/* Labels of hooks and their pods, which the Deployment and the Service must not select. */}}
 {{- define "skiff.hookLabels" -}}
 app.kubernetes.io/name: skiff-hook
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -61,7 +61,7 @@ app.kubernetes.io/component: hook
 {{ join "," $names }}
 {{- end }}
 
-{{/* What the restricted Pod Security level asks of a pod and of a container. */}}
+{{/* Security contexts that the restricted Pod Security level requires of a pod and of a container. */}}
 {{- define "skiff.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532
@@ -75,7 +75,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* Where the pods of this chart may run. */}}
+{{/* Scheduling of this chart's pods. */}}
 {{- define "skiff.placement" -}}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
@@ -91,7 +91,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* What the operator may do in the namespaces that it serves. Each verb is one that its code uses. */}}
+{{/* The operator's rights in the namespaces that it watches. Its code uses each of these verbs. */}}
 {{- define "skiff.rules" -}}
 - apiGroups: [serving.skiff.dev]
   resources: [inferenceservices]

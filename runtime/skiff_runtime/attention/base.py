@@ -1,4 +1,4 @@
-"""The interface between models and attention: what a step looks like, and what a backend does with it."""
+"""The interface between models and attention: the batch of one step, and the backend that attends over it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from skiff_runtime.step import Int32
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """R rows that compute T tokens in all, row after row; the first ``decode_rows`` compute one each.
+    """R rows that compute T tokens in total, row after row; the first ``decode_rows`` compute one token each.
 
-    On the host: row i computes ``lengths[i]`` tokens after ``starts[i]`` tokens whose K and V
-    are in the cache already. On the device: ``rows`` int32[4, R] are the rows' lines in ``page_table``
-    int32[slots, pages], starts, lengths and first tokens; ``contexts`` int32[R] are starts plus lengths.
-    ``block_table`` int32[R, pages] repeats the rows' lines, where the backend wants them in order; ``shared`` tells what
-    decode rows have in common, where it can make use of that.
+    On the host: row i computes ``lengths[i]`` tokens after ``starts[i]`` tokens whose K and V are in the cache already.
+    On the device: ``rows`` int32[4, R] holds each row's line in ``page_table`` int32[slots, pages], its start, its
+    length and the index of its first token among the T; ``seq_lens`` int32[R] are starts plus lengths. ``block_table``
+    int32[R, pages] repeats the rows' lines of the page table in the order of the rows, for backends that need it so.
+    ``shared_prefixes`` describes prefixes that decode rows share, for backends that read these once.
     """
 
     starts: Int32
     lengths: Int32
     decode_rows: int
     rows: torch.Tensor
-    contexts: torch.Tensor
+    seq_lens: torch.Tensor
     page_table: torch.Tensor
     block_table: torch.Tensor | None = None
-    shared: SharedPrefixes | None = None
+    shared_prefixes: SharedPrefixes | None = None
 
-    def chunks(self) -> tuple[Int32, Int32]:
-        """Lengths and contexts of the rows that do not decode, int32[R - decode_rows], on the host."""
+    def prefill_rows(self) -> tuple[Int32, Int32]:
+        """Return (lengths, sequence lengths) of the prefill rows, int32[R - decode_rows] each, on the host."""
         lengths = self.lengths[self.decode_rows :]
         return lengths, self.starts[self.decode_rows :] + lengths
 
@@ -40,22 +40,22 @@ class AttentionBackend(ABC):
     """Causal grouped-query attention over the paged KV cache."""
 
     needs_block_table = False
-    """Whether ``AttentionBatch.block_table`` must be there."""
+    """``AttentionBatch.block_table`` must be set."""
     shared_prefix_rows = 0
-    """How many decode rows can read a common prefix together; 0: it has no use for that."""
+    """Number of decode rows that can read a shared prefix together; 0 if the backend does not share prefixes."""
     supports_cuda_graphs = False
-    """Whether a step of decode rows alone needs nothing of the host, so that a CUDA graph can repeat it."""
+    """A step of decode rows alone needs nothing from the host, so a CUDA graph can replay it."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
-        """Get ready for one step; called once, before the layers' ``forward``."""
+        """Plan one step; called once, before the ``forward`` of its layers."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend with q [T, heads, d], when the pool holds the step's K and V of this layer.
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend with q [T, heads, d], once the pool holds the step's K and V of this layer.
 
-        Returns [T, heads, d], which is ``into`` where that is given.
+        Returns [T, heads, d], which is ``out`` if that is given.
         """

@@ -1,41 +1,37 @@
-"""Attention on a GPU: decode rows by one kernel, chunks of prompts by another."""
+"""Attention on a GPU: one implementation for decode rows, another for prefill rows."""
 
 from abc import ABC, abstractmethod
-from typing import Final
 
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.triton.attention.decode_launch import Decode, max_group_rows
-from skiff_runtime.kernels.triton.attention.prefill_attention import Prefill
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 from skiff_runtime.kvcache.kv_pool import KVPool
 
-LONG_CONTEXT: Final = 4096
-"""Tokens; from here on attention takes a GPU long, however few tokens attend."""
 
-
-class Part(ABC):
-    """What attends for one of the two kinds of rows."""
+class PhaseAttention(ABC):
+    """Attention for the rows of one phase, prefill or decode. The attributes are those of ``AttentionBackend``."""
 
     needs_block_table = False
     shared_prefix_rows = 0
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
-        """Get ready for a step that has rows of this kind."""
+        """Plan a step that has rows of this phase."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        """Attend with the tokens q [N, heads, d] of these rows; write the result, of the same shape, to ``into``."""
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend with q [N, heads, d], the tokens of these rows, and write the result to ``out``, of the same shape."""
 
 
 class HybridAttention(AttentionBackend):
-    """Decode rows come first in a batch, chunks after them."""
+    """Splits a batch into its decode rows, which come first, and its prefill rows."""
 
     supports_cuda_graphs = True
 
-    def __init__(self, pool: KVPool, prefill: Part, decode: Part) -> None:
+    def __init__(self, pool: KVPool, prefill: PhaseAttention, decode: PhaseAttention) -> None:
         super().__init__(pool)
         self._prefill = prefill
         self._decode = decode
@@ -50,80 +46,87 @@ class HybridAttention(AttentionBackend):
         if batch.decode_rows < len(batch.lengths):
             self._prefill.prepare(batch)
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        rows = self._decode_rows
-        attended = torch.empty_like(q) if into is None else into
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows = (
+            self._decode_rows
+        )  # a decode row is one token, so this is also the index of the first prefill token
+        out = torch.empty_like(q) if out is None else out
         if rows:
-            self._decode.forward(layer, q[:rows], attended[:rows])
+            self._decode.forward(layer, q[:rows], out[:rows])
         if rows < q.shape[0]:
-            self._prefill.forward(layer, q[rows:], attended[rows:])
-        return attended
+            self._prefill.forward(layer, q[rows:], out[rows:])
+        return out
 
 
-class _TritonPart(Part):
-    """Our kernels: any page size, any type, no plan. What a step launches is found out in its first layer."""
+class _TritonAttention(PhaseAttention):
+    """Our kernels, for any page size and dtype. They need no plan: a step's launches are prepared in its first layer."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._launch: Decode | Prefill | None = None
+        self._launch: DecodeAttention | PrefillAttention | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch, self._launch = batch, None
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        pool = self._pool.tokens(layer)
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        kv = self._pool.layer_kv(layer)
         if self._launch is None:
             assert self._batch is not None
-            self._launch = self._launch_for(self._batch, q, pool)
-        self._launch(q, pool, into)
+            self._launch = self._make_launch(self._batch, q, kv)
+        self._launch(q, kv, out)
 
     @abstractmethod
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode | Prefill:
-        """What the layers of a step launch, by the queries and the cache of one of them."""
+    def _make_launch(
+        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV
+    ) -> DecodeAttention | PrefillAttention:
+        """Prepare the launch that all layers of a step share, from the queries and the KV cache of one layer."""
 
 
-class TritonDecode(_TritonPart):
-    """One token a row."""
+class TritonDecode(_TritonAttention):
+    """Decode rows: one token each."""
 
-    def __init__(self, pool: KVPool, query_heads: int, longest: int) -> None:
+    def __init__(self, pool: KVPool, query_heads: int, max_model_len: int) -> None:
         super().__init__(pool)
-        self._longest = longest
-        self.shared_prefix_rows = max_group_rows(query_heads, pool.layout.kv_heads)
+        self._max_model_len = max_model_len
+        self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Decode:
-        return Decode(
-            *(q, pool, batch.rows[0], batch.page_table, batch.contexts, self._pool.layout.page_size),
-            longest=self._longest,
-            shared=batch.shared,
+    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> DecodeAttention:
+        return DecodeAttention(
+            *(q, kv, batch.rows[0], batch.page_table, batch.seq_lens, self._pool.layout.page_size),
+            max_seq_len=self._max_model_len,
+            shared=batch.shared_prefixes,
         )
 
 
-class TritonPrefill(_TritonPart):
-    """Chunks of prompts."""
+class TritonPrefill(_TritonAttention):
+    """Prefill rows: chunks of prompts."""
 
-    def _launch_for(self, batch: AttentionBatch, q: torch.Tensor, pool: LayerKV) -> Prefill:
+    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> PrefillAttention:
         first = batch.decode_rows
-        return Prefill(
-            *(q, pool, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
-            longest=int(batch.lengths[first:].max()),
+        return PrefillAttention(
+            *(q, kv, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
+            max_chunk_len=int(batch.lengths[first:].max()),
             skipped=first,
         )
 
 
-class PrefillBySize(Part):
-    """Chunks of prompts by one of two parts: ``few`` is the quicker to launch, ``many`` the quicker on the GPU."""
+class PrefillBySize(PhaseAttention):
+    """Prefill by one of two implementations: ``small`` is launched sooner, ``large`` computes faster on the GPU."""
 
-    def __init__(self, few: Part, many: Part, *, most: int) -> None:
-        """``few`` takes steps of up to ``most`` tokens of prompts, unless a context is long."""
-        self._few, self._many, self._most = few, many, most
-        self._chosen = many
+    def __init__(
+        self, small: PhaseAttention, large: PhaseAttention, *, max_small_tokens: int, long_context: int
+    ) -> None:
+        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens whose contexts are below ``long_context``."""
+        self._small, self._large = small, large
+        self._max_small_tokens, self._long_context = max_small_tokens, long_context
+        self._chosen = large
 
     def prepare(self, batch: AttentionBatch) -> None:
-        lengths, contexts = batch.chunks()
-        are_few = int(lengths.sum()) <= self._most and int(contexts.max()) < LONG_CONTEXT
-        self._chosen = self._few if are_few else self._many
+        lengths, seq_lens = batch.prefill_rows()
+        is_small = int(lengths.sum()) <= self._max_small_tokens and int(seq_lens.max()) < self._long_context
+        self._chosen = self._small if is_small else self._large
         self._chosen.prepare(batch)
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        self._chosen.forward(layer, q, into)
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self._chosen.forward(layer, q, out)

@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the reference on any device, and the backend of CPUs.
+"""Attention by PyTorch's scaled_dot_product_attention: the reference on any device, and the backend of CPUs.
 
-Rows that compute one token are batched by similar context length; longer rows go one by
-one. Both gather their K and V from the pages and call scaled_dot_product_attention.
+Rows that compute one token are batched by similar context length; longer rows are computed one by one. Both gather
+their K and V from the pages first.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,24 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
 from skiff_runtime.kvcache.kv_pool import KVPool
-from skiff_runtime.models.footprint import DTYPE_BYTES, GATHER_WORKSPACE_BYTES
 
 HostInts = NDArray[np.signedinteger]
 
 MIN_BUCKET: Final = 256
-"""Contexts up to this many tokens are padded to one length."""
+"""Contexts of up to this many tokens are padded to one length."""
 MAX_SCORES: Final = 1 << 21
 """Elements of one causal mask."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows of one token each: places of their queries [N], of K and V [N * L], and which of these count."""
+class _DecodeGroup:
+    """N rows of one token each, over contexts padded to L tokens.
+
+    ``queries`` int64[N] are the indices of their tokens, ``slot_mapping`` int64[N * L] the KV offsets of their
+    contexts, and ``mask`` bool[N, 1, 1, L] is set where the context is not padding.
+    """
 
     queries: torch.Tensor
     slot_mapping: torch.Tensor
@@ -35,7 +39,10 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A row of ``length`` tokens from query ``first`` on, after ``start`` cached ones; places of all its K and V."""
+    """One row of ``length`` tokens, the first of which has index ``first``, after ``start`` cached tokens.
+
+    ``slot_mapping`` int64[start + length] are the KV offsets of its whole context.
+    """
 
     first: int
     length: int
@@ -44,116 +51,123 @@ class _Chunk:
 
 
 class TorchSDPABackend(AttentionBackend):
-    """Gathers pages and uses PyTorch's own attention."""
+    """Gathers K and V from the pages, and attends by PyTorch's own kernels."""
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
         self._offsets = torch.arange(pool.layout.page_size, device=pool.device)
-        self._groups: list[_Group] = []
+        self._groups: list[_DecodeGroup] = []
         self._chunks: list[_Chunk] = []
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Split the rows into groups and chunks, and look up where their K and V are."""
+        """Split the rows into groups and chunks, and look up the KV offsets of their contexts."""
         firsts = np.cumsum(batch.lengths) - batch.lengths
         single = np.flatnonzero(batch.lengths == 1)
-        contexts = batch.starts[single] + 1
+        seq_lens = batch.starts[single] + 1
         layout = self.pool.layout
-        most = GATHER_WORKSPACE_BYTES // (2 * layout.kv_heads * layout.head_dim * DTYPE_BYTES["float32"])
+        max_tokens = GATHER_WORKSPACE_BYTES // (
+            2 * layout.kv_heads * layout.head_dim * torch.float32.itemsize
+        )
         self._groups = [
-            self._group(batch, single[members], firsts[single[members]], contexts[members])
-            for members in _similar(contexts, most)
+            self._make_group(batch, single[members], firsts[single[members]], seq_lens[members])
+            for members in _group_by_length(seq_lens, max_tokens)
         ]
         self._chunks = [
-            self._chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(batch.lengths > 1)
+            self._make_chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(batch.lengths > 1)
         ]
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Attend group by group and chunk by chunk."""
-        pool = self.pool.tokens(layer)
-        output = torch.empty_like(q) if into is None else into
+        kv = self.pool.layer_kv(layer)
+        out = torch.empty_like(q) if out is None else out
         for group in self._groups:
-            output.index_copy_(0, group.queries, _attend_group(group, q, pool))
+            out.index_copy_(0, group.queries, _attend_group(group, q, kv))
         for chunk in self._chunks:
-            place = slice(chunk.first, chunk.first + chunk.length)
-            keys, values = (side.index_select(0, chunk.slot_mapping).to(q.dtype) for side in pool)
-            _attend_chunk(chunk, q[place], keys, values, output[place])
-        return output
+            tokens = slice(chunk.first, chunk.first + chunk.length)
+            keys, values = (side.index_select(0, chunk.slot_mapping).to(q.dtype) for side in kv)
+            _attend_chunk(chunk, q[tokens], keys, values, out[tokens])
+        return out
 
-    def _group(self, batch: AttentionBatch, rows: HostInts, firsts: HostInts, contexts: HostInts) -> _Group:
+    def _make_group(
+        self, batch: AttentionBatch, rows: HostInts, firsts: HostInts, seq_lens: HostInts
+    ) -> _DecodeGroup:
         device = self.pool.device
-        host = torch.from_numpy(np.stack((rows, firsts, contexts)).astype(np.int64)).to(device)
-        places = self._places(batch, batch.rows[0, host[0]], int(contexts.max()))
-        valid = torch.arange(places.shape[1], device=device) < host[2][:, None]
-        slot_mapping = places.masked_fill(~valid, self.pool.padding_slot_mapping)
-        return _Group(host[1], slot_mapping.flatten(), valid[:, None, None, :])
+        host = torch.from_numpy(np.stack((rows, firsts, seq_lens)).astype(np.int64)).to(device)
+        offsets = self._slot_mapping(batch, batch.rows[0, host[0]], int(seq_lens.max()))
+        valid = torch.arange(offsets.shape[1], device=device) < host[2][:, None]
+        # Offsets beyond a context would read pages of other rows, where a NaN would pass the mask: 0 * NaN is NaN.
+        slot_mapping = offsets.masked_fill(~valid, self.pool.padding_slot_mapping)
+        return _DecodeGroup(host[1], slot_mapping.flatten(), valid[:, None, None, :])
 
-    def _chunk(self, batch: AttentionBatch, row: int, first: int) -> _Chunk:
+    def _make_chunk(self, batch: AttentionBatch, row: int, first: int) -> _Chunk:
         start, length = int(batch.starts[row]), int(batch.lengths[row])
-        places = self._places(batch, batch.rows[0, row : row + 1], start + length)
-        return _Chunk(first, length, start, places[0])
+        offsets = self._slot_mapping(batch, batch.rows[0, row : row + 1], start + length)
+        return _Chunk(first, length, start, offsets[0])
 
-    def _places(self, batch: AttentionBatch, slots: torch.Tensor, context: int) -> torch.Tensor:
-        """Token places [N, context] of the first ``context`` tokens of ``slots`` [N]."""
+    def _slot_mapping(self, batch: AttentionBatch, slots: torch.Tensor, context: int) -> torch.Tensor:
+        """Return the KV offsets int64[N, context] of the first ``context`` tokens of ``slots`` [N]."""
         page_size = self.pool.layout.page_size
         pages = batch.page_table[slots, : -(-context // page_size)].long()
         return (pages[:, :, None] * page_size + self._offsets).flatten(1)[:, :context]
 
 
-def _similar(contexts: HostInts, room: int) -> list[HostInts]:
-    """Indices of contexts, in groups whose lengths differ by at most a factor of two and that fill at most ``room`` places.
+def _group_by_length(seq_lens: HostInts, max_tokens: int) -> list[HostInts]:
+    """Return groups of indices whose lengths differ by at most a factor of two.
 
-    A context that is longer is alone.
+    A group padded to its longest member has at most ``max_tokens`` tokens, unless it has a single member.
     """
     groups: list[HostInts] = []
-    buckets = np.ceil(np.log2(np.maximum(contexts, MIN_BUCKET)))
+    buckets = np.ceil(np.log2(np.maximum(seq_lens, MIN_BUCKET)))
     for bucket in np.unique(buckets):
         members = np.flatnonzero(buckets == bucket)
-        most = max(1, room // int(contexts[members].max()))
-        groups += [members[at : at + most] for at in range(0, len(members), most)]
+        size = max(1, max_tokens // int(seq_lens[members].max()))
+        groups += [members[at : at + size] for at in range(0, len(members), size)]
     return groups
 
 
-def _attend_group(group: _Group, q: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """One query per row; the query heads of one KV head stand where a sequence of queries would."""
+def _attend_group(
+    group: _DecodeGroup, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Attend with one query per row; the query heads of one KV head take the dimension of query positions."""
     rows = group.mask.shape[0]
-    kv_heads, head_dim = pool[0].shape[1:]
+    kv_heads, head_dim = kv[0].shape[1:]
     queries = q.index_select(0, group.queries).view(rows, kv_heads, -1, head_dim)
     keys, values = (
         side.index_select(0, group.slot_mapping)
         .to(q.dtype)
         .view(rows, -1, kv_heads, head_dim)
         .transpose(1, 2)
-        for side in pool
+        for side in kv
     )
-    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
-    return mixed.reshape(rows, -1, head_dim)
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    return attended.reshape(rows, -1, head_dim)
 
 
 def _attend_chunk(
-    chunk: _Chunk, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor
+    chunk: _Chunk, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Causal attention of q [length, heads, d] over keys and values [start + length, kv_heads, d], in blocks."""
+    """Attend causally with q [length, heads, d] over keys and values [start + length, kv_heads, d], block by block."""
     kv_heads, head_dim = keys.shape[1:]
     grouped = q.view(chunk.length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    ranks = grouped.shape[1]
+    group_size = grouped.shape[1]
     context = chunk.start + chunk.length
     columns = torch.arange(context, device=q.device)
     step = max(1, MAX_SCORES // context)
     for begin in range(0, chunk.length, step):
         end = min(begin + step, chunk.length)
-        seen = chunk.start + end
-        square = seen == end - begin
-        mask = None if square else columns[:seen] <= columns[chunk.start + begin : seen, None]
-        mixed = F.scaled_dot_product_attention(
+        visible = chunk.start + end
+        is_square = visible == end - begin  # then the kernel's own causal mask is the right one
+        mask = None if is_square else columns[:visible] <= columns[chunk.start + begin : visible, None]
+        attended = F.scaled_dot_product_attention(
             grouped[:, :, begin:end],
-            _spread(keys[:seen], ranks),
-            _spread(values[:seen], ranks),
+            _expand_heads(keys[:visible], group_size),
+            _expand_heads(values[:visible], group_size),
             attn_mask=mask,
-            is_causal=square,
+            is_causal=is_square,
         )
-        output[begin:end] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+        out[begin:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _spread(side: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[L, kv_heads, d] -> [kv_heads, ranks, L, d] without a copy."""
-    return side.transpose(0, 1)[:, None].expand(-1, ranks, -1, -1)
+def _expand_heads(side: torch.Tensor, group_size: int) -> torch.Tensor:
+    """View [L, kv_heads, d] as [kv_heads, group_size, L, d], without a copy."""
+    return side.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)

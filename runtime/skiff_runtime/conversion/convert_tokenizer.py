@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from skiff_runtime.vocabulary.probe_texts import PROBE
+from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 _SPACE: Final = "\u2581"
 _TIKTOKEN_NAME: Final = "tiktoken.model"
@@ -141,7 +141,7 @@ def _save(tokenizer: Any, target: Path, reference: ReferenceTokenizer | None) ->
     tokenizer.save_pretrained(target)
     saved = Tokenizer.from_file(str(target / "tokenizer.json"))
     added = [token.content for token in saved.get_added_tokens_decoder().values()]
-    for text in PROBE:
+    for text in PROBE_TEXTS:
         if reference is None or any(content in text for content in added):
             continue  # no reference, or a text with a special token, which only one of the two may know
         ids = saved.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""The tensor-parallel world of one model: ranks on one host, and the few collectives that layers need."""
+"""The tensor-parallel process group of one model: its ranks on one host, and the collectives that layers need."""
 
 import os
 from datetime import timedelta
@@ -16,38 +16,39 @@ _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class TensorParallelGroup:
-    """Rank ``rank`` of ``size`` on ``device``; with size 1 collectives return at once and no process group exists.
+    """Rank ``tp_rank`` of ``tp_size`` on ``device``.
 
-    A context manager: leaving it leaves the process group.
+    With a size of 1, collectives return at once and there is no process group. As a context manager it leaves the
+    process group at the end.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, tp_rank: int = 0, tp_size: int = 1, device: torch.device | None = None) -> None:
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
         self.device = device or torch.device("cpu")
 
     @classmethod
     def start(
         cls,
         *,
-        rank: int,
-        size: int,
+        tp_rank: int,
+        tp_size: int,
         device: str,
         run_dir: Path,
         timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
     ) -> "TensorParallelGroup":
-        """Meet the other ranks in ``run_dir``, which must be new and private to them.
+        """Join the other ranks through a file in ``run_dir``, which must be new and private to them.
 
-        ``device`` is ``cpu`` or ``cuda``, where rank i takes the GPU i. ``timeout_seconds``
-        bounds the meeting and each collective. The ranks talk over the loopback interface.
-        Raises ``StartupError`` when not all ranks come in time.
+        ``device`` is ``cpu`` or ``cuda``, where rank i takes GPU i. ``timeout_seconds`` bounds the rendezvous and each
+        collective. The ranks communicate over the loopback interface. Raises ``StartupError`` when not all ranks join
+        in time.
         """
-        place = torch.device(device, rank) if device == "cuda" else torch.device(device)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        if size > 1:
-            _join(rank, size, place, run_dir / STORE_FILE, timedelta(seconds=timeout_seconds))
-        return cls(rank, size, place)
+        own = torch.device(device, tp_rank) if device == "cuda" else torch.device(device)
+        if own.type == "cuda":
+            torch.cuda.set_device(own)
+        if tp_size > 1:
+            _join(tp_rank, tp_size, own, run_dir / STORE_FILE, timedelta(seconds=timeout_seconds))
+        return cls(tp_rank, tp_size, own)
 
     def __enter__(self) -> Self:
         return self
@@ -56,8 +57,8 @@ class TensorParallelGroup:
         self.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks; ``tensor`` may be changed. On a CPU, short types are summed in float32."""
-        if self.size == 1:
+        """Return the sum over the ranks; ``tensor`` may be overwritten. On a CPU, 16-bit types are summed in float32."""
+        if self.tp_size == 1:
             return tensor
         if tensor.device.type == "cpu" and tensor.dtype != torch.float32:
             total = tensor.float()
@@ -68,61 +69,65 @@ class TensorParallelGroup:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, C] of every rank, side by side: [N, size * C], the same bits on every rank.
+        """Concatenate [N, C] of every rank along the columns: [N, tp_size * C], bit-identical on every rank.
 
-        Of one rank that is ``tensor``; of several it is put into ``out``, if given.
+        With one rank, return ``tensor`` itself; with several, write into ``out`` if it is given.
         """
-        if self.size == 1:
+        if self.tp_size == 1:
             return tensor
         rows, columns = tensor.shape
-        gathered = torch.empty((self.size * rows, columns), dtype=tensor.dtype, device=tensor.device)
+        gathered = torch.empty((self.tp_size * rows, columns), dtype=tensor.dtype, device=tensor.device)
         self._gather(gathered, tensor.contiguous())
-        beside = gathered.view(self.size, rows, columns).transpose(0, 1)
+        by_row = gathered.view(self.tp_size, rows, columns).transpose(0, 1)
         if out is None:
-            return beside.reshape(rows, -1)
-        return out.view(rows, self.size, columns).copy_(beside).view(rows, -1)
+            return by_row.reshape(rows, -1)
+        return out.view(rows, self.tp_size, columns).copy_(by_row).view(rows, -1)
 
-    def minimum(self, value: int) -> int:
-        """The least value of all ranks; also a barrier."""
-        if self.size == 1:
+    def all_reduce_min(self, value: int) -> int:
+        """Return the smallest value of all ranks; also a barrier."""
+        if self.tp_size == 1:
             return value
         box = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
         return int(box.item())
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.size > 1 and dist.is_initialized():
+        """Leave the process group."""
+        if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def _sum(self, tensor: torch.Tensor) -> None:
-        """Make ``tensor`` the sum over ranks."""
+        """Sum ``tensor`` over the ranks in place."""
         dist.all_reduce(tensor)
 
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Fill ``gathered`` [size * N, C] with ``tensor`` [N, C] of every rank, one below the other."""
+        """Fill ``gathered`` [tp_size * N, C] with ``tensor`` [N, C] of every rank, one below the other."""
         dist.all_gather_into_tensor(gathered, tensor)
 
 
 class DetachedRank(TensorParallelGroup):
-    """A rank that computes its share and never meets the others: sums are its own part, what they would send is anything."""
+    """A rank without its group, which computes its own shard alone.
+
+    A sum is the rank's own part, and the other ranks' parts of a gathered tensor are undefined. It shows the shapes of
+    a rank's tensors where there are no other ranks.
+    """
 
     def _sum(self, tensor: torch.Tensor) -> None:
-        """Leave the rank's own part."""
+        """Keep the rank's own part."""
 
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Leave what is there."""
+        """Leave ``gathered`` as it is."""
 
 
-def _join(rank: int, size: int, device: torch.device, store: Path, timeout: timedelta) -> None:
+def _join(tp_rank: int, tp_size: int, device: torch.device, store: Path, timeout: timedelta) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         dist.init_process_group(
             _BACKENDS[device.type],
             init_method=store.absolute().as_uri(),
-            rank=rank,
-            world_size=size,
+            rank=tp_rank,
+            world_size=tp_size,
             timeout=timeout,
         )
     except RuntimeError as error:
-        raise StartupError(f"rank {rank} of {size} could not meet the others: {error}") from error
+        raise StartupError(f"rank {tp_rank} of {tp_size} could not join the other ranks: {error}") from error

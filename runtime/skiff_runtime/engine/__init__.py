@@ -1,1 +1,1 @@
-"""Runs planned steps on a device: model runner, input batch, sampler."""
+"""Runs planned steps on a device: model runner, input batch, CUDA graphs, sampling pipeline."""

@@ -1,4 +1,4 @@
-"""Prepares a process to compute on a CPU."""
+"""Preparation of a process to compute on a CPU: the number of threads of a step, and AMX."""
 
 import faulthandler
 import os
@@ -14,41 +14,40 @@ import torch.nn.functional as F
 from skiff_runtime import log
 
 PROBE_SECONDS: Final = 20.0
-SMALL_MODEL: Final = 1 << 25
-"""Parameters that stay in a core's reach; to read more, several cores are faster than one at any step."""
-SMALL_STEP: Final = 1_500_000_000
-"""Multiplications."""
+SMALL_MODEL_PARAMETERS: Final = 1 << 25
+"""Parameters that stay in a core's caches. To read more, several cores are faster than one for any step."""
+SMALL_STEP_MULTIPLICATIONS: Final = 1_500_000_000
 _ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 _WITHOUT_AMX: Final = "AVX512_CORE_BF16"
 
 
 class StepThreads:
-    """How many threads compute a step: a small one of a small model is done sooner by one than shared out to several.
+    """The number of threads that compute a step: one thread finishes a small step of a small model sooner than several.
 
-    For the demo model on two cores, that is so up to some 300 tokens; docs/benchmarks.md has the times.
+    For the demo model on two cores this holds up to about 300 tokens; docs/benchmarks.md has the times.
     """
 
-    def __init__(self, most: int, parameters: int) -> None:
-        """``most`` threads, for a model of so many ``parameters`` on this rank."""
-        small = most > 1 and parameters <= SMALL_MODEL
-        self._most = most
-        self._alone = SMALL_STEP // max(1, parameters) if small else 0
-        self._now = most
+    def __init__(self, max_threads: int, parameters: int) -> None:
+        """``parameters`` are those of the model on this rank."""
+        is_small = max_threads > 1 and parameters <= SMALL_MODEL_PARAMETERS
+        self._max_threads = max_threads
+        self._max_single_tokens = SMALL_STEP_MULTIPLICATIONS // max(1, parameters) if is_small else 0
+        self._current = max_threads
 
-    def choose(self, tokens: int) -> None:
-        """Get this thread ready to compute a step of so many tokens."""
-        wanted = 1 if tokens <= self._alone else self._most
-        if wanted != self._now:
-            self._now = wanted
-            torch.set_num_threads(wanted)
+    def set_for(self, tokens: int) -> None:
+        """Set the calling thread's number of threads for a step of ``tokens`` tokens."""
+        threads = 1 if tokens <= self._max_single_tokens else self._max_threads
+        if threads != self._current:
+            self._current = threads
+            torch.set_num_threads(threads)
 
 
 def avoid_trapping_amx() -> None:
-    """Keep oneDNN off AMX on machines that announce it and yet kill who uses it.
+    """Keep oneDNN from using AMX on machines that announce it but trap its instructions.
 
-    Some virtual machines pass the CPU's feature bits through but trap the instructions; a
-    bfloat16 product then ends the process with SIGILL. oneDNN reads its variable at
-    the first product, so this must come before any. A value set by the user is left alone.
+    Some virtual machines pass the CPU's feature bits through and trap the instructions: a bfloat16 matrix product then
+    ends the process with SIGILL. oneDNN reads its variable at the first product, so this must be called before it. A
+    value that the user has set is kept.
     """
     if _ISA_VARIABLE in os.environ or "amx_tile" not in Path("/proc/cpuinfo").read_text().split():
         return
@@ -58,7 +57,7 @@ def avoid_trapping_amx() -> None:
 
 
 def _survives_product() -> bool:
-    """Whether a child process lives through a bfloat16 product."""
+    """Return whether a child process survives a bfloat16 matrix product."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
@@ -68,11 +67,11 @@ def _survives_product() -> bool:
         square = torch.ones(64, 64, dtype=torch.bfloat16)
         F.linear(square, square)
         os._exit(0)
-    return _exit_code(child) == 0
+    return _wait_for_exit(child) == 0
 
 
-def _exit_code(child: int) -> int:
-    """Wait for the child, at most ``PROBE_SECONDS``; then it is killed."""
+def _wait_for_exit(child: int) -> int:
+    """Wait for the child at most ``PROBE_SECONDS``, then kill it; return its exit code."""
     deadline = time.monotonic() + PROBE_SECONDS
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""The engine of one rank: runs planned steps in order on a thread of its own."""
+"""The engine of one rank: runs planned steps in order, on a thread of its own."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,17 +13,17 @@ from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
-from skiff_runtime.engine.forward_pass import Wanted
+from skiff_runtime.engine.forward_pass import HiddenStates
 from skiff_runtime.engine.grammar_masks import GrammarMaskManager, mask_fill_threads
 from skiff_runtime.engine.input_batch import InputBatch, SlotTables
 from skiff_runtime.engine.logits_processors import LogitsProcessors
 from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
-from skiff_runtime.engine.memory_profile import reserve
-from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, longest
+from skiff_runtime.engine.memory_profile import profile_memory
+from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, effective_max_model_len
 from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.sampling_pipeline import SamplingPipeline
-from skiff_runtime.engine.step_output import Arrival
+from skiff_runtime.engine.step_output import StepOutput
 from skiff_runtime.messages import CompiledGrammar, SamplingSpec
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import count_parameters
@@ -42,68 +42,72 @@ WARMUP_SAMPLING: Final = SamplingSpec(
     logprobs=1,
     prompt_logprobs=1,
 )
-"""Asks for everything that a request can ask for."""
+"""Uses every stage of the sampling pipeline, except for grammars."""
 
 
-class _Step(StepHandle):
-    """A launched step; an error of the step is raised by ``result``."""
+class _LaunchedStep(StepHandle):
+    """A launched step; ``result`` raises the error of a step that failed."""
 
-    def __init__(self, future: "Future[Arrival]") -> None:
+    def __init__(self, future: "Future[StepOutput]") -> None:
         self._future = future
 
     def wait(self, timeout_seconds: float) -> bool:
         deadline = monotonic() + timeout_seconds
         try:
-            failed = self._future.exception(timeout_seconds)
+            error = self._future.exception(timeout_seconds)
         except TimeoutError:
             return False
-        return failed is not None or self._future.result().wait(deadline - monotonic())
+        return error is not None or self._future.result().wait(deadline - monotonic())
 
     def result(self) -> StepResult:
         return self._future.result().result()
 
 
 class Engine:
-    """Implements ``step.StepEngine``. Plans must not be changed after their launch."""
+    """Implements ``step.StepEngine``. A plan must not change after its launch."""
 
     def __init__(
         self, config: Config, model: ModelConfig, group: TensorParallelGroup, *, on_phase: PhaseCallback
     ) -> None:
-        """Load the model and allocate the KV cache; ``on_phase`` is told each start phase and progress in it."""
+        """Load the model and allocate the KV cache; ``on_phase`` is called with each start phase and its progress."""
         self._on_phase = on_phase
         self._page_size = config.page_size
         if group.device.type == "cpu" and config.dtype != "float32":
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
         torch.set_num_threads(threads)
-        self._threads = StepThreads(threads, count_parameters(model, group.size).total)
-        self._guide = GrammarMaskManager(
-            config.max_running_requests, model, threads=mask_fill_threads(group.device, group.size)
+        self._threads = StepThreads(threads, count_parameters(model, group.tp_size).total)
+        self._grammar_masks = GrammarMaskManager(
+            config.max_running_requests, model, threads=mask_fill_threads(group.device, group.tp_size)
         )
         if group.device.type == "cuda":
-            self._guide.prepare()
+            self._grammar_masks.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
-        context = longest(config, model)
+        context = effective_max_model_len(config, model)
         self._tables = SlotTables(config.max_running_requests, context, config.page_size, group.device)
         self._logprobs = LogprobsGatherer(config.max_running_requests)
-        edits = LogitsProcessors(
+        processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(self._tables.nobody + 1, group.device)
-        self._choice = SamplingPipeline(
-            self._tables, self._sampler, logprobs=self._logprobs, edits=edits, guide=self._guide
+        self._sampler = Sampler(self._tables.padding_slot + 1, group.device)
+        self._sampling = SamplingPipeline(
+            self._tables,
+            self._sampler,
+            logprobs=self._logprobs,
+            processors=processors,
+            grammar_masks=self._grammar_masks,
         )
-        self._decode: DecodeGraphRunner | None = None
-        self._prompts: PrefillGraphRunner | None = None
+        self._decode_graphs: DecodeGraphRunner | None = None
+        self._prefill_graphs: PrefillGraphRunner | None = None
         self._allocate(config, model)
-        self._captures = not config.disable_cuda_graph
+        self._should_capture = not config.disable_cuda_graph
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
         )
 
     def _allocate(self, config: Config, model: ModelConfig) -> None:
-        """Make the KV cache, of what memory remains; and on a GPU what computes steps there."""
+        """Allocate the KV cache in the memory that remains, and on a GPU the graph runners."""
         runner, tables = self._runner, self._tables
         on_gpu = runner.device.type == "cuda"
         tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
@@ -111,83 +115,87 @@ class Engine:
             tables.enable_shared_prefix(
                 0 if config.disable_cascade_attn else runner.backend.shared_prefix_rows
             )
-        runner.allocate(reserve(config, model, runner, tables, self._sampler) if on_gpu else None)
+        # The profile runs over a pool of one page; the pool that replaces it has another padding page.
+        reserved = profile_memory(config, model, runner, tables, self._sampler) if on_gpu else None
+        runner.allocate_kv_cache(reserved)
         tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
         if not on_gpu:
             return
         if runner.backend.supports_cuda_graphs:
-            self._decode = DecodeGraphRunner(runner, tables, self._sampler, rows=config.running_limit)
-            self._prompts = PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens)
-        torch.cuda.synchronize()  # steps run on a stream of their own
+            self._decode_graphs = DecodeGraphRunner(runner, tables, self._sampler, rows=config.running_limit)
+            self._prefill_graphs = PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens)
+        torch.cuda.synchronize()  # steps run on another stream than the one that allocated all this
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV cache; their ids are 0 to this number less 1."""
+        """Number of pages of the KV cache; their ids are 0 to ``num_pages - 1``."""
         return self._runner.pool.num_pages
 
     def load_grammar(self, grammar: CompiledGrammar) -> "Future[None] | None":
-        """Begin to read what a request to come must match; None where it is at hand."""
-        return self._guide.read(grammar)
+        """Start to load the grammar of a request before it is admitted; None if it is loaded already."""
+        return self._grammar_masks.load(grammar)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue the step behind those launched before it, and return at once."""
-        self._guide.open(plan.opened)
-        return _Step(self._thread.submit(self._run, plan))
+        """Queue the step after those launched before it, and return at once."""
+        self._grammar_masks.open(plan.opened)
+        return _LaunchedStep(self._thread.submit(self._run, plan))
 
     def warmup(self) -> None:
-        """Run a prefill and a decode step through everything, so that the first request meets no first time.
+        """Run a prefill and a decode step through everything, and capture the graphs, before the first request comes.
 
-        Nothing that a request could see remains: a slot's tokens and pages are set anew when it opens.
+        It leaves nothing that a request could see: a slot's tokens and pages are set anew when it opens.
         """
         self._on_phase("warmup", 0.0)
         prompt = self._warmup_tokens
         pages = -(-(prompt + 1) // self._page_size)
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
-        self.launch(_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
-        self.launch(_row(prompt, 1, decode=True)).result()
-        if self._decode is not None and self._prompts is not None and self._captures:
-            self._captures = False
+        self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
+        self.launch(_plan_row(prompt, 1, decode=True)).result()
+        if self._decode_graphs is not None and self._prefill_graphs is not None and self._should_capture:
+            self._should_capture = False
             started = monotonic()
-            captures = [*self._decode.captures(), *self._prompts.captures()]
+            captures = [*self._decode_graphs.capture_tasks(), *self._prefill_graphs.capture_tasks()]
             for capture in captures:
                 self._thread.submit(capture).result()
             log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
 
     def close(self) -> None:
-        """Wait for launched steps and end the threads."""
+        """Wait for launched steps, and end the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._guide.close()
+        self._grammar_masks.close()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> Arrival:
-        self._threads.choose(plan.tokens)
+    def _run(self, plan: StepPlan) -> StepOutput:
+        self._threads.set_for(plan.num_tokens)
         self._tables.apply(plan)
-        self._choice.open(plan.opened)
-        if self._decode is not None and self._decode.fits(plan):
-            return self._choice.resample(*self._decode.run(plan))
-        batch = self._tables.inputs(plan)
-        wanted, prompts = self._compute(plan, batch)
+        self._sampling.open(plan.opened)
+        if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
+            return self._sampling.resample(*self._decode_graphs.run(plan))
+        batch = self._tables.make_batch(plan)
+        hidden, prompts = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:
-            return Arrival(batch.logits_indices, prompts=prompts)
-        return self._choice.choose(batch.sampled, self._runner.logits(wanted), prompts)
+            return StepOutput(batch.logits_indices, prompts=prompts)
+        return self._sampling.sample(batch.sampled, self._runner.logits(hidden), prompts)
 
-    def _compute(self, plan: StepPlan, batch: InputBatch) -> tuple[Wanted, Sequence[DevicePromptLogprobs]]:
-        """What the model made of the sampled rows' last tokens, and log-probabilities of prompts."""
-        asked = self._logprobs.asked(plan)
-        if self._prompts is not None and self._prompts.fits(plan):
-            hidden = self._prompts.run(batch)
-        elif asked.any():
-            hidden = self._runner.forward(batch.tokens, batch.attention)
+    def _forward(
+        self, plan: StepPlan, batch: InputBatch
+    ) -> tuple[HiddenStates, Sequence[DevicePromptLogprobs]]:
+        """Return the hidden states [S, hidden] of the sampled rows' last tokens, and log-probabilities of prompts."""
+        counts = self._logprobs.count_prompt_positions(plan)
+        if self._prefill_graphs is not None and self._prefill_graphs.can_run(plan):
+            hidden = self._prefill_graphs.run(batch)
+        elif counts.any():
+            hidden = self._runner.forward(batch.inputs, batch.attention)
         else:
-            return self._runner.forward_selected(batch.tokens, batch.attention, batch.logits_indices), ()
-        prompts = self._logprobs.prompts(plan, asked, hidden, self._runner, self._tables.tokens)
-        return hidden.at(batch.logits_indices), prompts
+            return self._runner.forward_selected(batch.inputs, batch.attention, batch.logits_indices), ()
+        prompts = self._logprobs.compute_prompts(plan, counts, hidden, self._runner, self._tables.tokens)
+        return hidden.select(batch.logits_indices), prompts
 
 
-def _row(
+def _plan_row(
     start: int, length: int, *, decode: bool, opened: tuple[SlotOpened, ...] = (), pages: int = 0
 ) -> StepPlan:
-    """A step of slot 0 alone, whose first ``pages`` pages are those of the same numbers."""
+    """Plan a step of slot 0 alone, whose pages 0 to ``pages - 1`` are set to the same ids."""
     one = np.ones(1, dtype=np.int32)
     columns = np.arange(pages, dtype=np.int32)
     return StepPlan(

@@ -1,4 +1,4 @@
-"""The forward pass of a step on one rank: a model over its attention backend, and what comes out of the last layer."""
+"""The forward pass of a step on one rank: a model over its attention backend, and its results before the output head."""
 
 from dataclasses import dataclass
 
@@ -10,27 +10,19 @@ from skiff_runtime.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Output and residual [S, hidden] of the last layer, of S tokens of a step whose logits are wanted."""
-
-    output: torch.Tensor
-    residual: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Output and residual [T, hidden] of the last layer, of every token of a step."""
+    """Output and residual [N, hidden] of the last layer, of all or some of a step's tokens."""
 
     output: torch.Tensor
     residual: torch.Tensor
 
-    def at(self, places: torch.Tensor | slice) -> Wanted:
-        """Those of S of the T tokens."""
-        return Wanted(self.output[places], self.residual[places])
+    def select(self, indices: torch.Tensor | slice) -> "HiddenStates":
+        """Return those of some of the tokens."""
+        return HiddenStates(self.output[indices], self.residual[indices])
 
 
 class ForwardPass:
-    """Computes steps with ``model``, whose K and V are where ``backend`` reads them, on ``device``."""
+    """Computes steps with ``model`` on ``device``; ``backend`` attends over the KV cache."""
 
     def __init__(self, model: DecoderModel, backend: AttentionBackend, device: torch.device) -> None:
         self._model = model
@@ -39,32 +31,41 @@ class ForwardPass:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: AttentionBatch) -> HiddenStates:
-        """Compute a step of T tokens: fill its K and V, and return what the last layer made of it."""
+        """Compute a step of T tokens: store their K and V, and return the hidden states of all of them."""
         self.backend.prepare(attention)
-        return self.compute(inputs, self.backend)
+        return self.forward_prepared(inputs, self.backend)
 
     @torch.inference_mode()
-    def forward_selected(self, inputs: StepInputs, attention: AttentionBatch, places: torch.Tensor) -> Wanted:
-        """As ``forward``, for who wants the tokens at ``places`` int[S] alone: the last layer leaves the others out."""
+    def forward_selected(
+        self, inputs: StepInputs, attention: AttentionBatch, logits_indices: torch.Tensor
+    ) -> HiddenStates:
+        """Compute a step as ``forward`` does, but return the hidden states of the tokens ``logits_indices`` int[S] alone.
+
+        After its attention, the last layer computes these tokens only.
+        """
         self.backend.prepare(attention)
-        return Wanted(
+        return HiddenStates(
             *self._model.forward(
-                inputs.token_ids, inputs.positions, inputs.slot_mapping, self.backend, wanted=places
+                inputs.token_ids,
+                inputs.positions,
+                inputs.slot_mapping,
+                self.backend,
+                logits_indices=logits_indices,
             )
         )
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInputs, backend: AttentionBackend) -> HiddenStates:
-        """As ``forward``, by a backend that is prepared."""
+    def forward_prepared(self, inputs: StepInputs, backend: AttentionBackend) -> HiddenStates:
+        """Compute a step as ``forward`` does, by a backend that has been prepared for it."""
         return HiddenStates(
             *self._model.forward(inputs.token_ids, inputs.positions, inputs.slot_mapping, backend)
         )
 
     def empty_logits(self, rows: int) -> torch.Tensor:
-        """Where ``logits`` of so many tokens can be put."""
+        """Allocate a buffer for the ``logits`` of ``rows`` tokens."""
         return self._model.empty_logits(rows)
 
     @torch.inference_mode()
-    def logits(self, wanted: Wanted, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of S of a step's tokens, in the model's type (on a CPU, float32); in ``room`` if given."""
-        return self._model.logits(wanted.output, wanted.residual, room)
+    def logits(self, hidden: HiddenStates, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the logits [N, vocab] of N tokens in the model's dtype (on a CPU, float32); in ``out`` if given."""
+        return self._model.logits(hidden.output, hidden.residual, out)

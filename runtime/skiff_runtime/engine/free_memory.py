@@ -1,4 +1,4 @@
-"""How much memory a process may still take: of the GPU, or of the machine and its control groups."""
+"""Free memory for this process: of the GPU, or of the machine and its control groups."""
 
 from pathlib import Path
 from typing import Final
@@ -11,14 +11,14 @@ _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of ``device``, in bytes."""
+    """Return the free memory of ``device`` in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_free_bytes()
 
 
 def host_free_bytes(root: Path = ROOT) -> int:
-    """The least of what the machine and each control group around this process leave; ``root`` is for tests."""
+    """Return the least that the machine and each control group around this process have left; ``root`` is for tests."""
     free = [_machine_free(root)]
     for directory, names in _control_groups(root):
         left = _group_free(directory, *names)
@@ -36,10 +36,10 @@ def _machine_free(root: Path) -> int:
 
 
 def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
-    """Directories of this process's memory groups and their parents, with the names of their files.
+    """Return the directories of this process's memory groups and of their parents, with the names of their files.
 
-    Inside a container the path in /proc may lie outside what is mounted; the mounted
-    root is then the container's own group, and is always looked at.
+    Inside a container the path in /proc may lie outside of what is mounted. The mounted root is then the container's
+    own group, so it is always included.
     """
     found: list[tuple[Path, tuple[str, str, str]]] = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -57,7 +57,7 @@ def _ancestors(mount: Path, path: str) -> list[Path]:
 
 
 def _group_free(directory: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:
-    """What the group leaves, its reclaimable file cache counted as free; None without a limit."""
+    """Return the bytes that a group has left, its reclaimable file cache counted as free; None without a limit."""
     try:
         limit = (directory / limit_file).read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""Turns a planned step into device tensors; holds the tables that stay on the device between steps."""
+"""The input batch of a step: a plan turned into device tensors, and the tables that stay on the device between steps."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
-from skiff_runtime.kernels.inputs import step_inputs, write_cells
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack
-from skiff_runtime.kernels.step_inputs import StepInputs
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The S rows of a step that get a token: their slots, and the positions that the new tokens will have.
+    """The S rows of a step that yield a token: their slots, and the positions that the new tokens will have.
 
-    ``slots`` and ``positions`` int[S] are on the device, the others the same on the host.
+    ``slots`` and ``positions`` int[S] are on the device; ``host_slots`` and ``host_positions`` are the same on the host.
     """
 
     slots: torch.Tensor
@@ -27,59 +27,69 @@ class SampledRows:
     host_slots: Int32
     host_positions: Int32
 
-    def take(self, rows: NDArray[np.int64], where: torch.Tensor) -> "SampledRows":
-        """Some of the rows: ``rows`` and ``where`` [N] name the same ones."""
+    def select(self, rows: NDArray[np.int64], device_rows: torch.Tensor) -> "SampledRows":
+        """Return some of the rows; ``rows`` and ``device_rows`` [N] are the same indices on host and device."""
         return SampledRows(
-            self.slots[where], self.positions[where], self.host_slots[rows], self.host_positions[rows]
+            self.slots[device_rows],
+            self.positions[device_rows],
+            self.host_slots[rows],
+            self.host_positions[rows],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One step's inputs: T tokens of R rows, S of which are sampled.
+    """Inputs of one step: T tokens of R rows, S of which are sampled.
 
-    ``logits_indices`` int[S] index the sampled rows' last tokens among the T.
+    ``logits_indices`` int[S] are the indices of the sampled rows' last tokens among the T.
     """
 
-    tokens: StepInputs
+    inputs: StepInputs
     attention: AttentionBatch
     logits_indices: torch.Tensor
     sampled: SampledRows
 
 
 class SlotTables:
-    """By slot: every known token, int32[slots + 1, max_model_len + 1], and the pages that hold their K and V.
+    """Device tables by slot: all known tokens, and the pages of their K and V.
 
-    The last slot is nobody's: rows of it fill a batch. Its pages are all ``KVPool``'s padding page.
+    ``tokens`` is int32[slots + 1, max_model_len + 1], ``page_table`` int32[slots + 1, pages]. The last line of both
+    belongs to the padding slot, ``padding_slot``, whose rows pad a batch; its pages are all the pool's padding page.
     """
 
     def __init__(self, slots: int, max_model_len: int, page_size: int, device: torch.device) -> None:
         self._device = device
         self.page_size = page_size
-        self.nobody = slots
+        self.padding_slot = slots
         self.tokens = torch.zeros((slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         pages = -(-max_model_len // page_size)
-        self.pages = torch.zeros((slots + 1, pages), dtype=torch.int32, device=device)
+        self.page_table = torch.zeros((slots + 1, pages), dtype=torch.int32, device=device)
         self.block_table: torch.Tensor | None = None
-        self.prefixes: SharedPrefixFinder | None = None
+        self.shared_prefix: SharedPrefixFinder | None = None
         self.staging = StagingBuffers(device)
 
     def set_padding_page(self, page: int, *, block_table: bool) -> None:
-        """Take note of the pool's padding page, and of whether attention wants the rows' pages in order."""
-        self.pages.fill_(page)
+        """Set every page to the pool's padding page; with ``block_table``, keep the rows' pages in their order, too."""
+        self.page_table.fill_(page)
         if block_table:
-            self.block_table = torch.full_like(self.pages[:-1], page)
+            self.block_table = torch.full_like(self.page_table[:-1], page)
 
-    def enable_shared_prefix(self, members: int) -> None:
-        """Look for prefixes that decode rows have in common, for attention that reads them for ``members`` at once."""
-        if members > 1:
-            slots, longest = self.tokens.shape[0] - 1, self.tokens.shape[1] - 1
-            self.prefixes = SharedPrefixFinder(slots, longest, self.page_size, members=members)
+    def enable_shared_prefix(self, max_rows: int) -> None:
+        """Search for shared prefixes of decode rows, for a backend that reads one for ``max_rows`` rows together."""
+        if max_rows > 1:
+            slots, max_model_len = self.tokens.shape[0] - 1, self.tokens.shape[1] - 1
+            self.shared_prefix = SharedPrefixFinder(
+                slots,
+                max_model_len,
+                self.page_size,
+                max_rows=max_rows,
+                tuning=tuning_for(self._device).shared_prefix,
+            )
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over tokens of newly opened slots and changed cells of the page table."""
-        if self.prefixes is not None:
-            self.prefixes.apply(plan)
+        """Write the tokens of newly opened slots and the changed cells of the page table."""
+        if self.shared_prefix is not None:
+            self.shared_prefix.apply(plan)
         if plan.opened:
             known = upload(
                 np.concatenate([each.tokens for each in plan.opened]).astype(np.int32), self._device
@@ -89,23 +99,29 @@ class SlotTables:
                 self.tokens[opened.slot, : len(part)].copy_(part)
         if len(plan.page_ids):
             cells = np.stack((plan.page_slots, plan.page_columns, plan.page_ids))
-            write_cells(self.pages, self.staging.send(cells))
+            write_cells(self.page_table, self.staging.send(cells))
 
-    def inputs(self, plan: StepPlan) -> InputBatch:
-        """The step's tensors; token ids are read from the table, where the last step may just have put them."""
+    def make_batch(self, plan: StepPlan) -> InputBatch:
+        """Build the step's tensors.
+
+        Token ids are read from the table on the device, where the step before may write its tokens only just before:
+        the host does not know them yet.
+        """
         ends = np.cumsum(plan.lengths, dtype=np.int32)
         rows = self.staging.send(np.stack((plan.slots, plan.starts, plan.lengths, ends - plan.lengths)))
         sampled = np.flatnonzero(plan.samples)
         host_slots, host_positions = plan.slots[sampled], (plan.starts + plan.lengths)[sampled]
-        last, slots, positions = self.staging.send(np.stack((ends[sampled] - 1, host_slots, host_positions)))
+        indices, slots, positions = self.staging.send(
+            np.stack((ends[sampled] - 1, host_slots, host_positions))
+        )
         block_table = None if self.block_table is None else self.block_table[: len(plan.slots)]
-        made = step_inputs(
+        inputs = prepare_inputs(
             rows,
             self.tokens,
-            self.pages,
+            self.page_table,
             self.page_size,
-            total=plan.tokens,
-            longest=int(plan.lengths.max()),
+            total=plan.num_tokens,
+            max_len=int(plan.lengths.max()),
             block_table=block_table,
         )
         attention = AttentionBatch(
@@ -113,20 +129,25 @@ class SlotTables:
             lengths=plan.lengths,
             decode_rows=plan.decode_rows,
             rows=rows,
-            contexts=made.contexts,
-            page_table=self.pages,
+            seq_lens=inputs.seq_lens,
+            page_table=self.page_table,
             block_table=block_table,
-            shared=self._shared(plan.slots[: plan.decode_rows], plan.starts[: plan.decode_rows]),
+            shared_prefixes=self._find_shared(
+                plan.slots[: plan.decode_rows], plan.starts[: plan.decode_rows]
+            ),
         )
-        sampled_rows = SampledRows(slots, positions, host_slots, host_positions)
-        return InputBatch(made, attention, last, sampled_rows)
+        return InputBatch(
+            inputs, attention, indices, SampledRows(slots, positions, host_slots, host_positions)
+        )
 
-    def _shared(self, slots: Int32, starts: Int32) -> SharedPrefixes | None:
-        """What decode rows have in common, if that is worth the while."""
-        packed = None if self.prefixes is None else self.prefixes.find(slots, starts, len(slots))
-        return None if packed is None else unpack(self.staging.send(packed), len(slots))
+    def _find_shared(self, slots: Int32, starts: Int32) -> SharedPrefixes | None:
+        """Return the prefixes that decode rows share, on the device; None if sharing is not profitable."""
+        if self.shared_prefix is None:
+            return None
+        packed = self.shared_prefix.find(slots, starts, len(slots))
+        return None if packed is None else unpack_shared_prefixes(self.staging.send(packed), len(slots))
 
     def append(self, rows: SampledRows, tokens: torch.Tensor) -> None:
-        """Write sampled tokens [S] where the next step reads them; token 0 in the place of ``NAN_LOGITS``."""
+        """Write sampled tokens [S] where the next step reads them; a ``NAN_LOGITS`` becomes token 0, a valid index."""
         readable = tokens.int().clamp(min=0)
         write_cells(self.tokens, torch.stack((rows.slots.int(), rows.positions.int(), readable)))

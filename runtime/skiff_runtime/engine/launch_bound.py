@@ -1,27 +1,22 @@
-"""Where the host, not the GPU, says how long a step takes."""
+"""Launch-bound steps: those for which the host takes longer to launch a layer's kernels than the GPU to run them."""
 
-from typing import Final
-
+from skiff_runtime.kernels.tuning import PrefillChoiceTuning
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import count_parameters
 
-LAUNCH_SECONDS: Final = 75e-6
-"""What the host takes for a layer of a step with prompts, most of it to launch FlashInfer's prefill."""
-READ_BYTES: Final = 4e12
-"""A second, of an H200's memory."""
-OPERATIONS: Final = 6e14
-"""A second, of an H200's tensor cores with weights of two bytes, and twice as many with one byte."""
-MOST_TOKENS: Final = 1024
-"""Beyond these our own kernel for prefill loses more time on the GPU than the host gains."""
 
+def launch_bound_tokens(
+    model: ModelConfig, tp_size: int, element_bytes: int, tuning: PrefillChoiceTuning
+) -> int:
+    """Return the largest number of tokens for which a prefill step is launch-bound.
 
-def launch_bound_tokens(model: ModelConfig, ranks: int, weight_bytes: int) -> int:
-    """Tokens of a step with prompts for which the products of a layer take the GPU less than a launch takes the host.
-
-    0 where the weights of a layer, of so many bytes each, are not even read in that time.
+    Up to this number, the matrix products of a layer take the GPU less time than their launch takes the host. 0 if
+    reading the weights of a layer, of ``element_bytes`` each, already takes longer.
     """
-    found = count_parameters(model, ranks)
-    weights = (found.attention + found.mlp) / model.num_layers
-    if weight_bytes * weights / READ_BYTES > LAUNCH_SECONDS:
+    counts = count_parameters(model, tp_size)
+    weights = (counts.attention + counts.mlp) / model.num_layers
+    if element_bytes * weights / tuning.bytes_per_second > tuning.launch_seconds:
         return 0
-    return min(MOST_TOKENS, int(LAUNCH_SECONDS * OPERATIONS / (weight_bytes * weights)))
+    # A token takes 2 * weights operations. One-byte weights have twice the rate, so the 2 becomes ``element_bytes``.
+    tokens = int(tuning.launch_seconds * tuning.flops_per_second / (element_bytes * weights))
+    return min(tuning.max_tokens, tokens)

@@ -1,4 +1,4 @@
-"""Log-probabilities for who asks: natural logarithms of the softmax of the model's own logits."""
+"""Log-probabilities of sampled and of prompt tokens: natural logarithms of the softmax of the model's own logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from skiff_runtime.models.footprint import PROMPT_LOGPROBS_CHUNK
 from skiff_runtime.step import Int32, SlotOpened, StepPlan
 
 MAX_TOP_LOGPROBS: Final = 20
-"""So many likeliest tokens are told at most."""
-PART: Final = 64
-"""Tokens of a row of which only the likeliest is compared with those of other parts at first."""
-_NOTHING: Final = -1
-_LAST_ID: Final = (1 << 32) - 1
+"""Bound of the most likely tokens that are reported per position."""
+BLOCK_TOKENS: Final = 64
+"""Tokens of a block; ``top_token_ids`` compares only the largest value of each block first."""
+_NOT_REQUESTED: Final = -1
+_MAX_ID: Final = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """``step.Logprobs`` on the device: float32[N], int32[N, k], float32[N, k]."""
+class DeviceLogprobs:
+    """``step.LogprobsOutput`` on the device: float32[N], int32[N, k] and float32[N, k]."""
 
-    chosen: torch.Tensor
+    token_logprobs: torch.Tensor
     top_ids: torch.Tensor
-    top: torch.Tensor
+    top_logprobs: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,134 +38,147 @@ class DevicePromptLogprobs:
 
     slot: int
     start: int
-    told: Told
+    logprobs: DeviceLogprobs
 
 
 class RowLogprobs:
-    """Log-probabilities of a step's rows that ask for them, kept from before the logits were edited."""
+    """Log-probabilities of the rows that request them, computed before their logits are processed."""
 
     def __init__(self, rows: Int32, logprobs: torch.Tensor, top: int) -> None:
-        """``logprobs`` float32[N, vocab] are those of ``rows`` int32[N] among the S that were given."""
+        """``logprobs`` float32[N, vocab] are those of ``rows`` int32[N], indices among the step's S rows."""
         self.rows = rows
         self._logprobs = logprobs
         self._top = top
 
-    def of(self, tokens: torch.Tensor) -> Told:
-        """Of the tokens int64[S] that were sampled."""
+    def gather(self, tokens: torch.Tensor) -> DeviceLogprobs:
+        """Return those of the tokens int64[S] that were sampled."""
         sampled = tokens[upload(self.rows, tokens.device)].long()
-        return tell(self._logprobs, sampled.clamp(min=0), self._top)  # a row without a token reports nothing
+        # A row without a token (NaN) is negative here; its request ends, and its log-probability is not reported.
+        return gather_logprobs(self._logprobs, sampled.clamp(min=0), self._top)
 
 
 class LogprobsGatherer:
-    """Which slots ask for what, and the reading of it."""
+    """Requested log-probabilities by slot, and their computation."""
 
     def __init__(self, slots: int) -> None:
-        self._tops = np.full(slots, _NOTHING, dtype=np.int8)
-        self._prompt_tops = np.full(slots, _NOTHING, dtype=np.int8)
-        self._prompts = np.zeros(slots, dtype=np.int32)
+        self._tops = np.full(slots, _NOT_REQUESTED, dtype=np.int8)
+        self._prompt_tops = np.full(slots, _NOT_REQUESTED, dtype=np.int8)
+        self._prompt_tokens = np.zeros(slots, dtype=np.int32)
 
     def open(self, opened: Sequence[SlotOpened]) -> None:
-        """Take note of what newly taken slots ask for. A prompt with output behind it was told before."""
+        """Register newly opened slots.
+
+        A prompt with output behind it comes back from a preemption: its log-probabilities were reported before.
+        """
         for each in opened:
-            sampling, fresh = each.sampling, len(each.tokens) == each.prompt_tokens
+            sampling, is_new = each.sampling, len(each.tokens) == each.prompt_tokens
             self._tops[each.slot] = _capped(sampling.logprobs)
-            self._prompt_tops[each.slot] = _capped(sampling.prompt_logprobs) if fresh else _NOTHING
-            self._prompts[each.slot] = each.prompt_tokens
+            self._prompt_tops[each.slot] = _capped(sampling.prompt_logprobs) if is_new else _NOT_REQUESTED
+            self._prompt_tokens[each.slot] = each.prompt_tokens
 
-    def asking(self, slots: Int32) -> NDArray[np.bool_]:
-        """Which of these slots ask for log-probabilities of their output."""
-        asking: NDArray[np.bool_] = self._tops[slots] != _NOTHING
-        return asking
+    def applies_to(self, slots: Int32) -> NDArray[np.bool_]:
+        """Return which of these slots request log-probabilities of their output."""
+        applies: NDArray[np.bool_] = self._tops[slots] != _NOT_REQUESTED
+        return applies
 
-    def rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
-        """The log-probabilities of rows that ask, from the model's logits float32 [S, vocab]."""
+    def compute_rows(self, logits: torch.Tensor, rows: SampledRows) -> RowLogprobs | None:
+        """Compute the log-probabilities of the rows that request them, from the model's logits float32[S, vocab]."""
         tops = self._tops[rows.host_slots]
-        asking = np.flatnonzero(tops != _NOTHING)
-        if len(asking) == 0:
+        requesting = np.flatnonzero(tops != _NOT_REQUESTED)
+        if len(requesting) == 0:
             return None
-        own = logits if len(asking) == len(logits) else logits[upload(asking, logits.device)]
-        return RowLogprobs(asking.astype(np.int32), own.log_softmax(-1), int(tops.max()))
+        own = logits if len(requesting) == len(logits) else logits[upload(requesting, logits.device)]
+        return RowLogprobs(requesting.astype(np.int32), own.log_softmax(-1), int(tops.max()))
 
-    def asked(self, plan: StepPlan) -> Int32:
-        """How many positions of each row foretell tokens of a prompt whose log-probabilities are asked for; int32[R]."""
-        counts = np.minimum(plan.lengths, self._prompts[plan.slots] - 1 - plan.starts)
-        asking = self._prompt_tops[plan.slots] != _NOTHING
-        return np.where(asking, counts, 0).clip(min=0).astype(np.int32)
+    def count_prompt_positions(self, plan: StepPlan) -> Int32:
+        """Count, for each row, the positions whose next token is a prompt token with requested logprobs; int32[R]."""
+        counts = np.minimum(plan.lengths, self._prompt_tokens[plan.slots] - 1 - plan.starts)
+        requesting = self._prompt_tops[plan.slots] != _NOT_REQUESTED
+        return np.where(requesting, counts, 0).clip(min=0).astype(np.int32)
 
-    def prompts(
+    def compute_prompts(
         self,
         plan: StepPlan,
-        asked: Int32,
+        counts: Int32,
         hidden: HiddenStates,
         forward_pass: ForwardPass,
-        tokens: torch.Tensor,
+        token_table: torch.Tensor,
     ) -> list[DevicePromptLogprobs]:
-        """Of the prompt tokens that this step's ``asked`` positions foretell; ``tokens`` is the table of known tokens."""
+        """Compute the log-probabilities of prompt tokens, from the hidden states of all of the step's tokens.
+
+        ``counts`` int32[R] are those of ``count_prompt_positions``; ``token_table`` holds every slot's known tokens.
+        """
         chunks = []
         offsets = np.cumsum(plan.lengths) - plan.lengths
-        for row in np.flatnonzero(asked):
+        for row in np.flatnonzero(counts):
             slot, start, offset = int(plan.slots[row]), int(plan.starts[row]), int(offsets[row])
-            following = tokens[slot, start + 1 : start + 1 + int(asked[row])].long()
-            told = _slices(forward_pass, hidden, offset, following, int(self._prompt_tops[slot]))
-            chunks.append(DevicePromptLogprobs(slot, start + 1, told))
+            next_tokens = token_table[slot, start + 1 : start + 1 + int(counts[row])].long()
+            logprobs = _compute_in_chunks(
+                forward_pass, hidden, offset, next_tokens, int(self._prompt_tops[slot])
+            )
+            chunks.append(DevicePromptLogprobs(slot, start + 1, logprobs))
         return chunks
 
 
-def _slices(
-    forward_pass: ForwardPass, hidden: HiddenStates, offset: int, following: torch.Tensor, top: int
-) -> Told:
-    """At ``offset`` and on among the step's tokens, of the tokens int64[N] that follow there."""
+def _compute_in_chunks(
+    forward_pass: ForwardPass, hidden: HiddenStates, offset: int, next_tokens: torch.Tensor, top: int
+) -> DeviceLogprobs:
+    """Compute the log-probabilities of ``next_tokens`` int64[N], which follow the step's tokens at ``offset`` and on.
+
+    In chunks of positions, because the logits of a whole prompt would take gigabytes.
+    """
     parts = []
-    for at in range(0, len(following), PROMPT_LOGPROBS_CHUNK):
-        chosen = following[at : at + PROMPT_LOGPROBS_CHUNK]
-        logits = forward_pass.logits(hidden.at(slice(offset + at, offset + at + len(chosen)))).float()
-        parts.append(tell(logits.log_softmax(-1), chosen, top))
-    return Told(
-        torch.cat([part.chosen for part in parts]),
+    for at in range(0, len(next_tokens), PROMPT_LOGPROBS_CHUNK):
+        chunk = next_tokens[at : at + PROMPT_LOGPROBS_CHUNK]
+        logits = forward_pass.logits(hidden.select(slice(offset + at, offset + at + len(chunk)))).float()
+        parts.append(gather_logprobs(logits.log_softmax(-1), chunk, top))
+    return DeviceLogprobs(
+        torch.cat([part.token_logprobs for part in parts]),
         torch.cat([part.top_ids for part in parts]),
-        torch.cat([part.top for part in parts]),
+        torch.cat([part.top_logprobs for part in parts]),
     )
 
 
-def tell(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Told:
-    """Of ``tokens`` int64[N] and of the ``top`` likeliest, from log-probabilities float32 [N, vocab].
+def gather_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> DeviceLogprobs:
+    """Gather those of ``tokens`` int64[N] and of the ``top`` most likely tokens from float32[N, vocab].
 
     Of equally likely tokens the lower id comes first, as it does where the greedy token is chosen.
     """
-    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    token_logprobs = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if top == 0:
-        nothing = chosen.new_empty((len(tokens), 0))
-        return Told(chosen, nothing.int(), nothing)
-    ids = likeliest(logprobs, min(top, logprobs.shape[1]))
-    return Told(chosen, ids.int(), logprobs.gather(1, ids))
+        nothing = token_logprobs.new_empty((len(tokens), 0))
+        return DeviceLogprobs(token_logprobs, nothing.int(), nothing)
+    ids = top_token_ids(logprobs, min(top, logprobs.shape[1]))
+    return DeviceLogprobs(token_logprobs, ids.int(), logprobs.gather(1, ids))
 
 
-def likeliest(logprobs: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids int64[N, count] of the largest of float32 [N, vocab], by value and then by id.
+def top_token_ids(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids int64[N, count] of the largest of float32[N, vocab], ordered by value, then by id.
 
-    As ids of a part follow each other, all are in the ``count`` parts whose own first tokens come first in that order; so few are
-    compared by both.
+    The vocabulary is cut into blocks of consecutive ids. The ``count`` largest values lie in the ``count`` blocks whose
+    own maxima come first in the same order (ties by the block's index, which orders ids alike), so only these blocks'
+    tokens are compared by value and id.
     """
     rows, vocab = logprobs.shape
-    spare = -vocab % PART
+    spare = -vocab % BLOCK_TOKENS
     padded = F.pad(logprobs, (0, spare), value=-torch.inf) if spare else logprobs
-    parts = padded.reshape(rows, (vocab + spare) // PART, PART)
-    order, within = (torch.arange(size, device=logprobs.device) for size in parts.shape[1:])
-    first = _first(parts.amax(2), order, min(count, len(order)))[:, :, None]
-    near = parts.gather(1, first.expand(-1, -1, PART))
-    return _first(near.flatten(1), (first * PART + within).flatten(1), count)
+    blocks = padded.reshape(rows, (vocab + spare) // BLOCK_TOKENS, BLOCK_TOKENS)
+    block_ids, offsets = (torch.arange(size, device=logprobs.device) for size in blocks.shape[1:])
+    best = _top_ids(blocks.amax(2), block_ids, min(count, len(block_ids)))[:, :, None]
+    candidates = blocks.gather(1, best.expand(-1, -1, BLOCK_TOKENS))
+    return _top_ids(candidates.flatten(1), (best * BLOCK_TOKENS + offsets).flatten(1), count)
 
 
-def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Of ``ids`` int64[N, M] or [M] those int64[N, count] that come first by their values float32 [N, M] and then by themselves.
+def _top_ids(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Return those int64[N, count] of ``ids`` int64[N, M] or [M] with the largest ``values`` float32[N, M], ties by id.
 
-    ``topk`` alone keeps any of those that are equal. So it sees keys: a float's bits in an order of whole numbers (of the two
-    zeros only one), and below them the id.
+    ``topk`` alone returns any of several equal values. So it gets integer keys: above, the float's bits made monotonic
+    (negative numbers have theirs inverted, and -0 becomes +0); below, the complement of the id.
     """
     bits = (values + 0.0).view(torch.int32)
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (_LAST_ID - ids)
-    return _LAST_ID - (keys.topk(count).values & _LAST_ID)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (_MAX_ID - ids)
+    return _MAX_ID - (keys.topk(count).values & _MAX_ID)
 
 
-def _capped(asked: int | None) -> int:
-    return _NOTHING if asked is None else min(asked, MAX_TOP_LOGPROBS)
+def _capped(requested: int | None) -> int:
+    return _NOT_REQUESTED if requested is None else min(requested, MAX_TOP_LOGPROBS)

@@ -1,4 +1,4 @@
-"""How much GPU memory the steps take besides weights and KV cache: found by running the largest ones."""
+"""Memory profile: the GPU memory that steps take besides weights and KV cache, measured by running the largest ones."""
 
 import gc
 from collections.abc import Callable
@@ -20,67 +20,71 @@ from skiff_runtime.models.footprint import estimate_sampling_bytes
 from skiff_runtime.step import StepPlan
 
 MIB = 1 << 20
-SLACK = 0.1
-"""Share of the activations that fragments of the allocator may cost."""
+FRAGMENTATION = 0.1
+"""Share of the activations that fragmentation of the allocator may cost."""
 NODE_BYTES = 16 << 20
-"""What the driver takes for a layer's part of a graph, at most. If more is gone, another process has taken it."""
+"""Bound of the driver's memory for one layer's part of a graph. If more is gone, another process has taken it."""
 EXTRA_NODES = 8
-"""Layers' worth of what is not in a layer, such as the choice of tokens."""
+"""Bound of the driver's memory for parts of a graph outside of the layers, such as sampling, in layers."""
 
 
 @torch.inference_mode()
-def reserve(
+def profile_memory(
     config: Config, model: ModelConfig, runner: ModelRunner, tables: SlotTables, sampler: Sampler
 ) -> int:
-    """Bytes that steps and graphs of this configuration will take. The rows are nobody's, and leave no trace."""
+    """Return the bytes that steps and graphs of this configuration will take; the rows are padding and leave no trace."""
     stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        activations = _activations(config, runner, tables)
-        most = NODE_BYTES * (model.num_layers + EXTRA_NODES)
+        activations = _measure_activations(config, runner, tables)
+        max_driver_bytes = NODE_BYTES * (model.num_layers + EXTRA_NODES)
         graphs = 0
         if runner.backend.supports_cuda_graphs:
-            graphs += _graphs(
-                lambda: DecodeGraphRunner(runner, tables, sampler, rows=config.running_limit), config, most
+            graphs += _measure_graphs(
+                lambda: DecodeGraphRunner(runner, tables, sampler, rows=config.running_limit),
+                config,
+                max_driver_bytes,
             )
-            graphs += _graphs(
-                lambda: PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens), config, most
+            graphs += _measure_graphs(
+                lambda: PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens),
+                config,
+                max_driver_bytes,
             )
-    choice = estimate_sampling_bytes(config, model)
-    _settle()
+    sampling = estimate_sampling_bytes(config, model)
+    _release_cached()
     log.event(
         "memory_profiled",
         activations_mib=activations // MIB,
         graphs_mib=graphs // MIB,
-        sampling_mib=choice // MIB,
+        sampling_mib=sampling // MIB,
     )
-    return int(activations * (1 + SLACK)) + graphs + choice
+    return int(activations * (1 + FRAGMENTATION)) + graphs + sampling
 
 
-def _activations(config: Config, runner: ModelRunner, tables: SlotTables) -> int:
-    """Peak of a step of ``max_num_batched_tokens`` tokens, and of the logits of as many rows as may run."""
-    _settle()
+def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables) -> int:
+    """Measure the peak of a step of ``max_num_batched_tokens`` tokens, with the logits of all rows that may run."""
+    _release_cached()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    plan = _largest(config, tables)
-    batch = tables.inputs(plan)
-    hidden = runner.forward(batch.tokens, batch.attention)
-    last = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
-    logits = runner.logits(hidden.at(last))
+    plan = _largest_plan(config, tables)
+    batch = tables.make_batch(plan)
+    hidden = runner.forward(batch.inputs, batch.attention)
+    first = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
+    logits = runner.logits(hidden.select(first))
     torch.cuda.synchronize()
     del logits, hidden, batch
     return torch.cuda.max_memory_allocated() - before
 
 
-def _largest(config: Config, tables: SlotTables) -> StepPlan:
-    """Chunks of prompts that fill a step."""
-    longest = tables.tokens.shape[1] - 1
-    full, rest = divmod(config.max_num_batched_tokens, longest)
-    lengths = np.array([longest] * full + [rest] * (rest > 0), dtype=np.int32)[: config.running_limit]
+def _largest_plan(config: Config, tables: SlotTables) -> StepPlan:
+    """Plan a step filled by prefill rows of the padding slot."""
+    max_model_len = tables.tokens.shape[1] - 1
+    full, rest = divmod(config.max_num_batched_tokens, max_model_len)
+    lengths = np.array([max_model_len] * full + [rest] * (rest > 0), dtype=np.int32)[: config.running_limit]
     rows, nothing = len(lengths), np.empty(0, np.int32)
     return StepPlan(
         number=0,
-        slots=np.full(rows, tables.nobody, np.int32),
+        slots=np.full(rows, tables.padding_slot, np.int32),
         starts=np.zeros(rows, np.int32),
         lengths=lengths,
         samples=np.ones(rows, np.bool_),
@@ -92,34 +96,37 @@ def _largest(config: Config, tables: SlotTables) -> StepPlan:
     )
 
 
-def _graphs(make: Callable[[], DecodeGraphRunner | PrefillGraphRunner], config: Config, most: int) -> int:
-    """Of steps of one kind, with what these hold beside them.
+def _measure_graphs(
+    make_runner: Callable[[], DecodeGraphRunner | PrefillGraphRunner], config: Config, max_driver_bytes: int
+) -> int:
+    """Estimate the memory of one kind of graphs and of their runner, from its two largest graphs.
 
-    From what the two largest take: the others lie in the memory of the largest, but for their nodes and what they return
-    beside logits. Nodes are the driver's, at most ``most`` bytes of one size, which can only be told from what is free on the GPU.
+    All other graphs use the memory of the largest one, except for their nodes and the results that they return besides
+    logits: each is counted like the second. Nodes lie in the driver's memory, which shows only in the GPU's free
+    memory, where other processes allocate, too; so at most ``max_driver_bytes`` are counted per graph.
     """
-    seen = [_memory()]
-    step = make()
-    captures = step.captures()
-    for capture in captures[:2]:
+    seen = [_read_memory()]
+    runner = make_runner()
+    tasks = runner.capture_tasks()
+    for capture in tasks[:2]:
         if not config.disable_cuda_graph:
             capture()
-        seen.append(_memory())
+        seen.append(_read_memory())
     taken = []
     for (free, reserved), (free_after, reserved_after) in pairwise(seen):
         ours = reserved_after - reserved
-        taken.append(ours + min(max(0, free - free_after - ours), most))
-    return taken[0] + sum(taken[1:]) * (len(captures) - 1)
+        taken.append(ours + min(max(0, free - free_after - ours), max_driver_bytes))
+    return taken[0] + sum(taken[1:]) * (len(tasks) - 1)
 
 
-def _memory() -> tuple[int, int]:
-    """(Free bytes of the GPU, bytes of it that torch's allocator holds), when it keeps nothing back."""
-    _settle()
+def _read_memory() -> tuple[int, int]:
+    """Return (free bytes of the GPU, bytes that torch's allocator holds), after it has released its cache."""
+    _release_cached()
     return free_bytes(torch.device("cuda", torch.cuda.current_device())), torch.cuda.memory_reserved()
 
 
-def _settle() -> None:
-    """Give all cached memory back, so that what is free can be read."""
+def _release_cached() -> None:
+    """Return all cached memory to the driver, so that free memory can be read."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()

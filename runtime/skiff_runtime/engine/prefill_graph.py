@@ -1,9 +1,9 @@
-"""Steps with chunks of prompts, on a GPU: what lies between the attention of two layers is one CUDA graph each.
+"""Prefill graphs: steps with prefill rows, on a GPU, as piecewise CUDA graphs of everything between two attentions.
 
-Such a step launches some four hundred kernels, and for a host that launches them one by one a short chunk takes as long
-as a thousand tokens. Attention, which depends on the lengths of all rows, is launched between the graphs. The step's
-tokens fill up to one of a few sizes with tokens of nobody; without graphs the very same work is launched kernel by
-kernel, for the same sizes, so the tokens are the same.
+Such a step launches some four hundred kernels, and a host that launches them one by one takes as long for a short
+chunk as for a thousand tokens. Attention, whose launch depends on the lengths of all rows, is launched between the
+graphs. The tokens are padded to one of a few sizes. Without graphs the same work is launched kernel by kernel, padded
+to the same sizes, so the tokens are the same.
 """
 
 from collections.abc import Callable
@@ -20,49 +20,49 @@ from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.step import StepPlan
 
-SIZES: Final = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), 4096)
-"""Larger steps keep a GPU busy for longer than their launches take."""
+CAPTURE_SIZES: Final = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), 4096)
+"""Numbers of tokens. Larger steps keep a GPU busy for longer than their launches take."""
 
 
 def prefill_capture_sizes(tokens: int) -> list[int]:
-    """Sizes that steps of up to ``tokens`` tokens are filled up to."""
-    limit = min(tokens, SIZES[-1])
-    return [*(size for size in SIZES if size < limit), limit]
+    """Return the sizes to which steps of up to ``tokens`` tokens are padded."""
+    limit = min(tokens, CAPTURE_SIZES[-1])
+    return [*(size for size in CAPTURE_SIZES if size < limit), limit]
 
 
 class PrefillGraphRunner:
-    """The tensors that stay where graphs find them, and the graphs."""
+    """The prefill graphs, and the tensors that stay at the addresses from which they read."""
 
     def __init__(self, runner: ModelRunner, *, tokens: int) -> None:
-        """For steps of up to ``tokens`` tokens."""
+        """Allocate for steps of up to ``tokens`` tokens."""
         self._runner = runner
         self.sizes = prefill_capture_sizes(tokens)
-        self._size_of = np.searchsorted(self.sizes, np.arange(self.sizes[-1] + 1))
+        self._padded_size = np.searchsorted(self.sizes, np.arange(self.sizes[-1] + 1))
         largest = self.sizes[-1]
         self._inputs = empty_step_inputs(largest, 1, runner.device)
-        self.queries, self.attended = (runner.room(largest, *runner.query_shape) for _ in range(2))
-        self._hidden = HiddenStates(*(runner.room(largest, runner.hidden_size) for _ in range(2)))
+        self.queries, self.attended = (runner.zeros(largest, *runner.query_shape) for _ in range(2))
+        self._hidden = HiddenStates(*(runner.zeros(largest, runner.hidden_size) for _ in range(2)))
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._memory: Any = None
+        self._memory_pool: Any = None
 
-    def fits(self, plan: StepPlan) -> bool:
-        """Whether the step can be run here."""
-        return plan.tokens <= self.sizes[-1]
+    def can_run(self, plan: StepPlan) -> bool:
+        """Return whether the step has few enough tokens."""
+        return plan.num_tokens <= self.sizes[-1]
 
     def run(self, batch: InputBatch) -> HiddenStates:
-        """Compute a step of T tokens as ``ForwardPass.forward`` does; what it returns is overwritten by the next."""
-        made = batch.tokens
-        count = len(made.token_ids)
-        size = self.sizes[int(self._size_of[count])]
-        self._inputs.token_ids[:count].copy_(made.token_ids)
-        self._inputs.positions[:count].copy_(made.positions)
-        self._inputs.slot_mapping[:count].copy_(made.slot_mapping)
-        self._inputs.slot_mapping[count:size].fill_(-1)
+        """Compute a step of T tokens as ``ForwardPass.forward`` does; the next step overwrites the result."""
+        inputs = batch.inputs
+        count = len(inputs.token_ids)
+        size = self.sizes[int(self._padded_size[count])]
+        self._inputs.token_ids[:count].copy_(inputs.token_ids)
+        self._inputs.positions[:count].copy_(inputs.positions)
+        self._inputs.slot_mapping[:count].copy_(inputs.slot_mapping)
+        self._inputs.slot_mapping[count:size].fill_(-1)  # K and V of padding tokens are not stored
         backend = self._runner.backend
         backend.prepare(batch.attention)
         graphs = self._graphs.get(size)
         if graphs is None:
-            self._compute(size, _Padded(backend, self, size, count))
+            self._compute(size, _PaddedAttention(backend, self, size, count))
         else:
             *before, last = graphs
             queries, attended = self.queries[:count], self.attended[:count]
@@ -72,72 +72,74 @@ class PrefillGraphRunner:
             last.replay()
         return HiddenStates(self._hidden.output[:count], self._hidden.residual[:count])
 
-    def captures(self) -> list[Callable[[], None]]:
-        """What makes the graphs, the largest first; on one stream, which must not be the default one."""
+    def capture_tasks(self) -> list[Callable[[], None]]:
+        """Return the tasks that capture the graphs, the largest first, as ``DecodeGraphRunner.capture_tasks`` does."""
         return [partial(self._capture, size) for size in sorted(self.sizes, reverse=True)]
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:
         self._inputs.slot_mapping.fill_(-1)
-        # Compiles, and lets libraries set up what they may not under capture.
-        self._compute(size, _Padded(self._runner.backend, self, size, 0))
+        # Compiles, and lets libraries set up what they must not under capture.
+        self._compute(size, _PaddedAttention(self._runner.backend, self, size, 0))
         torch.cuda.current_stream().synchronize()
-        pieces = _Pieces(self._runner.backend, self, size, self._memory)
+        pieces = _PiecewiseCapture(self._runner.backend, self, size, self._memory_pool)
         pieces.begin()
         self._compute(size, pieces)
         pieces.end()
-        self._memory = pieces.memory
+        self._memory_pool = pieces.memory_pool
         self._graphs[size] = pieces.graphs
 
     def _compute(self, size: int, backend: AttentionBackend) -> None:
-        made = self._runner.compute(self._inputs.first(size), backend)
-        self._hidden.output[:size].copy_(made.output)
-        self._hidden.residual[:size].copy_(made.residual)
+        hidden = self._runner.forward_prepared(self._inputs.first_rows(size), backend)
+        self._hidden.output[:size].copy_(hidden.output)
+        self._hidden.residual[:size].copy_(hidden.residual)
 
 
-class _Padded(AttentionBackend):
-    """Attends for the first ``count`` of ``size`` tokens by ``backend``, which is prepared for these."""
+class _PaddedAttention(AttentionBackend):
+    """Attends for the first ``count`` of ``size`` tokens, by a ``backend`` that has been prepared for these."""
 
-    def __init__(self, backend: AttentionBackend, step: PrefillGraphRunner, size: int, count: int) -> None:
+    def __init__(self, backend: AttentionBackend, runner: PrefillGraphRunner, size: int, count: int) -> None:
         super().__init__(backend.pool)
         self._backend = backend
-        self._step = step
+        self._runner = runner
         self._size = size
         self._count = count
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._backend.prepare(batch)
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        assert into is None, "what a model attends to is read from the step's own tensor"
-        step, count = self._step, self._count
-        step.queries[: self._size].copy_(q)
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is None, "the result is read from the runner's own tensor, whose address the graphs know"
+        runner, count = self._runner, self._count
+        runner.queries[: self._size].copy_(q)
         if count:
-            self._backend.forward(layer, step.queries[:count], step.attended[:count])
-        return step.attended[: self._size]
+            self._backend.forward(layer, runner.queries[:count], runner.attended[:count])
+        return runner.attended[: self._size]
 
 
-class _Pieces(_Padded):
-    """Ends a graph where attention would begin, and begins the next one behind it."""
+class _PiecewiseCapture(_PaddedAttention):
+    """Ends one graph where attention begins, and begins the next one after it."""
 
-    def __init__(self, backend: AttentionBackend, step: PrefillGraphRunner, size: int, memory: Any) -> None:
-        super().__init__(backend, step, size, 0)
-        self.memory = memory
+    def __init__(
+        self, backend: AttentionBackend, runner: PrefillGraphRunner, size: int, memory_pool: Any
+    ) -> None:
+        super().__init__(backend, runner, size, 0)
+        self.memory_pool = memory_pool
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        attended = super().forward(layer, q, into)
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        attended = super().forward(layer, q, out)
         self.end()
         self.begin()
         return attended
 
     def begin(self) -> None:
-        """Capture from here on."""
+        """Start to capture the next graph."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.memory_pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
 
     def end(self) -> None:
-        """What was captured is one graph."""
+        """End the capture of the current graph."""
         self.graphs[-1].capture_end()
-        self.memory = self.graphs[-1].pool()
+        self.memory_pool = self.graphs[-1].pool()

@@ -1,4 +1,8 @@
-"""From logits to tokens: rows that ask for no more than a draw all at once, the others behind them, by what they ask for."""
+"""The sampling pipeline: from logits to tokens.
+
+Rows with sampling parameters alone are sampled together. Rows that request more (a logits processor, a grammar or
+log-probabilities) are sampled after them, from float32 logits of their own.
+"""
 
 from collections.abc import Sequence
 
@@ -12,15 +16,15 @@ from skiff_runtime.engine.logits_processors import LogitsProcessors
 from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.staging_buffers import upload
-from skiff_runtime.engine.step_output import NO_ROWS, Arrival
+from skiff_runtime.engine.step_output import NO_ROWS, StepOutput
 from skiff_runtime.messages import NO_TOKEN
 from skiff_runtime.step import Int32, SlotOpened
 
 
 class SamplingPipeline:
-    """Chooses each row's next token, and enters it into the table; ``NO_TOKEN`` where no token would be right.
+    """Samples each row's next token and writes it to the token table; ``NO_TOKEN`` where the grammar admits none.
 
-    No other row is chosen again for what one row asks for, or changed by it.
+    What one row requests neither changes another row's token nor has it sampled again.
     """
 
     def __init__(
@@ -29,81 +33,94 @@ class SamplingPipeline:
         sampler: Sampler,
         *,
         logprobs: LogprobsGatherer,
-        edits: LogitsProcessors,
-        guide: GrammarMaskManager,
+        processors: LogitsProcessors,
+        grammar_masks: GrammarMaskManager,
     ) -> None:
         self._tables = tables
         self._sampler = sampler
         self._logprobs = logprobs
-        self._edits = edits
-        self._guide = guide
+        self._processors = processors
+        self._grammar_masks = grammar_masks
 
     def open(self, opened: Sequence[SlotOpened]) -> None:
-        """Take note of what newly taken slots ask for. Their grammars the guide knows already."""
-        for reader in (self._logprobs, self._edits, self._sampler):
-            reader.open(opened)
+        """Register newly opened slots with every stage; the grammar masks have been opened at the launch of the step."""
+        for stage in (self._logprobs, self._processors, self._sampler):
+            stage.open(opened)
 
-    def choose(
+    def sample(
         self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[DevicePromptLogprobs]
-    ) -> Arrival:
-        """For rows of logits [S, vocab]; ``prompts`` arrive with their tokens."""
-        asking = self._asking(rows.host_slots)
-        if not asking.any():
-            return Arrival(self._draw(logits, rows), prompts=prompts)
-        tokens = torch.empty(len(asking), dtype=torch.int32, device=logits.device)
-        plain = np.flatnonzero(~asking)
+    ) -> StepOutput:
+        """Sample rows from logits [S, vocab]; ``prompts`` go to the host together with the tokens."""
+        special = self._is_special(rows.host_slots)
+        if not special.any():
+            return StepOutput(self._sample_and_append(logits, rows), prompts=prompts)
+        tokens = torch.empty(len(special), dtype=torch.int32, device=logits.device)
+        plain = np.flatnonzero(~special)
         if len(plain):
-            where, part, own = _take(plain, rows, logits)
-            tokens[where] = self._draw(own, part).int()
-        return self._choose_as_asked(rows, logits, tokens, np.flatnonzero(asking), prompts)
+            indices, part, own = _select(plain, rows, logits)
+            tokens[indices] = self._sample_and_append(own, part).int()
+        return self._sample_special(rows, logits, tokens, np.flatnonzero(special), prompts)
 
-    def resample(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> Arrival:
-        """For rows whose ``tokens`` int32[S] were chosen from the logits as they are, and stand in the table already."""
-        asking = np.flatnonzero(self._asking(rows.host_slots))
-        return self._choose_as_asked(rows, logits, tokens, asking, ()) if len(asking) else Arrival(tokens)
+    def resample(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> StepOutput:
+        """Sample the special rows again after a decode graph, which sampled ``tokens`` int32[S] from unprocessed logits.
 
-    def _asking(self, slots: Int32) -> NDArray[np.bool_]:
-        """Which of these slots ask for more than how a token is to be drawn."""
-        return self._edits.asking(slots) | self._guide.asking(slots) | self._logprobs.asking(slots)
+        The graph has written all of its tokens to the table already.
+        """
+        special = np.flatnonzero(self._is_special(rows.host_slots))
+        if len(special) == 0:
+            return StepOutput(tokens)
+        return self._sample_special(rows, logits, tokens, special, ())
 
-    def _draw(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
-        """Tokens int[S] from logits as they are, which stand in the table then."""
+    def _is_special(self, slots: Int32) -> NDArray[np.bool_]:
+        """Return which of these slots request more than sampling parameters."""
+        return (
+            self._processors.applies_to(slots)
+            | self._grammar_masks.applies_to(slots)
+            | self._logprobs.applies_to(slots)
+        )
+
+    def _sample_and_append(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        """Sample tokens int[S] from the logits as they are, and write them to the table."""
         tokens = self._sampler.sample(logits, rows)
         self._tables.append(rows, tokens)
         return tokens
 
-    def _choose_as_asked(
+    def _sample_special(
         self,
         rows: SampledRows,
         logits: torch.Tensor,
         tokens: torch.Tensor,
-        asking: NDArray[np.int64],
+        special: NDArray[np.int64],
         prompts: Sequence[DevicePromptLogprobs],
-    ) -> Arrival:
-        """Put the tokens of the rows ``asking`` among the others.
+    ) -> StepOutput:
+        """Sample the rows ``special``, and put their tokens among ``tokens``.
 
-        Logits of theirs may be edited in place, where they are float32 and all rows ask: nobody reads them any more.
+        Where all rows are special and the logits are float32, they are processed in place: nothing reads them after this.
         """
-        where, part, own = _take(asking, rows, logits)
+        indices, part, own = _select(special, rows, logits)
         own = own.float()
-        logprobs = self._logprobs.rows(own, part)
-        self._edits.apply(own, part)
-        stuck = self._guide.restrict(own, part)
-        chosen = self._draw(own, part)
-        told = None if logprobs is None else logprobs.of(chosen)
+        # Log-probabilities are those of the model, so they are taken first. A grammar has the last word on the logits.
+        row_logprobs = self._logprobs.compute_rows(own, part)
+        self._processors.apply(own, part)
+        stuck = self._grammar_masks.apply_masks(own, part)
+        sampled = self._sample_and_append(own, part)
+        logprobs = None if row_logprobs is None else row_logprobs.gather(sampled)
         if len(stuck):
-            chosen[upload(stuck, chosen.device)] = NO_TOKEN
-        tokens[where] = chosen.int()
-        told_rows = NO_ROWS if logprobs is None else asking[logprobs.rows].astype(np.int32)
-        arrival = Arrival(tokens, told_rows, told, prompts)
-        self._guide.follow(rows, arrival)
-        return arrival
+            sampled[upload(stuck, sampled.device)] = NO_TOKEN
+        tokens[indices] = sampled.int()
+        logprob_rows = NO_ROWS if row_logprobs is None else special[row_logprobs.rows].astype(np.int32)
+        output = StepOutput(tokens, logprob_rows, logprobs, prompts)
+        self._grammar_masks.accept_tokens(rows, output)
+        return output
 
 
-def _take(
+def _select(
     some: NDArray[np.int64], rows: SampledRows, logits: torch.Tensor
 ) -> tuple[torch.Tensor, SampledRows, torch.Tensor]:
-    """Where ``some`` of the rows are, int64[N] on the device; these rows; and their logits [N, vocab], a copy unless it is all."""
-    where = upload(some, logits.device)
-    own = logits if len(some) == len(logits) else logits.index_select(0, where)
-    return where, rows.take(some, where), own
+    """Return the indices int64[N] of ``some`` rows on the device, these rows, and their logits [N, vocab].
+
+    The logits are a copy, unless the rows are all there are.
+    """
+    indices = upload(some, logits.device)
+    own = logits if len(some) == len(logits) else logits.index_select(0, indices)
+    return indices, rows.select(some, indices), own

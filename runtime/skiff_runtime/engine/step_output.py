@@ -1,4 +1,4 @@
-"""A step's results on their way from the device to the host."""
+"""Results of a step on their way from the device to the host."""
 
 import time
 from collections.abc import Sequence
@@ -7,30 +7,31 @@ from typing import Final
 import numpy as np
 import torch
 
-from skiff_runtime.engine.logprobs import DevicePromptLogprobs, Told
-from skiff_runtime.step import Int32, Logprobs, PromptLogprobsOutput, StepResult
+from skiff_runtime.engine.logprobs import DeviceLogprobs, DevicePromptLogprobs
+from skiff_runtime.step import Int32, LogprobsOutput, PromptLogprobsOutput, StepResult
 
 POLL_SECONDS: Final = 50e-6
-"""CUDA waits for an event for ever or not at all."""
+"""CUDA can wait for an event without a limit or not at all, so a wait with a limit polls."""
 NO_ROWS: Int32 = np.empty(0, np.int32)
 
 
-class Arrival:
-    """Copies what a step brought; on a GPU an event tells when all of it has arrived."""
+class StepOutput:
+    """Copies the results of a step to the host; on a GPU an event reports when all of them have arrived."""
 
     def __init__(
         self,
         tokens: torch.Tensor,
         logprob_rows: Int32 = NO_ROWS,
-        logprobs: Told | None = None,
+        logprobs: DeviceLogprobs | None = None,
         prompts: Sequence[DevicePromptLogprobs] = (),
     ) -> None:
-        """``tokens`` int[S], on a CPU not to be changed any more; the others as in ``step.StepResult``."""
+        """Start the copies. On a CPU ``tokens`` int[S] must not change afterwards; the others are as in ``StepResult``."""
         self._tokens = _to_host(tokens.int())
         self._logprob_rows = logprob_rows
-        self._logprobs = None if logprobs is None else _told_to_host(logprobs)
+        self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
         self._prompts = [
-            DevicePromptLogprobs(chunk.slot, chunk.start, _told_to_host(chunk.told)) for chunk in prompts
+            DevicePromptLogprobs(chunk.slot, chunk.start, _logprobs_to_host(chunk.logprobs))
+            for chunk in prompts
         ]
         self._event: torch.cuda.Event | None = None
         if tokens.device.type == "cuda":
@@ -38,7 +39,7 @@ class Arrival:
             self._event.record()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all has arrived, but no longer than this; whether it has."""
+        """Wait until everything has arrived, at most this long; return whether it has."""
         deadline = time.monotonic() + timeout_seconds
         while self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
@@ -47,20 +48,21 @@ class Arrival:
         return True
 
     def tokens(self) -> Int32:
-        """Wait for them; int32[S]. May be asked for in any thread, and more than once."""
+        """Wait for the tokens and return them, int32[S]. Callable from any thread, any number of times."""
         if self._event is not None:
             self._event.synchronize()
         tokens: Int32 = self._tokens.numpy()
         return tokens
 
     def result(self) -> StepResult:
-        """Wait for all of it."""
+        """Wait for everything, and return it."""
         return StepResult(
             tokens=self.tokens(),
             logprob_rows=self._logprob_rows,
-            logprobs=None if self._logprobs is None else _numpy(self._logprobs),
-            prompts=tuple(
-                PromptLogprobsOutput(chunk.slot, chunk.start, _numpy(chunk.told)) for chunk in self._prompts
+            logprobs=None if self._logprobs is None else _to_numpy(self._logprobs),
+            prompt_logprobs=tuple(
+                PromptLogprobsOutput(chunk.slot, chunk.start, _to_numpy(chunk.logprobs))
+                for chunk in self._prompts
             ),
         )
 
@@ -72,9 +74,13 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _told_to_host(told: Told) -> Told:
-    return Told(_to_host(told.chosen), _to_host(told.top_ids), _to_host(told.top))
+def _logprobs_to_host(logprobs: DeviceLogprobs) -> DeviceLogprobs:
+    return DeviceLogprobs(
+        _to_host(logprobs.token_logprobs), _to_host(logprobs.top_ids), _to_host(logprobs.top_logprobs)
+    )
 
 
-def _numpy(told: Told) -> Logprobs:
-    return Logprobs(told.chosen.numpy(), told.top_ids.numpy(), told.top.numpy())
+def _to_numpy(logprobs: DeviceLogprobs) -> LogprobsOutput:
+    return LogprobsOutput(
+        logprobs.token_logprobs.numpy(), logprobs.top_ids.numpy(), logprobs.top_logprobs.numpy()
+    )

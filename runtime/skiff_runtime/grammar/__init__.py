@@ -1,4 +1,8 @@
-"""Structured output: what an answer must match, compiled for the vocabulary and followed token by token."""
+"""Structured output: grammars of answers, compiled for the vocabulary and matched token by token.
+
+``spec`` makes a grammar of a request's parameters, ``schema`` lowers JSON schemas, ``compiler`` compiles in a child
+process, and ``matcher`` fills the token bitmasks of running requests.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""What a request says of its answer's form, as a grammar: bounded here, checked and compiled later."""
+"""Grammar specifications: convert the structured-output parameters of a request to ``messages.Grammar``.
+
+Only the size is checked here. The compiler process checks and compiles the grammar later.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,65 +14,69 @@ MAX_SOURCE_BYTES: Final = 512 << 10
 
 
 def json_object_grammar() -> Grammar:
-    """Any JSON object."""
+    """Return the grammar of any JSON object."""
     return Grammar(GrammarKind.JSON)
 
 
 def json_schema_grammar(schema: Any, param: str) -> Grammar:
-    """What a JSON schema describes; ``schema`` is an object, or its JSON text."""
+    """Return the grammar of a JSON schema, which is an object or its JSON text."""
     source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return _bounded(GrammarKind.JSON_SCHEMA, source, param)
+    return _create(GrammarKind.JSON_SCHEMA, source, param)
 
 
 def regex_grammar(pattern: str, param: str) -> Grammar:
-    """Text that a regular expression matches as a whole."""
-    return _bounded(GrammarKind.REGEX, pattern, param)
+    """Return the grammar of texts that a regular expression matches as a whole."""
+    return _create(GrammarKind.REGEX, pattern, param)
 
 
 def ebnf_grammar(source: str, param: str) -> Grammar:
-    """Text of a grammar in GBNF."""
-    return _bounded(GrammarKind.EBNF, source, param)
+    """Return a grammar that is given in EBNF (GBNF)."""
+    return _create(GrammarKind.EBNF, source, param)
 
 
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
-    """One of several texts."""
-    return _bounded(GrammarKind.EBNF, "root ::= " + " | ".join(map(_quoted, dict.fromkeys(choices))), param)
+    """Return the grammar of a choice between texts."""
+    return _create(GrammarKind.EBNF, "root ::= " + " | ".join(map(_quote, dict.fromkeys(choices))), param)
 
 
-def structural_tag_grammar(form: dict[str, Any], param: str) -> Grammar:
-    """Text in a format of xgrammar's structural tags."""
-    tag = {"type": "structural_tag", "format": form}
-    return _bounded(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False), param)
+def structural_tag_grammar(tag_format: dict[str, Any], param: str) -> Grammar:
+    """Return the grammar of ``tag_format``, a format of xgrammar's structural tags."""
+    tag = {"type": "structural_tag", "format": tag_format}
+    return _create(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False), param)
 
 
 def to_structural_tag(grammar: Grammar) -> dict[str, Any]:
-    """A grammar as a part of a structural tag."""
+    """Convert a grammar to a format of structural tags, so that it can be combined with others.
+
+    Raises ``InvalidRequest`` if it is a JSON schema that is not valid JSON.
+    """
     match grammar.kind:
         case GrammarKind.JSON:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case GrammarKind.JSON_SCHEMA:
-            return {"type": "json_schema", "json_schema": _parsed(grammar.source)}
+            return {"type": "json_schema", "json_schema": parse_schema(grammar.source)}
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": grammar.source}
         case GrammarKind.EBNF:
             return {"type": "grammar", "grammar": grammar.source}
-    form: dict[str, Any] = json.loads(grammar.source)["format"]
-    return form
+    tag_format: dict[str, Any] = json.loads(grammar.source)["format"]
+    return tag_format
 
 
-def _parsed(source: str) -> Any:
+def parse_schema(source: str) -> Any:
+    """Parse the text of a JSON schema. Raises ``InvalidRequest``."""
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema is no valid JSON: {error}", code="invalid_grammar") from None
+        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", code="invalid_grammar") from None
 
 
-def _bounded(kind: GrammarKind, source: str, param: str) -> Grammar:
+def _create(kind: GrammarKind, source: str, param: str) -> Grammar:
     try:
         size = len(source.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(
-            f"'{param}' holds half of a UTF-16 surrogate pair; send valid Unicode", param=param
+            f"'{param}' contains half of a UTF-16 surrogate pair; send valid Unicode", param=param
         ) from None
     if size > MAX_SOURCE_BYTES:
         raise InvalidRequest(
@@ -78,8 +85,8 @@ def _bounded(kind: GrammarKind, source: str, param: str) -> Grammar:
     return Grammar(kind, source)
 
 
-def _quoted(text: str) -> str:
-    """A literal of GBNF."""
+def _quote(text: str) -> str:
+    """Return ``text`` as a literal of EBNF."""
     escaped = "".join(_ESCAPES.get(character, character) for character in text)
     return f'"{escaped}"'
 

@@ -7,11 +7,11 @@ from skiff_runtime.config import AUTO, Config, Quantization
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
-    Parameters,
+    ParameterCounts,
     count_parameters,
+    estimate_weight_bytes,
     estimate_working_bytes,
     kv_bytes_per_token,
-    weight_bytes,
 )
 
 LIBRARY_BYTES: Final = 1 << 30
@@ -50,7 +50,7 @@ GPUS: Final = tuple(
 class MemoryNeed:
     """Memory that each rank needs, by part, in bytes. ``max_model_len`` is the longest sequence in tokens."""
 
-    parameters: Parameters
+    parameters: ParameterCounts
     quantization: Quantization
     weight_bytes: int
     kv_bytes_per_token: int
@@ -90,14 +90,14 @@ def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNee
     return MemoryNeed(
         parameters=count_parameters(model),
         quantization=quantization,
-        weight_bytes=weight_bytes(
+        weight_bytes=estimate_weight_bytes(
             model, config.tp_size, element_bytes=element_bytes, quantization=quantization
         ),
         kv_bytes_per_token=kv_bytes_per_token(model, config.tp_size, kv_element_bytes),
         working_bytes=estimate_working_bytes(
             replace(config, quantization=quantization),
             model,
-            ranks=config.tp_size,
+            tp_size=config.tp_size,
             element_bytes=element_bytes,
         ),
         max_model_len=config.max_model_len or model.max_position_embeddings,

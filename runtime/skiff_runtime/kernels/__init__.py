@@ -1,1 +1,6 @@
-"""The small device operations that backends and layers share."""
+"""Operations on a device that layers and the engine share, each with a PyTorch reference and, for GPUs, a Triton kernel.
+
+A function here chooses by the device of its tensors: on a GPU the kernel of the same name below ``triton/``, imported there and then,
+because a CPU needs no Triton; elsewhere PyTorch, which is also what tests compare the kernels with. ``tuning`` holds all numbers that
+were measured.
+"""

@@ -1,6 +1,6 @@
-"""FlashInfer's build of kernels, which it does not document: folders, names and modules of what is compiled.
+"""FlashInfer's undocumented interfaces for compiling kernels: directories, and the names and modules of what it compiles.
 
-No other module imports from `flashinfer.jit` or `flashinfer.utils`. To be imported after `kernels.cache.activate`.
+No other module imports from ``flashinfer.jit`` or ``flashinfer.utils``. Must be imported after ``kernels.kernel_cache.activate``.
 """
 
 from typing import Final

@@ -1,8 +1,7 @@
 """Gumbel noise without state: a function of (seed, position, token id) alone, on any device.
 
-Adding it to log-probabilities and taking the maximum draws from the distribution (Gumbel,
-1954; Maddison et al., 2014). As nothing is drawn in sequence, a request's tokens
-do not depend on what else is in its batch, on the rank, or on when the step runs.
+The argmax of log-probabilities plus Gumbel noise is a draw from the distribution (Gumbel, 1954; Maddison et al., 2014). As no generator
+is advanced, a request's tokens do not depend on what else is in its batch, on the rank, or on when the step runs.
 """
 
 from typing import Final
@@ -17,7 +16,7 @@ _BITS: Final = 23
 
 
 def add_gumbel(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64[S]; returns logits."""
+    """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64 [S]; return them."""
     first = _mix64(seeds * _signed(0x9E3779B97F4A7C15, 64) + positions)
     second = _mix64(first + positions)
     vocab = logits.shape[1]
@@ -31,42 +30,42 @@ def add_gumbel(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tenso
 
 
 def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
-    """int32 hashes -> -log(-log(u)), u uniform in (0, 1) with 23 bits, so never exactly 0 or 1."""
-    bits = _shifted(hashed, 32 - _BITS)
+    """Return -log(-log(u)) of int32 hashes, where u is uniform in (0, 1), of 23 bits, and so never exactly 0 or 1."""
+    bits = _shift_right(hashed, 32 - _BITS)
     uniform = bits.float().add_(0.5).mul_(2.0**-_BITS)
     return uniform.log_().neg_().log_().neg_()
 
 
 def _hash(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """int32 [V], [S, 1], [S, 1] -> int32 [S, V]; Murmur3's finalizer, with a second key between its rounds."""
+    """Hash int32 tokens [V] with keys [S, 1] to int32 [S, V]: Murmur3's finalizer, with the second key between its rounds."""
     mixed = tokens ^ first
-    mixed ^= _shifted(mixed, 16)
+    mixed ^= _shift_right(mixed, 16)
     mixed *= _signed(0x85EBCA6B, 32)
     mixed += second
-    mixed ^= _shifted(mixed, 13)
+    mixed ^= _shift_right(mixed, 13)
     mixed *= _signed(0xC2B2AE35, 32)
-    mixed ^= _shifted(mixed, 16)
+    mixed ^= _shift_right(mixed, 16)
     return mixed
 
 
-def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
-    """int32 shifted right with zeros coming in."""
+def _shift_right(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift int32 right, with zeros coming in."""
     return (values >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 
 def _mix64(values: torch.Tensor) -> torch.Tensor:
-    """Two rounds of a 64-bit multiply-and-shift finalizer (after SplitMix64); int64, wrapping."""
+    """Apply two rounds of a 64-bit multiply-and-shift finalizer (after SplitMix64) to int64, wrapping."""
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         values = (values ^ ((values >> 31) & _LOW33)) * _signed(factor, 64)
     return values ^ ((values >> 31) & _LOW33)
 
 
 def _wrap(values: torch.Tensor) -> torch.Tensor:
-    """The low 32 bits of int64 values as int32."""
+    """Return the low 32 bits of int64 values as int32."""
     low = values & _LOW32
     return torch.where(low >= 1 << 31, low - (1 << 32), low).int()
 
 
 def _signed(value: int, bits: int) -> int:
-    """The number whose two's complement is ``value``."""
+    """Return the number whose two's complement is ``value``."""
     return value - (1 << bits) if value >> (bits - 1) else value

@@ -1,6 +1,6 @@
-"""Where compiled GPU kernels are kept, by Triton and by FlashInfer: filled when an image is built, or at first use.
+"""The directory of compiled GPU kernels, Triton's and FlashInfer's, filled when an image is built or at first use.
 
-Like every cache of a compiler it is keyed by sources, versions and architecture: what is stale is not used.
+Like every compiler's cache it is keyed by sources, versions and architecture, so a stale entry is never used.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ TRITON_FOLDER: Final = "triton"
 FLASHINFER_FOLDER: Final = "flashinfer"
 _TRITON_VARIABLE: Final = "TRITON_CACHE_DIR"
 _FLASHINFER_VARIABLE: Final = "FLASHINFER_WORKSPACE_BASE"
-_OF_FLASHINFER: Final = Path(".cache") / "flashinfer"
-"""What FlashInfer adds to its workspace base."""
+_FLASHINFER_SUBFOLDER: Final = Path(".cache") / "flashinfer"
+"""What FlashInfer appends to its workspace base."""
 _directories: Final[list[Path]] = []
-"""What was activated, if anything."""
+"""The active directory, if any."""
 
 
 def activate(directory: Path, scratch: Path) -> None:
-    """Let this process use the kernels in ``directory``, and keep new ones there.
+    """Make this process use the kernels in ``directory`` and keep new ones there.
 
-    Where it cannot be written to, as in an image, new ones go to ``scratch``, which is lost. To be called before
-    Triton or FlashInfer is imported.
+    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. Must be called before Triton or
+    FlashInfer is imported, because both read their directories from the environment then.
     """
     _directories[:] = [directory]
     with contextlib.suppress(OSError):
@@ -37,12 +37,15 @@ def activate(directory: Path, scratch: Path) -> None:
 
 
 def use_prebuilt_flashinfer_modules() -> None:
-    """Let FlashInfer load what is compiled as it is; else it would compare times of sources, and compile again."""
+    """Make FlashInfer load the compiled modules of the active directory as they are.
+
+    By default it compares the times of sources, which an image does not preserve, and would compile again.
+    """
     from skiff_runtime.kernels import flashinfer_internals
 
     environment: Any = flashinfer_internals.environment
     within = environment.FLASHINFER_JIT_DIR.relative_to(environment.FLASHINFER_CACHE_DIR)
     for directory in _directories:
-        folder = directory / FLASHINFER_FOLDER / _OF_FLASHINFER / within
+        folder = directory / FLASHINFER_FOLDER / _FLASHINFER_SUBFOLDER / within
         if folder.is_dir():
             environment.FLASHINFER_AOT_DIR = folder

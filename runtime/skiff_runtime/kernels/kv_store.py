@@ -1,8 +1,8 @@
-"""Writes into the paged KV cache, on any device."""
+"""Writes into the paged KV cache, in plain torch."""
 
 import torch
 
-from skiff_runtime.kernels.e4m3 import E4M3, cast_to_fp8
+from skiff_runtime.kernels.fp8 import E4M3, cast_to_fp8
 
 
 def store_kv(
@@ -11,12 +11,12 @@ def store_kv(
     pool: tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Put keys and values [T, kv_heads, d] at ``slot_mapping`` int64[T] of the pool's flat [tokens, kv_heads, d].
+    """Write keys and values [T, kv_heads, d] to the places ``slot_mapping`` int64 [T] of the pool's flat [tokens, kv_heads, d].
 
-    A pool in e4m3 takes them as they are, with no scale: what is beyond its largest number becomes that.
+    An FP8 pool takes them without a scale: magnitudes beyond the largest FP8 number become that.
     """
     for side, given in zip(pool, (keys, values), strict=True):
-        if side.dtype == E4M3:  # of which torch can copy bytes only
+        if side.dtype == E4M3:  # torch copies FP8 numbers by index as bytes only
             side.view(torch.uint8).index_copy_(0, slot_mapping, cast_to_fp8(given).view(torch.uint8))
         else:
             side.index_copy_(0, slot_mapping, given.to(side.dtype))

@@ -1,18 +1,18 @@
-"""RMS normalization on any device. A fused version for a device type is chosen here, by ``x.device``."""
+"""RMSNorm (Zhang and Sennrich, 2019), on any device."""
 
 import torch
 import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., n] over its root mean square along n, times ``weight``, which broadcasts; the mean is taken in float32.
+    """Divide x [..., n] by its root mean square along n and multiply it by ``weight``, which broadcasts.
 
-    Short types are rounded before they are weighted, as the models were trained.
+    The mean is taken in float32. Shorter types are rounded before they are weighted, as the models were trained.
     """
     if x.device.type == "cuda" and x.dim() == 2 and weight.dim() == 1:
-        from skiff_runtime.kernels.triton.norm_act import rms_norm as norm
+        from skiff_runtime.kernels.triton.norm_act import rms_norm as kernel
 
-        return norm.rms_norm(x, weight, eps)
+        return kernel.rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
     wide = x.float()
@@ -23,10 +23,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
+    """Return (the ``rms_norm`` of the sum, the sum) of x and residual, both [T, n]."""
     if x.device.type == "cuda":
-        from skiff_runtime.kernels.triton.norm_act import rms_norm as norm
+        from skiff_runtime.kernels.triton.norm_act import rms_norm as kernel
 
-        return norm.add_rms_norm(x, residual, weight, eps)
+        return kernel.add_rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -1,4 +1,4 @@
-"""torch's underscore names: fake tensors, the scaled product of FP8 matrices, and the profiler's experimental settings.
+"""torch's private interfaces: fake tensors, the scaled product of FP8 matrices, and the profiler's experimental settings.
 
 No other module imports or calls them.
 """
@@ -26,9 +26,9 @@ with borrowed("torch", NEEDED):
 
 
 def profiler_settings(*, all_threads: bool) -> Any:
-    """Return settings that record ``all_threads``, or only the one that begins the profile.
+    """Return profiler settings that record all threads, or only the one that starts the profile.
 
-    torch knows this from 2.7 on; before, it records the one that begins.
+    torch has this choice from 2.7 on; earlier versions record the one that starts.
     """
     if "profile_all_threads" not in str(_ExperimentalConfig.__init__.__doc__):
         return _ExperimentalConfig()

@@ -1,6 +1,6 @@
-"""Triton beyond its language: driver, launchers, C builds, kernel keys and compilation events, for compiling ahead of a start.
+"""Triton's interfaces beyond its language, for ahead-of-time compilation: driver, launchers, C builds, cache keys, compilation events.
 
-No other module imports from `triton.backends`, `triton.runtime` or `triton.knobs`. torch decides Triton's version.
+No other module imports from ``triton.backends``, ``triton.runtime`` or ``triton.knobs``. torch decides Triton's version.
 """
 
 from typing import Final

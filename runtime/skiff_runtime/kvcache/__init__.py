@@ -1,1 +1,1 @@
-"""Pages of KV memory: allocator, radix tree, naive cache, and (in pool.py alone) the tensors."""
+"""The paged KV cache: the page allocator, the prefix caches, and the tensors (``kv_pool`` alone imports torch)."""

@@ -1,4 +1,4 @@
-"""The tensors behind the pages, and how many pages fit. The only module here that knows torch."""
+"""The tensors of the KV cache, and the number of pages that fit. The only module of this package that imports torch."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -24,15 +24,16 @@ class KVLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that one page takes over all layers, K and V."""
+        """Bytes of one page over all layers, K and V."""
         return 2 * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVPool:
-    """Per layer, K and V of every page: [num_pages + 1, page_size, kv_heads, head_dim].
+    """K and V of every page, for each layer: [num_pages + 1, page_size, kv_heads, head_dim].
 
-    The last page is nobody's and stays zero: padding reads it, so that what an
-    attention mask hides is a finite number whatever the real pages hold.
+    The last page is the padding page, which stays zero. Padding rows and columns read it, so what an
+    attention mask hides is a finite number whatever the other pages hold: a masked NaN would still
+    spread, since 0 * NaN is NaN.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
@@ -47,26 +48,26 @@ class KVPool:
 
     @property
     def padding_slot_mapping(self) -> int:
-        """The first token place of the page that stays zero."""
+        """KV offset of the padding page's first token."""
         return self.num_pages * self.layout.page_size
 
-    def tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer by token place: [(num_pages + 1) * page_size, kv_heads, head_dim]."""
+    def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of one layer by KV offset: [(num_pages + 1) * page_size, kv_heads, head_dim] each."""
         return self._layers[layer]
 
 
 def plan_capacity(
     config: Config, layout: KVLayout, *, free_bytes: int, reserved_bytes: int, max_model_len: int
 ) -> int:
-    """How many pages to allocate on one rank.
+    """Return the number of KV pages to allocate on one rank, without the padding page.
 
-    ``free_bytes`` is what the rank may take in all, of which ``reserved_bytes`` go to everything
-    but the KV cache. With ``max_total_tokens`` the capacity is exactly that; else it is
-    ``mem_fraction_static`` of the free memory, on a CPU at most what all running
-    requests can fill. Raises ``ConfigError`` that names the flags when it does not fit.
+    ``free_bytes``: memory that the weights leave to this rank, of which the computation needs ``reserved_bytes``.
+    With ``max_total_tokens`` the capacity is exactly that. Otherwise it is ``mem_fraction_static`` of the
+    free memory less the reserved bytes; on a CPU at most what all running requests can fill. Raises
+    ``ConfigError``, which names the flags to change, when no request or not ``max_total_tokens`` would fit.
     """
     if config.max_total_tokens is not None:
-        return _exact(config, layout, free_bytes - reserved_bytes)
+        return _plan_exact_capacity(config.max_total_tokens, layout, free_bytes - reserved_bytes)
     usable = int(free_bytes * config.mem_fraction_static) - reserved_bytes
     pages = usable // layout.page_bytes - 1
     if config.device == "cpu":
@@ -74,21 +75,20 @@ def plan_capacity(
         pages = min(pages, longest * config.max_running_requests)
     if pages * layout.page_size < MIN_TOKENS:
         raise ConfigError(
-            f"no room for a KV cache: {_mib(free_bytes)} MiB are free, {_mib(reserved_bytes)} MiB go to the "
-            f"computation, and one page takes {_mib(layout.page_bytes)} MiB; raise --mem-fraction-static, or lower "
+            f"no memory for a KV cache: {_mib(free_bytes)} MiB are free, the computation needs "
+            f"{_mib(reserved_bytes)} MiB of them, and one page takes {_mib(layout.page_bytes)} MiB; raise --mem-fraction-static, or lower "
             "--max-num-batched-tokens, --max-model-len, --max-running-requests or --page-size"
         )
     return pages
 
 
-def _exact(config: Config, layout: KVLayout, usable_bytes: int) -> int:
-    tokens = config.max_total_tokens or 0
+def _plan_exact_capacity(tokens: int, layout: KVLayout, usable_bytes: int) -> int:
     pages = tokens // layout.page_size
     needed = (pages + 1) * layout.page_bytes
     if needed > usable_bytes:
         raise ConfigError(
-            f"--max-total-tokens {tokens} takes {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
-            "lower it, or leave it out to fill the free memory"
+            f"--max-total-tokens {tokens} needs {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
+            "lower it, or omit it to size the cache by the free memory"
         )
     return pages
 

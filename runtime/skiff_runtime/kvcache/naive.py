@@ -1,36 +1,43 @@
-"""The cache that keeps nothing: every sequence computes all of its tokens."""
+"""The prefix cache that caches nothing (``--disable-radix-cache``): every request computes its whole prompt."""
 
 from typing import Final
 
-from skiff_runtime.kvcache.prefix_cache import NO_PAGES, Handle, InsertResult, Int32, Match, PrefixCache
+from skiff_runtime.kvcache.prefix_cache import (
+    NO_PAGES,
+    InsertResult,
+    Int32,
+    PrefixCache,
+    PrefixHandle,
+    PrefixMatch,
+)
 
 
 class NaiveCache(PrefixCache):
-    """Matches nothing and takes no page."""
+    """Matches nothing and accepts no page."""
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._nothing: Final = Handle(0)
+        self._empty_prefix: Final = PrefixHandle(0)
 
-    def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:
-        return Match(self._nothing, NO_PAGES)
+    def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:
+        return PrefixMatch(self._empty_prefix, NO_PAGES)
 
-    def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
+    def count_cached_pages(self, tokens: Int32, *, salt: bytes = b"") -> int:
         return 0
 
-    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> InsertResult:
-        return InsertResult(self._nothing, NO_PAGES, NO_PAGES)
+    def insert(self, tokens: Int32, pages: Int32, *, after: PrefixHandle, salt: bytes = b"") -> InsertResult:
+        return InsertResult(self._empty_prefix, NO_PAGES, NO_PAGES)
 
-    def lock(self, handle: Handle) -> None:
-        """There is nothing to keep."""
+    def lock(self, handle: PrefixHandle) -> None:
+        """Do nothing: there is no page to keep."""
 
-    def unlock(self, handle: Handle) -> None:
-        """There is nothing to keep."""
+    def unlock(self, handle: PrefixHandle) -> None:
+        """Do nothing: there is no page to give up."""
 
     def evict(self, count: int) -> Int32:
         return NO_PAGES
 
-    def forget(self, handle: Handle) -> Int32:
+    def invalidate(self, handle: PrefixHandle) -> Int32:
         return NO_PAGES
 
     def check(self) -> Int32:

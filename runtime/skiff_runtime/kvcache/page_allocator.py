@@ -7,7 +7,7 @@ from skiff_runtime.kvcache.prefix_cache import Int32
 
 
 class PageAllocator:
-    """Hands out pages ``0 .. total - 1``; the order depends on nothing but the calls made."""
+    """Allocates pages ``0 .. total - 1`` in an order that depends only on the calls made, so ranks agree."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -18,8 +18,8 @@ class PageAllocator:
         self._marks: Int32 = np.zeros(total, np.int32)
 
     def allocate(self, count: int) -> Int32:
-        """Take ``count`` pages int32[count]; the caller has made sure that there are as many."""
-        assert 0 <= count <= self.free_count, f"{count} pages asked of {self.free_count}"
+        """Take ``count`` pages int32[count]. The caller has checked that as many are free."""
+        assert 0 <= count <= self.free_count, f"{count} pages requested, {self.free_count} free"
         bottom = self.free_count - count
         pages = self._stack[bottom : self.free_count][::-1].copy()
         self.free_count = bottom
@@ -27,7 +27,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Int32) -> None:
-        """Give pages back. To free what is free already is a programmer's error."""
+        """Return pages to the stack. Freeing a free page, or one page twice in a call, is a programming error."""
         count = len(pages)
         if not count:
             return
@@ -40,5 +40,5 @@ class PageAllocator:
         self.free_count += count
 
     def free_pages(self) -> Int32:
-        """Ids of the free pages int32[free_count]."""
+        """Return the ids of the free pages int32[free_count]."""
         return self._stack[: self.free_count].copy()

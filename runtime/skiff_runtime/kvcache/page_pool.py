@@ -1,23 +1,19 @@
-"""KV memory as the scheduler sees it: free pages and cached pages are one supply."""
+"""The pool of KV pages as the scheduler sees it: free pages and evictable cached pages are one supply."""
 
 import numpy as np
 
-from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.page_allocator import PageAllocator
-from skiff_runtime.kvcache.prefix_cache import Handle, Int32, PrefixCache
-from skiff_runtime.kvcache.radix import RadixCache
-
-PREFIX_CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "naive": NaiveCache}
+from skiff_runtime.kvcache.prefix_cache import Int32, PrefixCache, PrefixHandle
 
 
 class PagePool:
-    """An allocator and the prefix cache that gives pages back to it when they are needed."""
+    """A page allocator with a prefix cache that gives up pages when too few are free."""
 
-    def __init__(self, *, num_pages: int, page_size: int, cache: str) -> None:
-        self.cache = PREFIX_CACHES[cache](page_size)
+    def __init__(self, num_pages: int, cache: PrefixCache) -> None:
+        self.cache = cache
         self._allocator = PageAllocator(num_pages)
         self.evicted_pages = 0
-        """How many pages the cache has given up since the start because others needed them."""
+        """Pages evicted since the start because a request needed them; ``flush`` does not count."""
 
     @property
     def total_pages(self) -> int:
@@ -29,11 +25,11 @@ class PagePool:
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had at once: free, or cached and used by nobody."""
+        """Pages that ``allocate`` can return: free ones, and cached ones that are not locked."""
         return self._allocator.free_count + self.cache.evictable_pages
 
     def allocate(self, count: int) -> Int32:
-        """Take ``count`` of the available pages, evicting cached ones where too few are free."""
+        """Take ``count`` available pages int32[count], evicting cached ones where too few are free."""
         missing = count - self._allocator.free_count
         if missing > 0:
             evicted = self.cache.evict(missing)
@@ -42,18 +38,18 @@ class PagePool:
         return self._allocator.allocate(count)
 
     def free(self, pages: Int32) -> None:
-        """Give back pages that the caller owns."""
+        """Return pages that the caller owns."""
         self._allocator.free(pages)
 
     def flush(self) -> Int32:
-        """Free every cached page that nobody has locked; these pages."""
+        """Free every cached page that is not locked; return these pages."""
         pages = self.cache.evict(self.cache.evictable_pages)
         self._allocator.free(pages)
         return pages
 
-    def forget(self, handle: Handle) -> None:
-        """Free the unlocked pages of every cached sequence that shares its first page with this prefix."""
-        self._allocator.free(self.cache.forget(handle))
+    def invalidate(self, handle: PrefixHandle) -> None:
+        """Free the unlocked pages of all cached sequences that begin with this prefix's first page."""
+        self._allocator.free(self.cache.invalidate(handle))
 
     def check(self, owned: Int32) -> None:
         """Assert that each page is exactly one of free, cached and ``owned`` (by requests)."""

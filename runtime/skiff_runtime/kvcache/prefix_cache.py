@@ -1,8 +1,8 @@
-"""The interface of prefix caches: what of a sequence is in KV memory already, and who uses it.
+"""The interface of prefix caches: which prefixes of a sequence are in the KV cache, and which requests use them.
 
-A cache owns the pages that it took by ``insert``; everybody else owns what they allocated.
-A handle names a cached prefix. It stays valid while it is locked; unlocked, only until
-the next call that changes the cache.
+A cache owns the pages that ``insert`` handed over to it; every other page belongs to the caller that
+allocated it. A ``PrefixHandle`` names a cached prefix. A locked handle stays valid; an unlocked one is
+valid only until the next call that changes the cache.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ Int32 = NDArray[np.int32]
 NO_PAGES: Int32 = np.empty(0, np.int32)
 
 
-class Handle:
+class PrefixHandle:
     """A cached prefix of ``depth`` whole pages."""
 
     __slots__ = ("depth",)
@@ -27,31 +27,31 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """The longest cached prefix of a sequence: its handle and its pages int32[handle.depth]."""
 
-    handle: Handle
+    handle: PrefixHandle
     pages: Int32
 
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """What became of the pages that a caller offered.
+    """The outcome of ``PrefixCache.insert``.
 
-    The cache now owns the prefix of ``handle``. For pages of it that it had already, the
-    caller's ones are duplicates and still the caller's: column ``columns[i]`` of its page
+    The cache now owns the prefix of ``handle``. Where it had a page already, the page that the caller
+    offered is a duplicate and still belongs to the caller: column ``columns[i]`` of the caller's page
     table must point at ``pages[i]`` before its own page there is freed.
     """
 
-    handle: Handle
+    handle: PrefixHandle
     columns: Int32
     pages: Int32
 
 
 class PrefixCache(ABC):
-    """Whole pages of finished prefixes, kept for sequences that begin alike.
+    """Whole pages of computed prefixes, kept for later sequences that begin alike.
 
-    ``salt`` separates namespaces: sequences share pages only under one salt.
+    ``salt`` separates namespaces: sequences share pages only under the same salt.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -59,45 +59,45 @@ class PrefixCache(ABC):
         self.cached_pages = 0
         """Pages that the cache owns."""
         self.evictable_pages = 0
-        """Those of them that nobody has locked."""
-        self.changes = 0
-        """How often pages were taken or given up: while it stays, so does ``depth`` of anything."""
+        """Cached pages that are not locked."""
+        self.version = 0
+        """Increases whenever pages enter or leave the cache; ``count_cached_pages`` is constant between."""
 
     @abstractmethod
-    def match(self, tokens: Int32, *, salt: bytes = b"") -> Match:
-        """The longest prefix of ``tokens`` int32[T], in whole pages, that is cached."""
+    def match(self, tokens: Int32, *, salt: bytes = b"") -> PrefixMatch:
+        """Find the longest cached prefix of ``tokens`` int32[T], in whole pages, and mark it as used."""
 
     @abstractmethod
-    def depth(self, tokens: Int32, *, salt: bytes = b"") -> int:
-        """How many pages ``match`` would find; this is no use of them, and changes nothing."""
+    def count_cached_pages(self, tokens: Int32, *, salt: bytes = b"") -> int:
+        """Return the number of pages that ``match`` would find. Neither marks them as used nor splits a node."""
 
     @abstractmethod
-    def insert(self, tokens: Int32, pages: Int32, *, after: Handle, salt: bytes = b"") -> InsertResult:
-        """Offer pages int32[P] which hold ``tokens`` int32[P * page_size], from the sequence's start.
+    def insert(self, tokens: Int32, pages: Int32, *, after: PrefixHandle, salt: bytes = b"") -> InsertResult:
+        """Hand over pages int32[P] that hold ``tokens`` int32[P * page_size], both from the sequence's start.
 
-        ``after`` is a locked handle of a prefix of it (that of the match), from which on pages
-        are new to the cache or duplicates.
+        ``after`` is the locked handle of a prefix of the sequence, usually the one it was matched with.
+        Only pages behind that prefix can be new to the cache or duplicates.
         """
 
     @abstractmethod
-    def lock(self, handle: Handle) -> None:
-        """Keep a prefix from eviction until it is unlocked as often as it was locked."""
+    def lock(self, handle: PrefixHandle) -> None:
+        """Keep a prefix from eviction until it has been unlocked as often as it was locked."""
 
     @abstractmethod
-    def unlock(self, handle: Handle) -> None:
+    def unlock(self, handle: PrefixHandle) -> None:
         """Undo one ``lock``."""
 
     @abstractmethod
     def evict(self, count: int) -> Int32:
-        """Give up the ``count`` least recently used pages, or all evictable ones if they are fewer."""
+        """Remove the ``count`` least recently used pages, or all evictable ones if there are fewer; return them."""
 
     @abstractmethod
-    def forget(self, handle: Handle) -> Int32:
-        """Give up the unlocked pages of all sequences that begin with the first page of this prefix; these pages.
+    def invalidate(self, handle: PrefixHandle) -> Int32:
+        """Remove the unlocked pages of all sequences that begin with this prefix's first page; return them.
 
-        For a prefix whose pages may hold NaN: sequences that share pages with it would only compute NaN again.
+        For prefixes whose pages may hold NaN, which would spread to every sequence that reads them.
         """
 
     @abstractmethod
     def check(self) -> Int32:
-        """Assert that the cache's books agree with its content; the pages that it owns."""
+        """Assert that the counters agree with the content; return the pages that the cache owns."""

@@ -1,1 +1,1 @@
-"""Building blocks of decoder models, cut over tensor-parallel ranks."""
+"""Building blocks of decoder models, sharded over the tensor-parallel ranks."""

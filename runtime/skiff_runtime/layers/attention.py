@@ -1,4 +1,4 @@
-"""The self-attention block of a decoder layer: projections around an attention backend."""
+"""The self-attention block of a decoder layer: its projections around an attention backend."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,89 +16,90 @@ from skiff_runtime.layers.linear import (
 )
 from skiff_runtime.layers.norm import QKNorm
 from skiff_runtime.layers.rotary import RopeInputs
-from skiff_runtime.layers.sharding import LayerContext, Piece
+from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """Heads of the whole model, and what one rank computes of them."""
+class AttentionHeads:
+    """Numbers of heads of the whole model, and their dimension."""
 
-    query: int
-    kv: int
-    size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
-    def local_query_heads(self, ranks: int) -> int:
-        """Query heads of one rank."""
-        return self.query // ranks
+    def local_heads(self, tp_size: int) -> int:
+        """Return the number of query heads of one rank."""
+        return self.num_heads // tp_size
 
-    def local_kv(self, ranks: int) -> int:
-        """KV heads of one rank; with fewer heads than ranks, each rank holds a copy of one."""
-        return max(1, self.kv // ranks)
+    def local_kv_heads(self, tp_size: int) -> int:
+        """Return the number of KV heads of one rank; with fewer heads than ranks, each rank holds a copy of one."""
+        return max(1, self.num_kv_heads // tp_size)
 
 
 class Attention:
     """[T, hidden] -> [T, hidden], with rotary positions; writes the tokens' K and V through the backend.
 
-    With ``wanted`` int[S] the result is [S, hidden], of the tokens at these places.
+    With ``logits_indices`` int[S] the result is [S, hidden], that of the tokens at these indices.
     """
 
     def __init__(
         self,
         layer: int,
         hidden_size: int,
-        heads: Heads,
-        placement: LayerContext,
+        heads: AttentionHeads,
+        context: LayerContext,
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
     ) -> None:
         self._layer, self._hidden_size = layer, hidden_size
-        cuts = [
-            shard_evenly("q_proj", heads.query * heads.size, placement),
-            shard_or_replicate("k_proj", heads.kv, heads.size, placement),
-            shard_or_replicate("v_proj", heads.kv, heads.size, placement),
+        query_size = heads.num_heads * heads.head_dim
+        modules = [
+            shard_evenly("q_proj", query_size, context),
+            shard_or_replicate("k_proj", heads.num_kv_heads, heads.head_dim, context),
+            shard_or_replicate("v_proj", heads.num_kv_heads, heads.head_dim, context),
         ]
-        self._qkv = ColumnParallelLinear(
-            hidden_size, cuts, bias=qkv_bias, placement=placement.of(layer, "qkv")
+        self._qkv_proj = ColumnParallelLinear(
+            hidden_size, modules, bias=qkv_bias, context=context.for_projection(layer, "qkv_proj")
         )
-        self._output = RowParallelLinear(
+        self._o_proj = RowParallelLinear(
             "o_proj",
-            heads.query * heads.size,
+            query_size,
             hidden_size,
             bias=output_bias,
-            placement=placement.of(layer, "output"),
+            context=context.for_projection(layer, "o_proj"),
         )
         self._norm = None
         if qk_norm_eps is not None:
-            self._norm = QKNorm(heads.size, qk_norm_eps, placement)
+            self._norm = QKNorm(heads.head_dim, qk_norm_eps, context)
 
     def __call__(
         self,
         x: Activations,
-        rotation: RopeInputs,
+        rope: RopeInputs,
         backend: AttentionBackend,
-        wanted: torch.Tensor | None = None,
+        logits_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         norm = self._norm
         q = qk_norm_rope_store_kv(
-            self._qkv(x),
-            rotation.table,
-            rotation.positions,
+            self._qkv_proj(x),
+            rope.cos_sin,
+            rope.positions,
             None if norm is None else norm.weights,
             0.0 if norm is None else norm.eps,
-            backend.pool.tokens(self._layer),
-            rotation.slot_mapping,
+            backend.pool.layer_kv(self._layer),
+            rope.slot_mapping,
         )
-        if wanted is None:
-            return self._output(backend.forward(self._layer, q).flatten(1))
-        if len(wanted) == 0:
+        if logits_indices is None:
+            return self._o_proj(backend.forward(self._layer, q).flatten(1))
+        if len(logits_indices) == 0:  # K and V are stored, and no other result of these tokens is read
             return q.new_empty((0, self._hidden_size))
-        return self._output(backend.forward(self._layer, q).flatten(1).index_select(0, wanted))
+        return self._o_proj(backend.forward(self._layer, q).flatten(1).index_select(0, logits_indices))
 
-    def pieces(self, prefix: str) -> Iterator[Piece]:
-        """Parts of the checkpoint that fill this block."""
-        yield from self._qkv.pieces(prefix)
-        yield from self._output.pieces(prefix)
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this block."""
+        yield from self._qkv_proj.weight_shards(prefix)
+        yield from self._o_proj.weight_shards(prefix)
         if self._norm is not None:
-            yield from self._norm.pieces(prefix)
+            yield from self._norm.weight_shards(prefix)

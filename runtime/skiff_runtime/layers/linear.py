@@ -1,7 +1,7 @@
-"""Linear layers cut by columns (outputs) or rows (inputs) over the ranks.
+"""Linear layers, sharded by columns (outputs) or by rows (inputs) over the tensor-parallel ranks.
 
-Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no
-communication, the row-parallel one after it sums over ranks.
+Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no communication; the
+row-parallel layer after it sums over the ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.linear_weight import make_weight
-from skiff_runtime.layers.sharding import LayerContext, Piece, whole
+from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Outputs ``start`` to ``stop`` of the ``total`` outputs of the checkpoint's layer ``name``."""
+class ModuleShard:
+    """Columns ``start`` to ``stop`` (of outputs or inputs) of the ``total`` of the checkpoint's module ``name``."""
 
     name: str
     total: int
@@ -24,67 +24,71 @@ class Cut:
     stop: int
 
 
-def shard_evenly(name: str, total: int, placement: LayerContext) -> Cut:
-    """The rank's share of outputs that the ranks divide."""
-    share = total // placement.group.size
-    return Cut(name, total, placement.group.rank * share, (placement.group.rank + 1) * share)
+def shard_evenly(name: str, total: int, context: LayerContext) -> ModuleShard:
+    """Return the rank's equal share of a module's ``total`` outputs or inputs."""
+    group = context.group
+    share = total // group.tp_size
+    return ModuleShard(name, total, group.tp_rank * share, (group.tp_rank + 1) * share)
 
 
-def shard_or_replicate(name: str, blocks: int, width: int, placement: LayerContext) -> Cut:
-    """The rank's share of ``blocks`` blocks of ``width`` outputs; fewer blocks than ranks are replicated."""
-    size, rank = placement.group.size, placement.group.rank
-    if blocks >= size:
-        return shard_evenly(name, blocks * width, placement)
-    block = rank * blocks // size
-    return Cut(name, blocks * width, block * width, (block + 1) * width)
+def shard_or_replicate(name: str, blocks: int, width: int, context: LayerContext) -> ModuleShard:
+    """Return the rank's share of ``blocks`` blocks of ``width`` outputs; with fewer blocks than ranks, replicate them."""
+    tp_size, tp_rank = context.group.tp_size, context.group.tp_rank
+    if blocks >= tp_size:
+        return shard_evenly(name, blocks * width, context)
+    block = tp_rank * blocks // tp_size
+    return ModuleShard(name, blocks * width, block * width, (block + 1) * width)
 
 
 class ColumnParallelLinear:
-    """[..., inputs] -> [..., this rank's outputs]: several layers of the checkpoint fused into one product."""
+    """[..., inputs] -> [..., this rank's outputs]: several modules of the checkpoint packed into one matrix."""
 
-    def __init__(self, inputs: int, cuts: Sequence[Cut], *, bias: bool, placement: LayerContext) -> None:
+    def __init__(
+        self, inputs: int, modules: Sequence[ModuleShard], *, bias: bool, context: LayerContext
+    ) -> None:
         self._inputs = inputs
-        self._cuts = tuple(cuts)
-        self.sizes = [cut.stop - cut.start for cut in cuts]
-        self.weight = make_weight(sum(self.sizes), inputs, placement)
-        self.bias = placement.empty(sum(self.sizes)) if bias else None
+        self._modules = tuple(modules)
+        self.sizes = [module.stop - module.start for module in modules]
+        self.weight = make_weight(sum(self.sizes), inputs, context)
+        self.bias = context.empty(sum(self.sizes)) if bias else None
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self.weight.product(x, self.bias)
+        return self.weight.apply(x, self.bias)
 
-    def pieces(self, prefix: str) -> Iterator[Piece]:
-        """Parts of the checkpoint that fill this layer."""
-        for cut, rows in zip(self._cuts, self.weight.split(self.sizes), strict=True):
-            shape = (cut.total, self._inputs)
-            name = f"{prefix}{cut.name}.weight"
-            yield Piece(name, shape, 0, cut.start, cut.stop, rows.values, rows.scales)
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this layer."""
+        for module, rows in zip(self._modules, self.weight.split(self.sizes), strict=True):
+            shape = (module.total, self._inputs)
+            name = f"{prefix}{module.name}.weight"
+            yield WeightShard(name, shape, 0, module.start, module.stop, rows.values, rows.scales)
         if self.bias is not None:
-            for cut, target in zip(self._cuts, torch.split(self.bias, self.sizes), strict=True):
-                yield Piece(f"{prefix}{cut.name}.bias", (cut.total,), 0, cut.start, cut.stop, target)
+            for module, target in zip(self._modules, torch.split(self.bias, self.sizes), strict=True):
+                name = f"{prefix}{module.name}.bias"
+                yield WeightShard(name, (module.total,), 0, module.start, module.stop, target)
 
 
 class RowParallelLinear:
-    """[..., this rank's inputs] -> [..., outputs], summed over ranks; the bias is added once, after the sum."""
+    """[..., this rank's inputs] -> [..., outputs], summed over the ranks; the bias is added once, after the sum."""
 
-    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, placement: LayerContext) -> None:
+    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
         self._name = name
-        self._group = placement.group
-        self._inputs = shard_evenly(name, inputs, placement)
+        self._group = context.group
+        self._inputs = shard_evenly(name, inputs, context)
         self._shape = (outputs, inputs)
-        self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, placement)
-        self.bias = placement.empty(outputs) if bias else None
+        self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, context)
+        self.bias = context.empty(outputs) if bias else None
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        if self._group.size == 1:
-            return self.weight.product(x, self.bias)
-        total = self._group.all_reduce(self.weight.product(x))
+        if self._group.tp_size == 1:
+            return self.weight.apply(x, self.bias)
+        total = self._group.all_reduce(self.weight.apply(x))
         return total if self.bias is None else total + self.bias
 
-    def pieces(self, prefix: str) -> Iterator[Piece]:
-        """Parts of the checkpoint that fill this layer."""
-        cut = self._inputs
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this layer."""
+        module = self._inputs
         [rows] = self.weight.split([self._shape[0]])
         name = f"{prefix}{self._name}.weight"
-        yield Piece(name, self._shape, 1, cut.start, cut.stop, rows.values, rows.scales)
+        yield WeightShard(name, self._shape, 1, module.start, module.stop, rows.values, rows.scales)
         if self.bias is not None:
-            yield whole(f"{prefix}{self._name}.bias", self.bias)
+            yield replicated_weight(f"{prefix}{self._name}.bias", self.bias)

@@ -1,4 +1,4 @@
-"""The matrix of a linear layer, as a rank keeps it: in the model's own type, or in eight bits."""
+"""The matrix of a linear layer as a rank keeps it: in the model's dtype, or quantized to FP8."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,72 +7,77 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.e4m3 import empty_fp8_weight
-from skiff_runtime.kernels.fp8 import ALIGNMENT, Activations, fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8 import (
+    ALIGNMENT,
+    Activations,
+    empty_fp8_weight,
+    fp8_linear,
+    quantize_activations,
+)
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.sharding import LayerContext
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Some outputs of a matrix: ``values`` [n, inputs], and ``scales`` float32 [n, 1] where these are in e4m3."""
+class WeightRows:
+    """Some outputs of a matrix: ``values`` [n, inputs], and ``scales`` float32 [n, 1] where the values are FP8."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
 
 
-class Weight(ABC):
+class LinearWeight(ABC):
     """A matrix [outputs, inputs]."""
 
     @abstractmethod
-    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, inputs] -> [T, outputs], in the model's type."""
+    def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
 
     @abstractmethod
-    def split(self, sizes: Sequence[int]) -> list[Rows]:
-        """The matrix in runs of so many outputs, as views to be filled."""
+    def split(self, sizes: Sequence[int]) -> list[WeightRows]:
+        """Return views of consecutive runs of ``sizes`` outputs, to be filled."""
 
 
-class UnquantizedLinearWeight(Weight):
-    """In the model's type."""
+class UnquantizedLinearWeight(LinearWeight):
+    """A matrix in the model's dtype."""
 
-    def __init__(self, outputs: int, inputs: int, placement: LayerContext) -> None:
-        self.values = placement.empty(outputs, inputs)
+    def __init__(self, outputs: int, inputs: int, context: LayerContext) -> None:
+        self.values = context.empty(outputs, inputs)
 
-    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The plain product; x must not be rounded."""
+    def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply ``x``, which must not be quantized."""
         assert isinstance(x, torch.Tensor)
         return linear(x, self.values, bias)
 
-    def split(self, sizes: Sequence[int]) -> list[Rows]:
-        """Views of the values alone."""
-        return [Rows(values) for values in torch.split(self.values, list(sizes))]
+    def split(self, sizes: Sequence[int]) -> list[WeightRows]:
+        """Return views of the values; there are no scales."""
+        return [WeightRows(values) for values in torch.split(self.values, list(sizes))]
 
 
-class Fp8LinearWeight(Weight):
-    """In e4m3 with one scale for each output; activations are rounded likewise, with one scale for each token."""
+class Fp8LinearWeight(LinearWeight):
+    """A matrix in FP8 (e4m3) with one scale per output. Activations are quantized with one scale per token."""
 
-    def __init__(self, outputs: int, inputs: int, placement: LayerContext) -> None:
-        if placement.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
+    def __init__(self, outputs: int, inputs: int, context: LayerContext) -> None:
+        if context.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
             raise ConfigError(
                 f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
                 f"{outputs} x {inputs}; use another --tp, or --quantization none"
             )
-        self._bound = placement.activation_scale_ub
-        self.matrix = empty_fp8_weight(outputs, inputs, placement.device)
+        self._scale_ub = context.activation_scale_ub
+        self.matrix = empty_fp8_weight(outputs, inputs, context.device)
 
-    def product(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The scaled product; x is rounded if it is not."""
-        rounded = quantize_activations(x, self._bound) if isinstance(x, torch.Tensor) else x
-        return fp8_linear(rounded, self.matrix, bias)
+    def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply with scales; quantize ``x`` if it is not yet."""
+        quantized = quantize_activations(x, self._scale_ub) if isinstance(x, torch.Tensor) else x
+        return fp8_linear(quantized, self.matrix, bias)
 
-    def split(self, sizes: Sequence[int]) -> list[Rows]:
-        """Views of values and scales."""
+    def split(self, sizes: Sequence[int]) -> list[WeightRows]:
+        """Return views of values and scales."""
         values, scales = (torch.split(each, list(sizes)) for each in (self.matrix.values, self.matrix.scales))
-        return [Rows(*parts) for parts in zip(values, scales, strict=True)]
+        return [WeightRows(*parts) for parts in zip(values, scales, strict=True)]
 
 
-def make_weight(outputs: int, inputs: int, placement: LayerContext) -> Weight:
-    """A matrix that is yet to be filled."""
-    kind = Fp8LinearWeight if placement.quantization == "fp8" else UnquantizedLinearWeight
-    return kind(outputs, inputs, placement)
+def make_weight(outputs: int, inputs: int, context: LayerContext) -> LinearWeight:
+    """Allocate an uninitialized matrix of the context's quantization."""
+    kind = Fp8LinearWeight if context.quantization == "fp8" else UnquantizedLinearWeight
+    return kind(outputs, inputs, context)

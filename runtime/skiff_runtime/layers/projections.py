@@ -1,16 +1,16 @@
-"""The products of a decoder layer, each of one matrix that joins layers of a checkpoint; no torch."""
+"""The linear projections of a decoder layer, each one matrix that packs modules of the checkpoint; imports no torch."""
 
 from typing import Final, Literal
 
-Product = Literal["qkv", "output", "gate_up", "down"]
+Projection = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
-PACKED_MODULES: Final[dict[Product, tuple[str, ...]]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
+PACKED_MODULES: Final[dict[Projection, tuple[str, ...]]] = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
 }
-"""The checkpoint's layers of each, by their names within a decoder layer."""
+"""The checkpoint's modules that each projection packs, by their names within a decoder layer."""
 
-UnquantizedProjections = tuple[tuple[int, Product], ...]
-"""Products of decoder layers, counted from 0 and in order, that stay in the model's own type where the others are in eight bits."""
+UnquantizedProjections = tuple[tuple[int, Projection], ...]
+"""(Index of the decoder layer, projection), in order: those that a quantized checkpoint keeps in the model's dtype."""

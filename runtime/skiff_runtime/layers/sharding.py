@@ -1,4 +1,4 @@
-"""Where a rank's weights live, and how a checkpoint's tensor is cut for it."""
+"""Sharding of weights: the settings by which a rank allocates its layers, and its shard of a checkpoint's tensor."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -7,15 +7,15 @@ import torch
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
-from skiff_runtime.layers.projections import Product, UnquantizedProjections
+from skiff_runtime.layers.projections import Projection, UnquantizedProjections
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Type, device and rank of everything that one model allocates; ``quantization`` is of linear layers' matrices.
+    """Dtype, device, rank and quantization by which one rank allocates the layers of a model.
 
-    Where there is one, what these are multiplied with is cut at ``activation_scale_ub`` when it is rounded. Matrices of
-    the products ``unquantized`` have none for all that.
+    ``quantization`` holds for the matrices of linear layers, except for the projections in ``unquantized``. Where
+    there is one, ``activation_scale_ub`` bounds the largest magnitude from which an activation's scale is computed.
     """
 
     dtype: torch.dtype
@@ -25,21 +25,21 @@ class LayerContext:
     activation_scale_ub: float = math.inf
     unquantized: UnquantizedProjections = ()
 
-    def of(self, layer: int, product: Product) -> "LayerContext":
-        """That of one product's matrix, and of what is multiplied with it."""
-        return replace(self, quantization="none") if (layer, product) in self.unquantized else self
+    def for_projection(self, layer: int, projection: Projection) -> "LayerContext":
+        """Return the context of one projection's matrix and of its input."""
+        return replace(self, quantization="none") if (layer, projection) in self.unquantized else self
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialized weight."""
+        """Allocate an uninitialized weight."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The part ``start`` to ``stop`` along ``dim`` of the checkpoint tensor ``name``, and where it goes.
+class WeightShard:
+    """Indices ``start`` to ``stop`` along ``dim`` of the checkpoint tensor ``name``, and the memory to fill with them.
 
-    ``shape`` is that of the whole tensor in the checkpoint; ``target`` is a view of the
-    rank's weight with the part's shape. Where it is in e4m3, ``scales`` float32 [rows of the target, 1] belong to it.
+    ``shape`` is that of the whole tensor in the checkpoint. ``target`` is a view of the rank's weight, of the shard's
+    shape. Where it is FP8, ``scales`` float32 [rows of the target, 1] belong to it.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the part takes on the rank."""
+        """Bytes that the shard takes on the rank."""
         return self.target.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-def whole(name: str, target: torch.Tensor) -> Piece:
-    """A tensor that every rank holds entirely."""
-    return Piece(name, tuple(target.shape), 0, 0, target.shape[0], target)
+def replicated_weight(name: str, target: torch.Tensor) -> WeightShard:
+    """Return the shard of a tensor that every rank holds as a whole."""
+    return WeightShard(name, tuple(target.shape), 0, 0, target.shape[0], target)

@@ -1,4 +1,4 @@
-"""The encoding of messages, and what their columns are made of."""
+"""The encoding of messages, and the dtypes of their columns."""
 
 from enum import IntEnum
 from typing import Final, TypeVar
@@ -8,7 +8,7 @@ import numpy as np
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
 NO_TOKEN: Final = -1
-"""In a row's ``tokens`` column: this row ends its request without a new token."""
+"""In the ``tokens`` column: this row ends its request without a new token."""
 
 
 class Wire:
@@ -21,7 +21,7 @@ class Wire:
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; ``RUNNING`` while it has not. ``TIMEOUT``: its deadline passed, what there is was told."""
+    """The reason for which a request ended. ``RUNNING``: it has not. ``TIMEOUT``: its deadline passed."""
 
     RUNNING = 0
     STOP = 1
@@ -35,5 +35,5 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decoder(kind: type[T] | object) -> "msgspec.msgpack.Decoder[T]":
-    """A strict decoder for one socket's union of messages."""
+    """Make a strict decoder for one socket's union of messages."""
     return msgspec.msgpack.Decoder(kind)

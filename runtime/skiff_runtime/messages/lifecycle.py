@@ -1,4 +1,4 @@
-"""Between the supervisor and its children: start, life and end of a service."""
+"""Messages between the supervisor and its children: start, heartbeats and end of a service."""
 
 from msgspec import Struct
 
@@ -10,7 +10,7 @@ class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
 
 
 class PhaseReport(Struct, frozen=True, tag="phase", array_like=True):
-    """child -> supervisor -> api: a start phase was entered (``seconds`` spent in the one before it)."""
+    """child -> supervisor -> api: the child entered a start phase, after ``seconds`` in the one before, or progressed in it."""
 
     process: str
     phase: str
@@ -19,7 +19,7 @@ class PhaseReport(Struct, frozen=True, tag="phase", array_like=True):
 
 
 class Ready(Struct, frozen=True, tag="ready", array_like=True):
-    """child -> supervisor: this process serves. Ranks tell their KV capacity in tokens, fronts 0."""
+    """child -> supervisor: this process is ready. ``kv_tokens``: a rank's KV capacity; ``port``: where the api listens."""
 
     process: str
     kv_tokens: int = 0
@@ -27,7 +27,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
 
 
 class ProcessHealth(Struct, frozen=True, tag="beats", array_like=True):
-    """supervisor -> api, about once a second: each process that has spoken, seconds since it did, whether it runs."""
+    """supervisor -> api, about once a second: each process, the age of its last message in seconds, and if it runs."""
 
     processes: list[str]
     ages: list[float]
@@ -35,7 +35,7 @@ class ProcessHealth(Struct, frozen=True, tag="beats", array_like=True):
 
 
 class ProcessFailed(Struct, frozen=True, tag="process_failed", array_like=True):
-    """child -> supervisor: why this process ends; the last that is heard of it."""
+    """child -> supervisor: the reason for which this process ends, in its last message."""
 
     process: str
     message: str

@@ -1,4 +1,4 @@
-"""From the api through a tokenizer to the ranks."""
+"""Messages from the api through a tokenizer to the ranks."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from skiff_runtime.messages.sampling_params import CompiledGrammar, Grammar, Sam
 
 
 class TextOptions(Struct, frozen=True, array_like=True):
-    """What the detokenizer needs to know of a request. ``include_stop_str_in_output``: a stop string found is shown, too."""
+    """The parameters of a request that concern its text. The detokenizer applies them."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
@@ -17,10 +17,10 @@ class TextOptions(Struct, frozen=True, array_like=True):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """A conversation to be rendered with the model's chat template.
+    """A conversation to render with the model's chat template.
 
-    ``continue_final_message``: the answer goes on where the last message ends. ``tools``: OpenAI's
-    tool objects. ``template_options``: further variables of the template, such as ``enable_thinking``.
+    ``continue_final_message``: the answer continues the last message. ``tools``: OpenAI's tool objects.
+    ``template_options``: further variables of the template, such as ``enable_thinking``.
     """
 
     messages: list[dict[str, Any]]
@@ -31,10 +31,11 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
-    """api -> tokenizer. ``sampling.max_tokens`` 0 means: what context and KV cache leave.
+    """api -> tokenizer: encode a prompt and send it to rank 0.
 
-    ``copies`` requests come of it, with the uids ``uid``, ``uid + 1`` and on, and likewise seeds. A request of
-    lower ``priority`` runs earlier. Requests share cached prefixes only under one ``cache_salt``.
+    ``sampling.max_tokens`` 0: as many tokens as context and KV cache leave. ``copies``: the number of
+    requests to make of it, with consecutive uids and seeds from the given ones. A lower ``priority`` runs
+    earlier. Requests share cached prefixes only under the same ``cache_salt``.
     """
 
     uid: int
@@ -48,7 +49,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
-    """api -> tokenizer: only tell the token ids of a prompt; answered by ``Encoded`` or ``RequestFailed``."""
+    """api -> tokenizer: return the token ids of a prompt, as ``Encoded`` or ``RequestFailed``."""
 
     uid: int
     prompt: str | ChatPrompt
@@ -56,14 +57,14 @@ class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
 
 
 class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
-    """api -> tokenizer: only tell the text of token ids; answered by ``Decoded`` or ``RequestFailed``."""
+    """api -> tokenizer: return the text of token ids, as ``Decoded`` or ``RequestFailed``."""
 
     uid: int
     token_ids: list[int]
 
 
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
-    """tokenizer -> rank 0. ``token_ids``: bytes of ``Wire.TOKEN``, one or more; ``max_tokens`` 0 as above."""
+    """tokenizer -> rank 0: generate. ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 as above."""
 
     uid: int
     token_ids: bytes
@@ -75,9 +76,9 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
-    """End a request: api -> its tokenizer -> rank 0, or detokenizer -> rank 0 (a stop string was found).
+    """End a request: api -> its tokenizer -> rank 0, or detokenizer -> rank 0 (it found a stop string).
 
-    ``finish`` is what the client is told, where anyone still listens.
+    ``finish``: the finish reason that the client receives, if it is still connected.
     """
 
     uid: int
@@ -85,13 +86,13 @@ class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):
 
 
 class FlushCache(Struct, frozen=True, tag="flush", array_like=True):
-    """api -> tokenizer -> rank 0: forget every cached prefix that no request holds; answered by ``Flushed``."""
+    """api -> tokenizer -> rank 0: free every cached page that no request has locked. The reply is ``Flushed``."""
 
     uid: int
 
 
 class ProfileSteps(Struct, frozen=True, tag="profile", array_like=True):
-    """offline benchmark -> rank 0: write a profile of the next ``steps`` steps (fewer if none follow) to ``path``."""
+    """offline benchmark -> rank 0: write a profile of the next ``steps`` steps (fewer if the engine idles) to ``path``."""
 
     steps: int
     path: str
@@ -102,11 +103,11 @@ class Shutdown(Struct, frozen=True, tag="shutdown", array_like=True):
 
 
 class RankInputs(Struct, frozen=True, tag="inbox", array_like=True):
-    """rank 0 -> other ranks: what arrived for this turn of the loop; ``digest`` of the last planned step.
+    """rank 0 -> other ranks: the inputs of this turn of the loop, and rank 0's lockstep ``checksum``.
 
-    ``grammars`` are those of requests that rank 0 holds back until it has read them.
+    ``grammars``: those of requests that rank 0 holds back until it has loaded them; the others load them now.
     """
 
     items: list[GenerateRequest | AbortRequest | FlushCache | Shutdown]
-    digest: int = 0
+    checksum: int = 0
     grammars: list[CompiledGrammar] = []

@@ -1,4 +1,4 @@
-"""Which messages each process takes."""
+"""The messages that each process receives."""
 
 from skiff_runtime.messages.lifecycle import (
     Drain,
@@ -25,7 +25,7 @@ from skiff_runtime.messages.token_batch import RequestFailed, TokenBatch
 ToTokenizer = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 ToScheduler = GenerateRequest | AbortRequest | FlushCache
 ToLeader = ToScheduler | ProfileSteps
-"""What rank 0 takes; a profile is no matter of the scheduler."""
+"""Rank 0 handles a profile itself; the scheduler does not see it."""
 ToDetokenizer = TokenBatch
 ToApi = (
     TextBatch

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen."""
+"""Sampling parameters and grammars of requests."""
 
 from enum import StrEnum
 
@@ -6,14 +6,14 @@ from msgspec import Struct
 
 
 class SamplingSpec(Struct, frozen=True, array_like=True):
-    """How the tokens of one request are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
+    """The sampling parameters of one request between processes. ``temperature`` 0 is greedy; ``top_k`` 0 is off.
 
-    ``min_tokens``: before so many are out, neither an end of sequence nor a stop token is chosen, and no stop
-    string is looked for.
-    ``presence_penalty`` and ``frequency_penalty`` count output tokens, ``repetition_penalty`` also the
-    prompt's. ``logit_bias``: pairs of token id and what is added to its logit. ``logprobs``: how many of the
-    likeliest tokens are told of each output position beside the chosen one, None for nothing at all;
-    ``prompt_logprobs`` likewise for the positions of the prompt but the first, which no cached prefix then serves.
+    ``min_tokens``: before this many output tokens, neither an end of sequence nor a stop token is sampled, and
+    stop strings are ignored. ``presence_penalty`` and ``frequency_penalty`` count output tokens,
+    ``repetition_penalty`` prompt tokens, too. ``logit_bias``: pairs of a token id and the value added to its
+    logit. ``logprobs``: number of top log-probabilities returned with that of each output token; None: no
+    log-probabilities. ``prompt_logprobs``: the same for the prompt, which is then computed whole, without a
+    cached prefix.
     """
 
     max_tokens: int
@@ -34,27 +34,27 @@ class SamplingSpec(Struct, frozen=True, array_like=True):
 
 
 class GrammarKind(StrEnum):
-    """What a grammar is written in."""
+    """The language of a grammar's source."""
 
     JSON = "json"
     """Any JSON object; the source is empty."""
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
-    """GBNF, as llama.cpp and xgrammar read it."""
+    """GBNF, in the dialect of llama.cpp and xgrammar."""
     STRUCTURAL_TAG = "structural_tag"
     """xgrammar's JSON description of text with tagged parts, such as tool calls."""
 
 
 class Grammar(Struct, frozen=True, array_like=True):
-    """What the text of an answer must match."""
+    """A constraint on the text of an answer (structured output)."""
 
     kind: GrammarKind
     source: str = ""
 
 
 class CompiledGrammar(Struct, frozen=True, array_like=True):
-    """A grammar made ready for the model's vocabulary: xgrammar's serialized form. Equal keys mean equal data."""
+    """A grammar compiled for the model's vocabulary, serialized by xgrammar. Equal keys mean equal data."""
 
     key: bytes
     data: bytes

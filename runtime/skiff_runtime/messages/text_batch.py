@@ -1,4 +1,4 @@
-"""From tokenizers and the detokenizer to the api."""
+"""Messages from the tokenizers and the detokenizer to the api."""
 
 from msgspec import Struct
 
@@ -6,7 +6,7 @@ from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats
 
 
 class Encoded(Struct, frozen=True, tag="encoded", array_like=True):
-    """tokenizer -> api. ``token_ids``: bytes of ``Wire.TOKEN``; ``texts``: what each writes by itself."""
+    """tokenizer -> api: the reply to ``EncodeRequest``. ``token_ids``: bytes of ``Wire.TOKEN``; ``texts``: each token's own."""
 
     uid: int
     token_ids: bytes
@@ -14,14 +14,14 @@ class Encoded(Struct, frozen=True, tag="encoded", array_like=True):
 
 
 class Decoded(Struct, frozen=True, tag="decoded", array_like=True):
-    """tokenizer -> api."""
+    """tokenizer -> api: the reply to ``DecodeRequest``."""
 
     uid: int
     text: str
 
 
 class TokenText(Struct, frozen=True, array_like=True, gc=False):
-    """One token: id, the bytes it writes by itself, and its log-probability."""
+    """One token: its id, the bytes of its own text, and its log-probability."""
 
     token: int
     data: bytes
@@ -29,7 +29,7 @@ class TokenText(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TextLogprobs(Struct, frozen=True, array_like=True):
-    """As ``TokenLogprobs``, with texts. ``row`` is that of the ``TextBatch``; -1 for a token of the prompt."""
+    """``TokenLogprobs`` with texts. ``row``: that of the ``TextBatch``; -1 for a token of the prompt."""
 
     row: int
     chosen: TokenText
@@ -37,7 +37,7 @@ class TextLogprobs(Struct, frozen=True, array_like=True):
 
 
 class PromptTextLogprobs(Struct, frozen=True, array_like=True):
-    """As ``PromptLogprobs``, with texts, one entry for each token; ``top`` of the one at position 0 is empty."""
+    """``PromptLogprobs`` with texts, one entry for each token. At position 0, ``top`` is empty."""
 
     uid: int
     start: int
@@ -45,7 +45,7 @@ class PromptTextLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True, array_like=True):
-    """Token counts of one ended request."""
+    """Token counts of a request that has ended."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,9 +53,9 @@ class Usage(Struct, frozen=True, array_like=True):
 
 
 class TextBatch(Struct, frozen=True, tag="text", array_like=True):
-    """detokenizer -> api. ``opened`` and rows as in ``TokenBatch``; ``texts`` may hold "" (bytes held back).
+    """detokenizer -> api: a ``TokenBatch`` with texts; "" where the bytes are still held back.
 
-    ``usages`` has one entry for each row whose finish is not ``RUNNING``, in order of rows.
+    ``usages`` has one entry for each row whose finish reason is not ``RUNNING``, in the order of rows.
     """
 
     uids: bytes

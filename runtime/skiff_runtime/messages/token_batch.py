@@ -1,4 +1,4 @@
-"""From rank 0 to the detokenizer: what a step brought."""
+"""Messages from rank 0 to the detokenizer: the results of a step."""
 
 from msgspec import Struct
 
@@ -7,7 +7,7 @@ from skiff_runtime.messages.requests import TextOptions
 
 
 class RequestFailed(Struct, frozen=True, tag="failed", array_like=True):
-    """A terminal reply: the request ended with an error. Fields as in ``errors.RequestError``."""
+    """A terminal reply: the request ended with an error. The fields are those of ``errors.RequestError``."""
 
     uid: int
     status: int
@@ -19,14 +19,14 @@ class RequestFailed(Struct, frozen=True, tag="failed", array_like=True):
 
     @staticmethod
     def of(uid: int, error: RequestError) -> "RequestFailed":
-        """What ``error`` means for request ``uid``."""
+        """Make the failure of request ``uid`` by ``error``."""
         return RequestFailed(
             uid, error.status, error.kind, error.message, error.code, error.param, error.retry_after_seconds
         )
 
 
 class Flushed(Struct, frozen=True, array_like=True):
-    """The answer to ``FlushCache``: how many pages were freed, and how many requests still hold some."""
+    """The reply to ``FlushCache``: pages that were freed, and running requests, whose pages were not."""
 
     uid: int
     pages: int
@@ -34,7 +34,7 @@ class Flushed(Struct, frozen=True, array_like=True):
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
-    """First news of a request from the scheduler: it was admitted to run. ``min_tokens`` as in ``SamplingSpec``."""
+    """The scheduler's first message about a request, once it runs. ``min_tokens`` as in ``SamplingSpec``."""
 
     uid: int
     prompt_tokens: int
@@ -44,12 +44,13 @@ class StreamOpened(Struct, frozen=True, array_like=True):
 
 
 class StepStats(Struct, frozen=True, array_like=True):
-    """The scheduler's gauges after a step, and what the step added to its counters.
+    """The scheduler's gauges after a step, and the step's increments of its counters.
 
-    A step has ``prefill_rows`` chunks of prompts with ``prefill_tokens`` in all, and one row for each of
-    ``decode_tokens``. ``lookup_tokens``: prompt tokens of requests that it lets run for the first time, of
-    which ``hit_tokens`` were cached; ``queue_seconds``: how long each of these requests waited.
-    ``corrupted``: requests that failed because their logits contained NaN.
+    A step has ``prefill_rows`` prefill chunks with ``prefill_tokens`` in total, and one row for each of
+    ``decode_tokens``. ``lookup_tokens``: prompt tokens of the requests that it runs for the first time, of
+    which ``hit_tokens`` were cached; ``queue_seconds``: the time that each of these requests waited.
+    ``preempted``: requests preempted for this step. ``corrupted``: requests that failed because their logits
+    contained NaN.
     """
 
     queued: int = 0
@@ -72,7 +73,7 @@ class StepStats(Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Natural log-probabilities at one row's new token: its own, and the likeliest tokens', likeliest first.
+    """Natural log-probabilities at one row's new token: the token's own, and the top tokens' in descending order.
 
     They are the model's, before temperature, penalties, bias and grammar. ``top_ids``: bytes of ``Wire.TOKEN``;
     ``top_logprobs``: bytes of ``Wire.LOGPROB``, as many.
@@ -85,11 +86,10 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probabilities of T consecutive tokens of a prompt, the first of which stands at position ``start``.
+    """Log-probabilities of T consecutive tokens of a prompt, from position ``start`` on.
 
-    ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` T * ``top`` of them. Every
-    token of the prompt is told once; that at position 0 has NaN for its log-probability, and its top ids are
-    ``NO_TOKEN``.
+    ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` have T * ``top``. Every token
+    of the prompt is sent once. The one at position 0 has NaN as its log-probability and ``NO_TOKEN`` as top ids.
     """
 
     uid: int
@@ -102,7 +102,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
-    """rank 0 -> detokenizer, one per step. Columns have one row per request that got a token or ended."""
+    """rank 0 -> detokenizer, once a step. The columns have one row for each request that got a token or ended."""
 
     opened: list[StreamOpened]
     uids: bytes

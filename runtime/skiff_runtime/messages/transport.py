@@ -1,7 +1,7 @@
-"""ZeroMQ PUSH/PULL over ipc:// in the service's private directory.
+"""The transport between processes: ZeroMQ PUSH/PULL sockets over ipc:// in the service's private directory.
 
-The receiver binds, senders connect. A send never waits for ever: a peer that stopped
-reading for ``SEND_TIMEOUT_SECONDS`` is an error, which ends the process at its boundary.
+The receiver binds, senders connect. No send blocks for ever: a peer that has not read for
+``SEND_TIMEOUT_SECONDS`` is an error, which ends the sending process.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class TransportError(SkiffError):
-    """A peer process does not read what it is sent."""
+    """A peer process does not read its messages."""
 
 
 class Endpoints:
-    """Addresses of the sockets of one service."""
+    """The addresses of the sockets of one service."""
 
     def __init__(self, run_dir: Path) -> None:
         self._base = f"ipc://{run_dir}"
@@ -51,7 +51,7 @@ class Endpoints:
 
 
 def bind(address: str) -> zmq.Socket[bytes]:
-    """A bounded PULL socket that listens at ``address``."""
+    """Make a bounded PULL socket that listens at ``address``."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -72,15 +72,15 @@ class Sender:
         self._socket.connect(address)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message; TransportError when the peer has stopped reading."""
+        """Queue one message. Raises ``TransportError`` if the peer has stopped reading."""
         try:
             self._socket.send(encode(message))
         except zmq.Again:
             name = self._address.rsplit("/", 1)[-1]
-            raise TransportError(f"{name} does not read its messages; it hangs or is overloaded") from None
+            raise TransportError(f"{name} does not read its messages: it hangs or is overloaded") from None
 
-    def offer(self, message: msgspec.Struct) -> None:
-        """Queue one message, unless the queue is full: for news that nobody misses who does not read."""
+    def try_send(self, message: msgspec.Struct) -> None:
+        """Queue one message unless the queue is full: for messages that may be lost, such as heartbeats."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
@@ -89,7 +89,7 @@ class Sender:
 
 
 def close_sockets() -> None:
-    """Close every socket of this process once what it sent has left, but wait for ``LINGER_SECONDS`` at most."""
+    """Close every socket of this process after its queued messages have left, or after ``LINGER_SECONDS``."""
     zmq.Context.instance().destroy(linger=int(LINGER_SECONDS * 1000))
 
 
@@ -101,13 +101,13 @@ class Receiver(Generic[T]):
         self._decode: msgspec.msgpack.Decoder[T] = decoder(kind)
 
     def receive(self, timeout_seconds: float) -> T | None:
-        """The next message, or None when none came in time."""
+        """Wait for the next message and return it; None if none arrives in time."""
         if not self.socket.poll(int(timeout_seconds * 1000)):
             return None
         return self._decode.decode(self.socket.recv())
 
     def drain(self, limit: int) -> list[T]:
-        """What is there already, in order of arrival, ``limit`` messages at most; never waits."""
+        """Return at most ``limit`` messages that have arrived already, in their order. Never waits."""
         messages: list[T] = []
         while len(messages) < limit:
             try:

@@ -1,1 +1,1 @@
-"""One file per model family, the registry, configuration and weight loading."""
+"""Model families, one file each; the registry, the model configuration and the loading of weights."""

@@ -1,7 +1,7 @@
-"""What a model is, read from its Hugging Face directory and checked once.
+"""The configuration of a model, read from its Hugging Face directory and checked once.
 
-Imports no torch, so that the front processes can read end tokens and defaults too.
-Everything that Skiff would have to ignore in a ``config.json`` is refused by name here.
+It imports no torch, so that the front processes can read end tokens and defaults too. Every setting of a
+``config.json`` that Skiff would have to ignore is refused here by name.
 """
 
 from dataclasses import dataclass
@@ -10,39 +10,40 @@ from typing import Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.json_file import Fields, read_json
+from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
+from skiff_runtime.layers.rope_scaling import RopeScaling
 from skiff_runtime.models.quantization import (
     read_activation_scale_ub,
     read_quantization,
     read_unquantized_projections,
 )
-from skiff_runtime.models.rope import RopeScaling, read_rope
+from skiff_runtime.models.rope import read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 MAX_TOP_K: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What an absent key of ``config.json`` means to one architecture, and whether a flag switches its window on."""
+class ArchitectureDefaults:
+    """Defaults for absent keys of one architecture's ``config.json``, and whether a flag enables its sliding window."""
 
     head_dim: int | None = None
     sliding_window: int | None = None
     window_needs_flag: bool = False
 
 
-FAMILIES: Final[dict[str, Family]] = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(sliding_window=4096),
-    "Qwen2ForCausalLM": Family(window_needs_flag=True),
-    "Qwen3ForCausalLM": Family(head_dim=128, window_needs_flag=True),
+ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
+    "LlamaForCausalLM": ArchitectureDefaults(),
+    "MistralForCausalLM": ArchitectureDefaults(sliding_window=4096),
+    "Qwen2ForCausalLM": ArchitectureDefaults(window_needs_flag=True),
+    "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, window_needs_flag=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What ``generation_config.json`` recommends; ``None`` where it says nothing."""
+    """Sampling parameters that ``generation_config.json`` recommends; ``None`` where it recommends none."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -52,10 +53,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder model. Sizes are of the whole model, not of a rank's share.
+    """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
     ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
-    ``activation_scale_ub``, if there is one, is where a quantized checkpoint wants activations to be cut.
+    ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
     """
 
     path: Path
@@ -87,25 +88,24 @@ class ModelConfig:
 def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelConfig:
     """Read and check ``config.json`` and, where present, ``generation_config.json``.
 
-    ``max_model_len`` is the longest sequence that will be served, where the user set one: a
-    sliding window that such a sequence cannot outgrow does not matter.
-    Raises ``ModelError`` with one message that names the file and the key.
+    ``max_model_len`` is the longest sequence that will be served, if the user set one: a sliding window that such a
+    sequence cannot exceed does not matter. Raises ``ModelError`` with one message that names the file and the key.
     """
     if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
+        problem = "is not a directory" if path.exists() else "does not exist"
         raise ModelError(
-            f"model directory {path} {what}; --model takes a directory with config.json and weights"
+            f"model directory {path} {problem}; --model takes a directory with config.json and weights"
         )
-    config = Fields(str(path / "config.json"), read_json(path / "config.json"))
+    config = JsonObject(str(path / "config.json"), read_json(path / "config.json"))
     architecture = _architecture(config)
-    family = FAMILIES[architecture]
-    _refuse_unserved(config)
+    defaults = ARCHITECTURES[architecture]
+    _refuse_unsupported(config)
     generation = _generation_config(path)
     theta, scaling = read_rope(config)
-    heads, kv_heads, head_dim = _heads(config, family)
+    heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
     layers = config.positive("num_hidden_layers")
-    _refuse_sliding_window(config, family, min(positions, max_model_len or positions))
+    _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
         tokenizer_path=path,
@@ -138,67 +138,69 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     )
 
 
-def check_tp_size(config: ModelConfig, tp: int) -> None:
-    """Raise ``ConfigError`` where the model cannot be cut over ``tp`` ranks."""
-    for count, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
-        if count % tp:
-            raise ConfigError(f"--tp {tp} does not divide the model's {count} {what}")
+def check_tp_size(config: ModelConfig, tp_size: int) -> None:
+    """Raise ``ConfigError`` if the model cannot be sharded over ``tp_size`` ranks."""
+    for count, noun in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
+        if count % tp_size:
+            raise ConfigError(f"--tp {tp_size} does not divide the model's {count} {noun}")
     kv_heads = config.num_kv_heads
-    if kv_heads % tp and tp % kv_heads:
-        raise ConfigError(f"--tp {tp} must divide the model's {kv_heads} KV heads, or be a multiple of them")
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise ConfigError(
+            f"--tp {tp_size} must divide the model's {kv_heads} KV heads, or be a multiple of them"
+        )
 
 
-def _architecture(config: Fields) -> str:
+def _architecture(config: JsonObject) -> str:
     named = config.get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named) or not named:
         raise ModelError(f"{config.source} must name the model's class in 'architectures'")
     for name in named:
-        if name in FAMILIES:
+        if name in ARCHITECTURES:
             return str(name)
     raise ModelError(
-        f"{config.source}: architecture {', '.join(named)} is not supported; supported are {', '.join(FAMILIES)}"
+        f"{config.source}: architecture {', '.join(named)} is not supported; supported are {', '.join(ARCHITECTURES)}"
     )
 
 
-def _refuse_unserved(config: Fields) -> None:
+def _refuse_unsupported(config: JsonObject) -> None:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{config.source}: activation {activation!r} is not supported; supported is 'silu'")
 
 
-def _heads(config: Fields, family: Family) -> tuple[int, int, int]:
-    """Query heads, KV heads and head size."""
+def _heads(config: JsonObject, defaults: ArchitectureDefaults) -> tuple[int, int, int]:
+    """Return (query heads, KV heads, head dimension)."""
     heads = config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"{config.source}: {kv_heads} KV heads do not divide {heads} attention heads")
     hidden = config.positive("hidden_size")
-    if config.get("head_dim") is None and family.head_dim is None and hidden % heads:
+    if config.get("head_dim") is None and defaults.head_dim is None and hidden % heads:
         raise ModelError(f"{config.source}: {heads} attention heads do not divide hidden size {hidden}")
-    head_dim = config.positive("head_dim", family.head_dim or hidden // heads)
+    head_dim = config.positive("head_dim", defaults.head_dim or hidden // heads)
     if head_dim % 2:
         raise ModelError(f"{config.source}: 'head_dim' must be even, not {head_dim}")
     return heads, kv_heads, head_dim
 
 
-def _refuse_sliding_window(config: Fields, family: Family, longest: int) -> None:
-    """Refuse a window that a served sequence could outgrow in any layer."""
-    window = config.get("sliding_window") if config.has("sliding_window") else family.sliding_window
-    enabled = family.sliding_window is not None
-    if family.window_needs_flag:
+def _refuse_sliding_window(config: JsonObject, defaults: ArchitectureDefaults, max_sequence: int) -> None:
+    """Refuse a sliding window that is shorter than the longest served sequence, if any layer uses it."""
+    window = config.get("sliding_window") if config.has("sliding_window") else defaults.sliding_window
+    enabled = defaults.sliding_window is not None
+    if defaults.window_needs_flag:
         enabled = config.flag("use_sliding_window")
-    if window is None or not enabled or not _slides(config):
+    if window is None or not enabled or not _has_sliding_layer(config):
         return
-    window = config.positive("sliding_window", family.sliding_window)
-    if window < longest:
+    window = config.positive("sliding_window", defaults.sliding_window)
+    if window < max_sequence:
         raise ModelError(
             f"{config.source}: sliding-window attention ('sliding_window': {window}) is not supported; "
             f"--max-model-len {window} or less serves the model without it"
         )
 
 
-def _slides(config: Fields) -> bool:
-    """Whether any layer uses the window."""
+def _has_sliding_layer(config: JsonObject) -> bool:
+    """Return whether any layer uses the sliding window."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return "sliding_attention" in kinds
@@ -206,7 +208,7 @@ def _slides(config: Fields) -> bool:
     return not isinstance(first, int) or first < config.positive("num_hidden_layers")
 
 
-def _dtype(config: Fields) -> str:
+def _dtype(config: JsonObject) -> str:
     name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:
         raise ModelError(
@@ -215,12 +217,12 @@ def _dtype(config: Fields) -> str:
     return name
 
 
-def _generation_config(path: Path) -> Fields:
+def _generation_config(path: Path) -> JsonObject:
     file = path / "generation_config.json"
-    return Fields(str(file), read_json(file) if file.exists() else {})
+    return JsonObject(str(file), read_json(file) if file.exists() else {})
 
 
-def _sampling_defaults(generation: Fields) -> SamplingDefaults:
+def _sampling_defaults(generation: JsonObject) -> SamplingDefaults:
     def optional(key: str, low: float, high: float) -> float | None:
         value = None if generation.get(key) is None else generation.number(key)
         if value is not None and not low <= value <= high:

@@ -1,17 +1,17 @@
-"""Mistral without a sliding window: Llama's shape, no biases."""
+"""Mistral without a sliding window: Llama without biases."""
 
 from skiff_runtime.layers.attention import Attention
 from skiff_runtime.models.decoder import DecoderModel
 
 
 class MistralForCausalLM(DecoderModel):
-    """Weights are named as in the Hugging Face class of the same name."""
+    """The architecture of the Hugging Face class of this name, whose names its weights keep."""
 
     def attention(self, layer: int) -> Attention:
-        """The family's attention block."""
+        """Build the attention block."""
         return Attention(
             layer,
             self.config.hidden_size,
             self.heads,
-            self.placement,
+            self.context,
         )

@@ -5,15 +5,15 @@ from skiff_runtime.models.decoder import DecoderModel
 
 
 class Qwen3ForCausalLM(DecoderModel):
-    """Weights are named as in the Hugging Face class of the same name."""
+    """The architecture of the Hugging Face class of this name, whose names its weights keep."""
 
     def attention(self, layer: int) -> Attention:
-        """The family's attention block."""
+        """Build the attention block."""
         return Attention(
             layer,
             self.config.hidden_size,
             self.heads,
-            self.placement,
+            self.context,
             qkv_bias=self.config.attention_bias,
             output_bias=self.config.attention_bias,
             qk_norm_eps=self.config.rms_norm_eps,

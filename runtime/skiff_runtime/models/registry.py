@@ -1,4 +1,4 @@
-"""Model classes by the architecture that a ``config.json`` names."""
+"""Model classes by the architecture name in ``config.json``."""
 
 from typing import Final
 
@@ -15,6 +15,6 @@ MODELS: Final[dict[str, type[DecoderModel]]] = {
 }
 
 
-def make_model(config: ModelConfig, placement: LayerContext, *, max_positions: int) -> DecoderModel:
-    """The rank's model, its weights not yet loaded."""
-    return MODELS[config.architecture](config, placement, max_positions=max_positions)
+def make_model(config: ModelConfig, context: LayerContext, *, max_positions: int) -> DecoderModel:
+    """Build the rank's model; its weights are allocated but not loaded."""
+    return MODELS[config.architecture](config, context, max_positions=max_positions)

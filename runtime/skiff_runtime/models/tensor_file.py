@@ -1,7 +1,7 @@
-"""One safetensors file: the header as the safetensors library parses and checks it, and reads from any thread.
+"""One safetensors file: a header parsed and checked by the safetensors library, and reads from any thread.
 
-The library maps a file and copies tensors out of it in one thread. Weights are loaded several times as fast by
-parallel reads into the place where they belong, so of the library only the header is used.
+The library itself maps a file and copies its tensors on one thread. Parallel reads straight into the destination load
+weights several times as fast, so only the library's parser is used.
 """
 
 import math
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from skiff_runtime.errors import ModelError
 
 _LENGTH_BYTES: Final = 8
-"""A file begins with the length of its header."""
+"""A file begins with the length of its header, a 64-bit integer."""
 ELEMENT_BITS: Final = {
     "F64": 64,
     "F32": 32,
@@ -40,25 +40,25 @@ ELEMENT_BITS: Final = {
     "U8": 8,
     "BOOL": 8,
 }
-"""Every type that the library reads: an offset is the sum of the sizes before it."""
+"""Every dtype that the library reads; all are needed, because an offset is the sum of the sizes before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's offset in its file, row after row from there; ``kind`` is the format's name of its type."""
+    """A tensor in a file: its rows follow each other from ``offset``; ``dtype`` is the name that the format uses."""
 
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
     offset: int
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one index of the first dimension to the next."""
-        return math.prod(self.shape[1:]) * ELEMENT_BITS[self.kind] // 8
+        """Bytes from one index of the first dimension to the next one."""
+        return math.prod(self.shape[1:]) * ELEMENT_BITS[self.dtype] // 8
 
 
 class TensorFile:
-    """An open file. Every error is a ``ModelError`` that names it."""
+    """An open safetensors file. Every error is a ``ModelError`` that names it."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -69,17 +69,17 @@ class TensorFile:
         except OSError as error:
             raise ModelError(f"cannot read weights file {path}: {error.strerror}") from None
         try:
-            self.tensors = self._header()
+            self.tensors = self._read_header()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """No reads any more."""
+        """Close the file; reads fail from then on."""
         os.close(self._descriptor)
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fill ``target`` with the bytes from ``offset`` on."""
+        """Fill ``target`` with the bytes at ``offset``. Safe in any thread."""
         done = 0
         while done < len(target):
             try:
@@ -87,23 +87,23 @@ class TensorFile:
             except OSError as error:
                 raise ModelError(f"cannot read weights file {self.path}: {error.strerror}") from None
             if count == 0:
-                raise self._broken("it ends too early")
+                raise self._corrupt("it ends early")
             done += count
 
-    def _header(self) -> dict[str, StoredTensor]:
+    def _read_header(self) -> dict[str, StoredTensor]:
         try:
             with safe_open(self.path, framework="numpy") as opened:
-                return self._place(opened)
+                return self._locate_tensors(opened)
         except SafetensorError as error:
-            raise self._broken(str(error)) from None
+            raise self._corrupt(str(error)) from None
         except OSError as error:
             raise ModelError(f"cannot read weights file {self.path}: {error}") from None
 
-    def _place(self, opened: Any) -> dict[str, StoredTensor]:
-        """Compute the offsets, which the library does not report.
+    def _locate_tensors(self, opened: Any) -> dict[str, StoredTensor]:
+        """Compute the tensors' offsets, which the library does not report.
 
-        It refuses a file whose tensors overlap, leave holes or do not end with the file, so each begins where the
-        one before it ends.
+        The library refuses a file whose tensors overlap, leave holes or do not end with the file, so each tensor begins
+        where the one before it ends.
         """
         length = bytearray(_LENGTH_BYTES)
         self.read(memoryview(length), 0)
@@ -111,16 +111,16 @@ class TensorFile:
         tensors = {}
         for name in opened.offset_keys():
             stored = opened.get_slice(name)
-            kind, shape = stored.get_dtype(), tuple(stored.get_shape())
-            if kind not in ELEMENT_BITS:
+            dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
+            if dtype not in ELEMENT_BITS:
                 raise ModelError(
-                    f"weights file {self.path}: tensor {name!r} is of type {kind}, which is not known here"
+                    f"weights file {self.path}: tensor {name!r} is of type {dtype}, which is not supported"
                 )
-            tensors[name] = StoredTensor(kind, shape, offset)
-            offset += math.prod(shape) * ELEMENT_BITS[kind] // 8
+            tensors[name] = StoredTensor(dtype, shape, offset)
+            offset += math.prod(shape) * ELEMENT_BITS[dtype] // 8
         return tensors
 
-    def _broken(self, why: str) -> ModelError:
+    def _corrupt(self, reason: str) -> ModelError:
         return ModelError(
-            f"weights file {self.path} is truncated or corrupt ({why}); download the model again"
+            f"weights file {self.path} is truncated or corrupt ({reason}); download the model again"
         )

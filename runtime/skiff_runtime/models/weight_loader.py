@@ -1,82 +1,225 @@
-"""Fills a rank's model: from its checkpoint, or with seeded random numbers."""
+"""Weight loading: fills a rank's model from its checkpoint, or with seeded random numbers.
 
+Several threads read rows of the checkpoint's tensors, each straight to where they belong. On a GPU a thread reads into
+a pinned buffer and copies from it on a stream of its own, so that reading and copying overlap.
+"""
+
+import os
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from skiff_runtime import log
-from skiff_runtime.kernels.e4m3 import quantize_rows
-from skiff_runtime.layers.sharding import Piece
-from skiff_runtime.models.checkpoint import Checkpoint
+from skiff_runtime.kernels.fp8 import E4M3, quantize_rows
+from skiff_runtime.layers.sharding import WeightShard
+from skiff_runtime.models.checkpoint import Checkpoint, TensorSource
 from skiff_runtime.models.decoder import DecoderModel
-from skiff_runtime.models.staging import bring
 
-Progress = Callable[[float], None]
+MAX_THREADS: Final = 16
+"""Enough for the page cache to fill the bus to a GPU."""
+BUFFER_BYTES: Final = 32 << 20
+"""Bytes that one thread reads at a time."""
 MIB: Final = 1 << 20
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": E4M3,
+}
 
-
-def weight_bytes(model: DecoderModel) -> int:
-    """Bytes of all weights of the rank's model; it may be on the meta device."""
-    return sum(piece.nbytes for piece in model.pieces())
+ProgressCallback = Callable[[float], None]
 
 
 @torch.inference_mode()
-def load_weights(model: DecoderModel, load_format: str, progress: Progress) -> None:
-    """Fill ``model``; ``progress`` is told the share that is done, 0 to 1, at most a hundred times.
+def load_weights(model: DecoderModel, load_format: str, on_progress: ProgressCallback) -> None:
+    """Fill ``model``; report the finished share, 0 to 1, at most a hundred times.
 
-    Raises ``ModelError`` for what is missing, misshapen or unreadable, before anything is
-    read wherever the files' headers tell.
+    Raises ``ModelError`` for tensors that are missing, misshapen or unreadable: before any tensor is read, wherever
+    the files' headers show it.
     """
     started = time.perf_counter()
-    total = weight_bytes(model)
-    share = _Share(total, progress)
+    total = model.weight_bytes()
+    progress = _Progress(total, on_progress)
     if load_format == "dummy":
-        for piece in model.pieces():
-            _randomize(piece, model.placement.dtype)
-            share.add(piece.nbytes)
+        for shard in model.weight_shards():
+            _randomize(shard, model.context.dtype)
+            progress.add(shard.nbytes)
     else:
         with Checkpoint(model.config.path, quantized=model.config.quantization == "fp8") as checkpoint:
-            bring(checkpoint.sources(model.pieces()), model.placement.device, share.add)
-    share.add(total)
-    if model.placement.device.type == "cuda":
-        torch.cuda.synchronize(model.placement.device)
+            load_shards(checkpoint.locate(model.weight_shards()), model.context.device, progress.add)
+    progress.add(total)
+    if model.context.device.type == "cuda":
+        torch.cuda.synchronize(model.context.device)
     log.event(
         "weights_loaded", mib=total // MIB, seconds=f"{time.perf_counter() - started:.2f}", format=load_format
     )
 
 
-class _Share:
-    """Tells of each percent once."""
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Rows ``first`` to ``last`` of a shard's target, which one thread loads at a time."""
 
-    def __init__(self, total: int, progress: Progress) -> None:
+    shard: WeightShard
+    source: TensorSource
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        """The job's part of the shard's bytes."""
+        return self.shard.nbytes * (self.last - self.first) // max(1, self.shard.target.shape[0])
+
+
+def load_shards(
+    sources: Iterable[tuple[WeightShard, TensorSource]],
+    device: torch.device,
+    on_loaded: Callable[[int], None],
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Fill every shard from its source; report each job's bytes to ``on_loaded``, on the calling thread."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # weights were initialized on another stream than the threads' own
+    jobs = [job for shard, source in sources for job in _split_into_jobs(shard, source, buffer_bytes)]
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, len(jobs)))
+    local = threading.local()
+
+    def run(job: LoadJob) -> int:
+        if not hasattr(local, "loader"):
+            local.loader = _ThreadLoader(device)
+        loader: _ThreadLoader = local.loader
+        loader.run(job)
+        return job.nbytes
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
+        futures = [pool.submit(run, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                on_loaded(future.result())
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _split_into_jobs(shard: WeightShard, source: TensorSource, buffer_bytes: int) -> Iterator[LoadJob]:
+    rows = shard.target.shape[0]
+    step = max(1, buffer_bytes // max(1, source.tensor.row_bytes))
+    for first in range(0, rows, step):
+        yield LoadJob(shard, source, first, min(first + step, rows))
+
+
+class _ThreadLoader:
+    """One thread's buffer, pinned where the device is a GPU, and its stream there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @torch.inference_mode()
+    def run(self, job: LoadJob) -> None:
+        if self._stream is None:
+            self._load(job)
+            return
+        with torch.cuda.stream(self._stream):
+            self._load(job)
+        self._stream.synchronize()  # the copy has read the buffer: the next job may overwrite it
+
+    def _load(self, job: LoadJob) -> None:
+        shard, tensor = job.shard, job.source.tensor
+        target = shard.target[job.first : job.last]
+        first = job.first + (shard.start if shard.dim == 0 else 0)
+        count = job.last - job.first
+        offset = tensor.offset + first * tensor.row_bytes
+        whole_rows = shard.dim == 0 or shard.target.shape == shard.shape
+        if (
+            whole_rows
+            and self._stream is None
+            and _DTYPES[tensor.dtype] == target.dtype
+            and target.is_contiguous()
+        ):
+            job.source.file.read(target.view(-1).view(torch.uint8).numpy().data, offset)
+        else:
+            values = self._read(job.source, first, count).view(count, *tensor.shape[1:])
+            if shard.dim == 1:
+                values = values[:, shard.start : shard.stop]
+            _store(job, target, self._to_device(values, target))
+        if job.source.scales is not None:
+            assert shard.scales is not None
+            scales = self._read(job.source.scales, first, count).view(count, 1)
+            shard.scales[job.first : job.last].copy_(scales.to(self._device))
+
+    def _read(self, source: TensorSource, first: int, count: int) -> torch.Tensor:
+        """Read ``count`` rows of a tensor, flat and in the file's dtype; they stay in the buffer until the next read."""
+        needed = count * source.tensor.row_bytes
+        if len(self._buffer) < needed:
+            size = max(needed, BUFFER_BYTES)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        elif self._stream is not None:
+            self._stream.synchronize()
+        taken = self._buffer[:needed]
+        source.file.read(taken.numpy().data, source.tensor.offset + first * source.tensor.row_bytes)
+        return taken.view(_DTYPES[source.tensor.dtype])
+
+    def _to_device(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Copy to the device before a conversion, because a GPU converts faster; without one, return ``values``."""
+        if self._stream is None or (values.dtype == target.dtype and values.is_contiguous()):
+            return values
+        return values.contiguous().to(self._device, non_blocking=True)
+
+
+def _store(job: LoadJob, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values``, of the checkpoint's dtype, to ``target``, quantized or converted as the target requires."""
+    scales = job.shard.scales
+    if scales is None or values.dtype == E4M3:
+        target.copy_(values, non_blocking=True)
+        return
+    quantized, row_scales = quantize_rows(values)
+    target.copy_(quantized)
+    scales[job.first : job.last].copy_(row_scales)
+
+
+class _Progress:
+    """Reports each percent once."""
+
+    def __init__(self, total: int, on_progress: ProgressCallback) -> None:
         self._total = max(total, 1)
-        self._progress = progress
-        self._done = self._told = 0
+        self._on_progress = on_progress
+        self._done = self._reported = 0
 
     def add(self, count: int) -> None:
         self._done = min(self._done + count, self._total)
         percent = self._done * 100 // self._total
-        if percent > self._told:
-            self._told = percent
-            self._progress(percent / 100)
+        if percent > self._reported:
+            self._reported = percent
+            self._on_progress(percent / 100)
 
 
-def _randomize(piece: Piece, dtype: torch.dtype) -> None:
-    """Norms one, the rest uniform with variance 1/fan-in, seeded by name and part: copies on ranks agree."""
-    target = piece.target
-    if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
+def _randomize(shard: WeightShard, dtype: torch.dtype) -> None:
+    """Fill norms with ones, other weights uniformly with variance 1/fan-in.
+
+    The seed is made of the tensor's name and the shard's start, so that replicas on several ranks agree.
+    """
+    target = shard.target
+    if len(shard.shape) == 1 and shard.name.endswith("norm.weight"):
         target.fill_(1.0)
         return
     generator = torch.Generator(device=target.device)
-    generator.manual_seed(zlib.crc32(f"{piece.name}:{piece.start}".encode()))
-    bound = (3.0 / piece.shape[-1]) ** 0.5
-    if piece.scales is None:
+    generator.manual_seed(zlib.crc32(f"{shard.name}:{shard.start}".encode()))
+    bound = (3.0 / shard.shape[-1]) ** 0.5
+    if shard.scales is None:
         target.uniform_(-bound, bound, generator=generator)
         return
     drawn = torch.empty(target.shape, dtype=dtype, device=target.device)
-    rounded, scales = quantize_rows(drawn.uniform_(-bound, bound, generator=generator))
-    target.copy_(rounded)
-    piece.scales.copy_(scales)
+    quantized, scales = quantize_rows(drawn.uniform_(-bound, bound, generator=generator))
+    target.copy_(quantized)
+    shard.scales.copy_(scales)

@@ -29,7 +29,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.child_process import process_name
-from skiff_runtime.processes.children import Children, Ended, make_run_dir
+from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.launch import Launch, Role
 
 POLL_SECONDS: Final = 1.0
@@ -65,7 +65,7 @@ class EngineClient:
         self._compile_queue = GrammarCompileQueue(self.launch, zmq.Poller())
         self._resources.add(self._children, self._compile_queue, [self._rank0, self._reports, self._batches])
         self._ready = 0
-        self._ended: list[Ended] = []
+        self._ended: list[ChildExit] = []
         self._last_heard: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
         for rank in range(config.tp_size):
@@ -112,7 +112,7 @@ class EngineClient:
         Raises:
             RequestError: the grammar is invalid, or takes too long to compile.
         """
-        return self._compile_queue.wait(grammar)
+        return self._compile_queue.compile(grammar)
 
     def _check_ranks(self) -> None:
         """Process the reports of the ranks, and raise an error if a rank has ended."""
@@ -131,7 +131,7 @@ class EngineClient:
                 raise StartupError(f"{text}; see its log above")
             raise Unavailable(f"{text}; this LLM is no longer usable")
 
-    def _describe(self, ended: Ended) -> str:
+    def _describe(self, ended: ChildExit) -> str:
         reason = self._reasons.get(ended.name)
         return str(ended) if reason is None else f"{ended} ({reason})"
 

@@ -37,9 +37,9 @@ from skiff_runtime.offline.outputs import Completion, CompletionBuilder, Complet
 from skiff_runtime.offline.request_tracker import RequestTracker
 from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 from skiff_runtime.tokenizer.detokenizer import Detokenizer, load_decoder
-from skiff_runtime.tokenizer.tokenizer_worker import copies, load_prompt_builder
+from skiff_runtime.tokenizer.tokenizer_worker import expand_copies, load_prompt_builder
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -183,7 +183,7 @@ class LLM:
             grammar = params.to_grammar()
             if grammar is not None:
                 request = msgspec.structs.replace(request, grammar=self._engine.compile(grammar))
-            requests += copies(request, params.n)
+            requests += expand_copies(request, params.n)
         self._next_uid += len(requests)
         return requests
 
@@ -192,7 +192,7 @@ class LLM:
     ) -> list[Completion]:
         builders = [CompletionBuilder() for _ in requests]
         with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(Counter("completions", len(requests))) if progress else None
+            bar = stack.enter_context(ProgressBar("completions", len(requests))) if progress else None
             for deltas in stack.enter_context(contextlib.closing(self._tracker.run(requests))):
                 for each in deltas:
                     builders[each.index].add(each)

@@ -1,7 +1,7 @@
-"""Steps of a model on tensors that are not there, which compile every Triton kernel that the real ones launch.
+"""Ahead-of-time compilation: runs a model's steps on fake tensors, which compiles every Triton kernel of real steps.
 
-It needs no GPU: tensors are fake ones of torch, so that nothing but shapes, types and alignment is computed, and
-Triton's driver is one that compiles for the architecture it is told of, and launches nothing.
+It needs no GPU. The tensors are torch's fake ones, so only shapes, dtypes and alignment are computed, and Triton's
+driver compiles for a given architecture and launches nothing.
 """
 
 from typing import Final
@@ -16,117 +16,129 @@ from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
-from skiff_runtime.engine.model_runner import kv_layout, longest, make_layer_context
+from skiff_runtime.engine.model_runner import effective_max_model_len, make_kv_layout, make_layer_context
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.inputs import step_inputs
 from skiff_runtime.kernels.penalties import apply_penalties
-from skiff_runtime.kernels.sampling import choose
-from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack_shared_prefixes
+from skiff_runtime.kernels.step_inputs import prepare_inputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
-from skiff_runtime.kernels.triton.attention.decode_launch import find_row_counts_by_variant
+from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 from skiff_runtime.kernels.triton.step_inputs import gather_pages, write_cells
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
-from skiff_runtime.prebuild.offline_driver import LaunchSignature, compiling
+from skiff_runtime.prebuild.offline_driver import LaunchSignature, use_offline_driver
 
-MIXED: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
-"""Steps of so many decode rows and a chunk of so many tokens, beside those of ``MIXED_CHUNK``."""
-MIXED_CHUNK: Final = 16
-"""Tokens beside each number of decode rows that has kernels of its own, a single one among them."""
+MIXED_BATCHES: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
+"""(Decode rows, tokens of one prefill row) of the mixed batches to run, besides those with ``VARIANT_TOKENS``."""
+VARIANT_TOKENS: Final = 16
+"""Prefill tokens beside each number of decode rows for which attention has kernels of its own."""
 
 
 def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int) -> list[LaunchSignature]:
-    """Compile what a rank of this resolved configuration launches, for compute capability ``architecture`` (90: 9.0); tell it.
+    """Compile the kernels that a rank of this resolved configuration launches; return their launch signatures.
 
-    That is rank 0 of its ``tp``: shares are of one size on all ranks, so the others launch the same.
+    ``architecture`` is a compute capability, 90 for 9.0. The rank is rank 0 of its group: the shards of all ranks have
+    the same sizes, so the others launch the same kernels.
     """
     compute_cache_keys()
     log_compilations()
-    with compiling(architecture) as gpu, FakeTensorMode(), torch.inference_mode():
-        stage = _Stage(config, model)
-        for kind in stage.decode.kinds:
-            stage.decode._compute(*kind)
-        for decode_rows, chunk in MIXED:
-            stage.mix(min(decode_rows, config.running_limit), chunk)
+    with use_offline_driver(architecture) as driver, FakeTensorMode(), torch.inference_mode():
+        rank = _FakeRank(config, model)
+        for key in rank.decode_graphs.graph_keys:
+            rank.decode_graphs._compute(*key)
+        for decode_rows, tokens in MIXED_BATCHES:
+            rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         for shared in (False, True):
-            for decode_rows in stage.find_row_counts_by_variant(shared=shared):
-                stage.mix(decode_rows, MIXED_CHUNK, shared=shared)
-        return gpu.launched
+            for decode_rows in rank.find_row_counts(shared=shared):
+                rank.run_mixed(decode_rows, VARIANT_TOKENS, shared=shared)
+        return driver.launched
 
 
-class _Stage:
-    """A rank's model, its cache and its tables, all fake."""
+class _FakeRank:
+    """A rank's model, KV cache and tables, all of fake tensors."""
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
-        context, ranks = longest(config, model), config.tp_size
-        placement = make_layer_context(config, model, DetachedRank(0, ranks, self._device))
-        built = make_model(model, placement, max_positions=context)
-        layout = kv_layout(config, built, placement.dtype, ranks=ranks)
+        max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
+        context = make_layer_context(config, model, DetachedRank(0, tp_size, self._device))
+        built = make_model(model, context, max_positions=max_model_len)
+        layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)
         pool = KVPool(layout, 1, self._device)
-        decode = TritonDecode(pool, built.heads.local_query_heads(ranks), context)
+        decode = TritonDecode(pool, built.heads.local_heads(tp_size), max_model_len)
         backend = HybridAttention(pool, TritonPrefill(pool), decode)
         self._pass = ForwardPass(built, backend, self._device)
-        self._shape = (
+        self._attention_shape = (
+            self._device,
             config.running_limit,
             layout.kv_heads,
-            context,
-            placement.dtype,
+            max_model_len,
+            context.dtype,
             layout.dtype,
             model.head_dim,
         )
-        self._tables = SlotTables(config.max_running_requests, context, config.page_size, torch.device("cpu"))
+        cpu = torch.device("cpu")  # no staging buffers: pinned memory needs a driver
+        self._tables = SlotTables(config.max_running_requests, max_model_len, config.page_size, cpu)
         self._tables.enable_shared_prefix(0 if config.disable_cascade_attn else backend.shared_prefix_rows)
-        self._sampler = Sampler(self._tables.nobody + 1, torch.device("cpu"))
-        self.decode = DecodeGraphRunner(self._pass, self._tables, self._sampler, rows=config.running_limit)
+        self._sampler = Sampler(self._tables.padding_slot + 1, cpu)
+        self.decode_graphs = DecodeGraphRunner(
+            self._pass, self._tables, self._sampler, rows=config.running_limit
+        )
 
-    def find_row_counts_by_variant(self, *, shared: bool) -> list[int]:
-        """Numbers of decode rows that launch all kernels of mixed steps, with ``shared`` prefixes or none."""
-        if shared and self._tables.prefixes is None:
+    def find_row_counts(self, *, shared: bool) -> list[int]:
+        """Return numbers of decode rows that together launch every variant of the attention kernels."""
+        if shared and self._tables.shared_prefix is None:
             return []
-        return find_row_counts_by_variant(*self._shape, shared=shared)
+        return find_row_counts_by_variant(*self._attention_shape, shared=shared)
 
-    def mix(self, decode_rows: int, chunk: int, *, shared: bool = False) -> None:
-        """A step of decode rows and one chunk of a prompt."""
-        lengths = np.array([1] * decode_rows + [chunk], dtype=np.int32)
+    def run_mixed(self, decode_rows: int, tokens: int, *, shared: bool = False) -> None:
+        """Run a mixed batch of decode rows and one prefill row of ``tokens`` tokens."""
+        lengths = np.array([1] * decode_rows + [tokens], dtype=np.int32)
         tables, count = self._tables, decode_rows + 1
         rows = torch.empty((4, count), dtype=torch.int32, device=self._device)
-        made = step_inputs(
-            rows, tables.tokens, tables.pages, tables.page_size, total=int(lengths.sum()), longest=chunk
+        inputs = prepare_inputs(
+            rows,
+            tables.tokens,
+            tables.page_table,
+            tables.page_size,
+            total=int(lengths.sum()),
+            max_len=tokens,
         )
         attention = AttentionBatch(
             starts=lengths,
             lengths=lengths,
             decode_rows=decode_rows,
             rows=rows,
-            contexts=made.contexts,
-            page_table=tables.pages,
+            seq_lens=inputs.seq_lens,
+            page_table=tables.page_table,
             block_table=None,
-            shared=self._prefixes(decode_rows) if shared else None,
+            shared_prefixes=self._shared_prefixes(decode_rows) if shared else None,
         )
         sampled = torch.empty((3, count), dtype=torch.int32, device=self._device)
-        logits = self._pass.logits(self._pass.forward_selected(made, attention, sampled[0]))
-        self.choose(logits, sampled)
-        gather_pages(tables.pages, rows[0, decode_rows:], rows[0], total=1)
+        logits = self._pass.logits(self._pass.forward_selected(inputs, attention, sampled[0]))
+        self.sample(logits, sampled)
+        gather_pages(tables.page_table, rows[0, decode_rows:], rows[0], total=1)
 
-    def _prefixes(self, rows: int) -> SharedPrefixes:
-        """What so many rows might share."""
-        return unpack(torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows)
+    def _shared_prefixes(self, rows: int) -> SharedPrefixes:
+        """Allocate shared prefixes of ``rows`` rows."""
+        return unpack_shared_prefixes(
+            torch.empty(packed_size(rows), dtype=torch.int32, device=self._device), rows
+        )
 
-    def choose(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Tokens of rows int32[3, R], from logits as they are, and as edits, grammars and log-probabilities want them."""
+    def sample(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Launch every kernel of the sampling pipeline for rows ``sampled`` int32[3, R] (index, slot, position)."""
         _, slots, positions = sampled
         own = logits.float()
-        for wide in (logits, own):
-            choose(wide, slots, positions, *self._sampler.parameters)
-        where = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        for each in (logits, own):  # plain rows are sampled from the model's dtype, special ones from float32
+            sample_tokens(each, slots, positions, *self._sampler.parameters)
+        indices = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)
-        apply_penalties(own, where, slots, positions, self._tables.tokens, where, penalties, longest=1)
+        apply_penalties(own, indices, slots, positions, self._tables.tokens, indices, penalties, max_len=1)
         masks = torch.empty((len(slots), bitmask_words(own.shape[1])), dtype=torch.int32, device=self._device)
-        apply_token_bitmask(own, where, masks)
-        for table in (self._tables.tokens, self._tables.pages):
+        apply_token_bitmask(own, indices, masks)
+        for table in (self._tables.tokens, self._tables.page_table):
             write_cells(table, sampled)

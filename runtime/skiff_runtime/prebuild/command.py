@@ -1,7 +1,7 @@
-"""Compiles the GPU kernels of a model ahead: where an image is built, with nvcc perhaps, but with no GPU.
+"""``skiff prebuild``: compiles the GPU kernels of a model where an image is built, without a GPU.
 
-Triton's kernels are those that the engine launches in a rehearsal of its steps. FlashInfer's prefill is compiled where
-``--attention-backend`` names it, or is left to us and nvcc is there; that takes a minute.
+Triton's kernels are those that the engine launches when it runs its steps on fake tensors. FlashInfer's prefill is
+compiled if ``--attention-backend`` names it, or if the choice is automatic and nvcc is there; that takes a minute.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from skiff_runtime.config import AUTO, Config, Dtype
 from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
-_USED: Final = (
+_USED_FIELDS: Final = (
     "download_dir",
     "revision",
     "dtype",
@@ -39,11 +39,11 @@ _USED: Final = (
     "kv_cache_dtype",
 )
 _FLASHINFER: Final = "flashinfer"
-_ARCHITECTURES: Final = "FLASHINFER_CUDA_ARCH_LIST"
+_ARCHITECTURES_VARIABLE: Final = "FLASHINFER_CUDA_ARCH_LIST"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags, among them those of ``skiff serve`` that change what is launched."""
+    """Declare the flags, among them those of ``skiff serve`` that decide which kernels are launched."""
     parser.add_argument(
         "--model-config",
         required=True,
@@ -52,17 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arch",
-        type=_architecture,
+        type=_parse_architecture,
         default="9.0a",
         metavar="X.Y",
         help="compute capability to compile for (default: 9.0a, that of H100 and H200)",
     )
     every = tuple(Config.__dataclass_fields__)
-    add_config_arguments(parser, skip=tuple(name for name in every if name not in _USED))
+    add_config_arguments(parser, skip=tuple(name for name in every if name not in _USED_FIELDS))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fill the kernel cache; the exit code."""
+    """Fill the kernel cache; return the exit code."""
     config = build_config(arguments, model=arguments.model_config, load_format="dummy", device="cpu")
     log.configure("prebuild", config.log_level)
     resolved, model = resolve(config)
@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     assert resolved.kernel_cache_dir is not None
     directory = Path(resolved.kernel_cache_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    cache.activate(directory, directory)
+    kernel_cache.activate(directory, directory)
     started = time.monotonic()
     _compile_triton(resolved, model, arguments.arch)
-    if _wants_flashinfer(resolved):
+    if _needs_flashinfer(resolved):
         _compile_flashinfer(resolved, model.head_dim, arguments.arch)
     log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
     return EXIT_OK
@@ -90,15 +90,15 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
         build_launchers(compile_ahead_of_time(config, model, major * 10 + minor))
 
 
-def _wants_flashinfer(config: Config) -> bool:
+def _needs_flashinfer(config: Config) -> bool:
     if config.attention_backend != AUTO:
         return _FLASHINFER in config.attention_backend
-    plain = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
-    return plain and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
+    is_16_bit = config.kv_cache_dtype == AUTO and config.dtype in ("bfloat16", "float16")
+    return is_16_bit and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
 
 
 def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> None:
-    os.environ[_ARCHITECTURES] = architecture
+    os.environ[_ARCHITECTURES_VARIABLE] = architecture
     import torch
 
     from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
@@ -106,16 +106,16 @@ def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> Non
     dtype = getattr(torch, config.dtype)
     modules = [
         gen_batch_prefill_module(
-            kind, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
+            backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
         )
-        for kind in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
+        for backend in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
     ]
-    with ThreadPoolExecutor(len(modules)) as pool:  # each is a build of its own, by ninja
+    with ThreadPoolExecutor(len(modules)) as pool:  # each module is built by a ninja of its own
         for built in [pool.submit(module.build, verbose=False) for module in modules]:
             built.result()
 
 
-def _architecture(text: str) -> str:
+def _parse_architecture(text: str) -> str:
     if not re.fullmatch(r"\d+\.\d[af]?", text):
         raise ConfigError(f"--arch must be a compute capability such as 9.0a, not {text!r}")
     return text

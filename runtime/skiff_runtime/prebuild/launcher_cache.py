@@ -1,6 +1,6 @@
-"""Triton's own host code, compiled where there is no GPU: for its driver, and for each signature that kernels are launched with.
+"""Launcher cache: Triton's host code, compiled without a GPU, for its driver and for each launch signature.
 
-A start would otherwise compile it, one library after another, and an image would have to hold a C compiler.
+Otherwise every start would compile it, one library after another, and an image would have to contain a C compiler.
 """
 
 import os
@@ -19,15 +19,15 @@ from skiff_runtime.kernels.triton_internals import nvidia_driver as driver
 from skiff_runtime.prebuild.offline_driver import LaunchSignature
 
 LIBCUDA: Final = "libcuda.so.1"
-"""What such code is linked to by this name, and finds on a machine that has a GPU."""
+"""The driver's library, to which this code is linked; a machine with a GPU has it."""
 
 
 def build_launchers(launched: Sequence[LaunchSignature]) -> None:
-    """Put what launches these kernels into Triton's cache, where it is missing, ``stub_libcuda``.
+    """Compile the launchers of these kernels into Triton's cache, where they are missing; needs ``stub_libcuda``.
 
-    Raises ``ConfigError`` where it cannot be compiled.
+    Raises ``ConfigError`` if they cannot be compiled.
     """
-    with _explained():
+    with _explain_compiler_errors():
         driver.CudaUtils()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda each: driver.CudaLauncher(*each), launched))
@@ -35,15 +35,15 @@ def build_launchers(launched: Sequence[LaunchSignature]) -> None:
 
 @contextmanager
 def stub_libcuda() -> Iterator[None]:
-    """Let Triton link to a library made for that, and not load what it compiled: only the real one does anything.
+    """Let Triton link to a stub of libcuda, and keep it from loading the compiled code, which the stub could not run.
 
-    Raises ``ConfigError`` where there is no C compiler.
+    Raises ``ConfigError`` if there is no C compiler.
     """
     internals: Any = (driver, "library_dirs"), (build, "_load_module_from_path")
     before = [getattr(*each) for each in internals]
     with TemporaryDirectory() as folder:
-        with _explained():
-            _make_libcuda(Path(folder))
+        with _explain_compiler_errors():
+            _compile_stub(Path(folder))
         driver.library_dirs = lambda: [folder]
         build._load_module_from_path = lambda *_: _Unloaded()
         try:
@@ -53,8 +53,8 @@ def stub_libcuda() -> Iterator[None]:
                 setattr(module, name, value)
 
 
-def _make_libcuda(folder: Path) -> None:
-    """A library with the names of the driver's functions: one without them might be left out."""
+def _compile_stub(folder: Path) -> None:
+    """Compile a library with all driver functions' names; a linker may drop one that defines no needed symbol."""
     header = Path(driver.dirname, "include", "cuda.h").read_text()
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))
     source = folder / "functions.c"
@@ -64,18 +64,18 @@ def _make_libcuda(folder: Path) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_compiler_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         raise ConfigError(
-            f"what launches Triton's kernels cannot be compiled ({error}); that takes a C compiler ($CC, gcc or clang) and "
-            "Python's headers, such as Debian's gcc and python3-dev"
+            f"the launchers of Triton's kernels cannot be compiled ({error}); this needs a C compiler ($CC, gcc or "
+            "clang) and Python's headers, such as Debian's gcc and python3-dev"
         ) from None
 
 
 class _Unloaded:
-    """A compiled module whose functions nobody calls."""
+    """Stands for a compiled module, none of whose functions is called."""
 
     def __getattr__(self, _name: str) -> None:
         return None

@@ -1,4 +1,4 @@
-"""A GPU that is elsewhere, to compile Triton's kernels for: its driver launches nothing."""
+"""Offline Triton driver: compiles kernels for a GPU that is not there, and launches none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,40 +7,40 @@ from typing import Any, Final
 import torch
 
 from skiff_runtime.kernels.torch_internals import FakeTensor
-from skiff_runtime.kernels.triton.runtime.device_properties import H200_SHARED_BYTES
+from skiff_runtime.kernels.triton.runtime.device_properties import H200_SHARED_MEMORY_BYTES
 from skiff_runtime.kernels.triton_internals import DriverBase, GPUTarget, drivers
 
 LaunchSignature = tuple[Any, Any]
-"""Source and metadata of a kernel, of which Triton makes what launches it."""
+"""Source and metadata of a kernel, from which Triton compiles its launcher."""
 
 WARP_SIZE: Final = 32
 ADDRESS: Final = 1 << 20
-"""Where every fake storage begins: as well aligned as a GPU's are."""
+"""Address of every fake storage, aligned as well as a GPU's are: Triton compiles other kernels for other alignments."""
 SHARED_BYTES: Final = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
-"""That a program may have, by architecture; all others have as many as an H200."""
+"""Shared memory that one program may use, by architecture; all others have as much as an H200."""
 
 
 @contextmanager
-def compiling(architecture: int) -> Iterator["OfflineDriver"]:
-    """Triton without a GPU, and fake tensors with addresses."""
+def use_offline_driver(architecture: int) -> Iterator["OfflineDriver"]:
+    """Make Triton use an offline driver, and give fake tensors addresses, while the context lasts."""
     fake: Any = FakeTensor
-    address = fake.data_ptr
+    data_ptr = fake.data_ptr
     fake.data_ptr = lambda self: ADDRESS + int(self.storage_offset()) * self.itemsize
-    gpu = OfflineDriver(architecture)
-    drivers.set_active(gpu)
+    driver = OfflineDriver(architecture)
+    drivers.set_active(driver)
     try:
-        yield gpu
+        yield driver
     finally:
-        fake.data_ptr = address
+        fake.data_ptr = data_ptr
 
 
 class OfflineDriver(DriverBase):  # type: ignore[misc]
-    """Triton's driver of it. ``launched`` are the kernels that it was to launch."""
+    """A driver for ``architecture``; ``launched`` lists the kernels that were launched on it."""
 
     def __init__(self, architecture: int) -> None:
         self.launched: list[LaunchSignature] = []
         self._target = GPUTarget("cuda", architecture, WARP_SIZE)
-        self.utils = _Utilities(SHARED_BYTES.get(architecture, H200_SHARED_BYTES))
+        self.utils = _DriverUtilities(SHARED_BYTES.get(architecture, H200_SHARED_MEMORY_BYTES))
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
 
@@ -65,11 +65,11 @@ class OfflineDriver(DriverBase):  # type: ignore[misc]
         return lambda *_: None
 
 
-class _Utilities:
-    """What Triton asks of a device and of a module loaded there."""
+class _DriverUtilities:
+    """The functions by which Triton queries a device and loads a module there."""
 
     launch = None
-    """Of every kernel, from Triton 3.7 on."""
+    """Read for every kernel from Triton 3.7 on."""
 
     def __init__(self, max_shared_memory_bytes: int) -> None:
         self._shared_bytes = max_shared_memory_bytes

@@ -1,7 +1,7 @@
-"""The frame of every child process: ``python -m skiff_runtime.processes.child_process ROLE INDEX RUN_DIR``.
+"""Entry point of every child process: ``python -m skiff_runtime.processes.child_process ROLE INDEX RUN_DIR PARENT_PID``.
 
-A child dies with its parent, leaves SIGINT to it, takes SIGTERM as a request to stop,
-and tells the supervisor its start phases and heartbeats.
+A child dies with its parent, ignores SIGINT (which the supervisor handles), stops on SIGTERM, and reports
+its start phases and heartbeats to the supervisor.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _MAINS: Final[dict[Role, tuple[str, str]]] = {
 
 
 class Child:
-    """One process as its own main function sees it."""
+    """A child process for its own main function: its launch file, and its reports to the supervisor."""
 
     def __init__(self, role: Role, index: int, launch: Launch) -> None:
         self.role = role
@@ -42,20 +42,20 @@ class Child:
         self.launch = launch
         self.name = process_name(role, index)
         self.endpoints = Endpoints(launch.run_dir)
-        self.stopping = False
+        self.should_stop = False
         self._supervisor = Sender(self.endpoints.supervisor)
         self._last_beat = 0.0
         self._phase_started = time.monotonic()
 
     def beat(self) -> None:
-        """Tell the supervisor, at most once a second, that the main loop turns."""
+        """Send a heartbeat, at most once a second. To be called in every turn of the main loop."""
         now = time.monotonic()
         if now - self._last_beat >= HEARTBEAT_INTERVAL_SECONDS:
             self._last_beat = now
-            self._supervisor.offer(Heartbeat(process=self.name))
+            self._supervisor.try_send(Heartbeat(process=self.name))
 
-    def phase(self, name: str, progress: float = 0.0) -> None:
-        """Enter a start phase (or report progress within it, 0 to 1)."""
+    def report_phase(self, name: str, progress: float = 0.0) -> None:
+        """Report that a start phase begins, or its progress (0 to 1)."""
         assert name in PHASES, name
         now = time.monotonic()
         self._supervisor.send(
@@ -64,42 +64,46 @@ class Child:
         if progress == 0.0:
             self._phase_started = now
 
-    def ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
-        """Tell the supervisor that this process serves; what stands by now is looked at by no collection again."""
+    def report_ready(self, *, kv_tokens: int = 0, port: int = 0) -> None:
+        """Report that this process is ready to serve.
+
+        Turns garbage collection on, which was off during the start, and freezes all objects made so far, so that
+        no later collection scans them.
+        """
         gc.collect()
         gc.freeze()
         gc.enable()
         self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
         self.beat()
 
-    def fail(self, error: Exception) -> None:
-        """Tell the supervisor why this process ends; nothing can be sent afterwards."""
+    def report_failure(self, error: Exception) -> None:
+        """Report the error that ends this process. Nothing can be sent afterwards."""
         with contextlib.suppress(TransportError):
             self._supervisor.send(ProcessFailed(process=self.name, message=str(error)))
         close_sockets()
 
     def stop(self, _signal: int, _frame: object) -> None:
-        """Signal handler of SIGTERM."""
-        self.stopping = True
+        """Handle SIGTERM."""
+        self.should_stop = True
 
 
 def process_name(role: Role, index: int) -> str:
-    """``rank0``, ``tokenizer1``, ``api``."""
+    """Return a process's name: ``rank0``, ``tokenizer1``, ``api``."""
     return f"{role}{index}" if role in (Role.RANK, Role.TOKENIZER) else str(role)
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when ``parent`` ends, or end at once if it has ended already."""
+    """Have the kernel kill this process when ``parent`` ends; exit at once if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_FAILURE)
 
 
 def main(arguments: list[str]) -> int:
-    """Run one role until it is told to stop; the boundary where its errors become an exit code."""
+    """Run one role until it stops, and return its exit code. All its errors are handled here."""
     role, index, launch = Role(arguments[0]), int(arguments[1]), Launch.read(Path(arguments[2]))
     die_with_parent(int(arguments[3]))
-    gc.disable()  # until ready: a sixth of the time of imports would go to looking at what modules are made of
+    gc.disable()  # until ready: collections would take a sixth of the time of imports
     log.configure(process_name(role, index), launch.config.log_level)
     child = Child(role, index, launch)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -110,11 +114,11 @@ def main(arguments: list[str]) -> int:
         run(child)
     except SkiffError as error:
         log.error("process_failed", error=type(error).__name__, message=str(error))
-        child.fail(error)
+        child.report_failure(error)
         os._exit(EXIT_FAILURE)
-    except Exception as error:  # noqa: BLE001 - the boundary of the process: the exit code tells the supervisor
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the supervisor sees the exit code
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))
-        os._exit(EXIT_FAILURE)  # at once: a thread of this process may hang
+        os._exit(EXIT_FAILURE)  # not sys.exit: a thread of this process may hang
     return EXIT_OK
 
 

@@ -1,4 +1,4 @@
-"""The child processes of one service: spawn, notice an end, terminate."""
+"""The child processes of one service: start them, notice their exits, terminate them."""
 
 import os
 import signal
@@ -17,28 +17,25 @@ from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.launch import Launch, Role
 
 MAX_DIRECTORY_BYTES: Final = 90
-"""Leaves room for the longest name of a socket."""
+"""Limit on the path of the run directory: a socket's path has at most 107 bytes."""
 _MODULE: Final = "skiff_runtime.processes.child_process"
 
 
 def make_run_dir() -> Path:
-    """A private directory (0700) for the sockets. Raises ``ConfigError`` where there can be none.
-
-    Short, for a socket's path has 107 bytes at most.
-    """
+    """Make a private directory (mode 0700) for the sockets. Raises ``ConfigError`` if that is impossible."""
     try:
         made = Path(tempfile.mkdtemp(prefix="skiff-"))
     except OSError as error:
-        raise ConfigError(f"no directory for sockets can be made: {error}; set TMPDIR") from None
+        raise ConfigError(f"cannot make a directory for sockets: {error}; set TMPDIR") from None
     if len(os.fsencode(made)) > MAX_DIRECTORY_BYTES:
         made.rmdir()
-        raise ConfigError(f"the path of {made.parent} is too long for sockets; set TMPDIR to a shorter one")
+        raise ConfigError(f"the path {made.parent} is too long for sockets; set TMPDIR to a shorter one")
     return made
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A child that has ended, and how."""
+class ChildExit:
+    """The exit of a child: its name, and its exit code or minus the signal that killed it."""
 
     name: str
     code: int
@@ -50,7 +47,7 @@ class Ended:
 
 
 class Children:
-    """Starts children of one launch; their pidfds join the caller's poller."""
+    """Starts the children of one launch, and adds their pidfds to the caller's poller."""
 
     def __init__(self, launch: Launch, poller: zmq.Poller) -> None:
         self._launch = launch
@@ -59,7 +56,7 @@ class Children:
         self._pidfds: dict[str, int] = {}
 
     def spawn(self, role: Role, index: int = 0) -> str:
-        """Start one child; its name."""
+        """Start one child; return its name."""
         name = process_name(role, index)
         command = [
             sys.executable,
@@ -78,41 +75,41 @@ class Children:
 
     @property
     def running(self) -> list[str]:
-        """Names of the children that have not been seen to end, in order of their start."""
+        """Names of the children whose exit ``reap`` has not returned yet, in the order of their start."""
         return list(self._running)
 
-    def reap(self) -> list[Ended]:
-        """The children that ended since the last call."""
-        ended = []
+    def reap(self) -> list[ChildExit]:
+        """Return the children that exited since the last call."""
+        exits = []
         for name, child in list(self._running.items()):
             code = child.poll()
             if code is not None:
-                ended.append(Ended(name, code))
+                exits.append(ChildExit(name, code))
                 self._forget(name)
-        return ended
+        return exits
 
-    def terminate(self, timeout_seconds: float) -> list[Ended]:
-        """SIGTERM to all, then SIGKILL to those that are still there after the timeout; how each ended."""
+    def terminate(self, timeout_seconds: float) -> list[ChildExit]:
+        """Send SIGTERM to all, and SIGKILL to those that run after the timeout; return all exits."""
         for child in self._running.values():
             child.terminate()
-        ended = self.wait(timeout_seconds)
+        exits = self.wait(timeout_seconds)
         for child in self._running.values():
             child.kill()
-        return ended + self.wait(timeout_seconds)
+        return exits + self.wait(timeout_seconds)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to one child that is still there."""
+        """Send SIGKILL to one child, if it still runs."""
         if name in self._running:
             self._running[name].kill()
 
-    def wait(self, timeout_seconds: float) -> list[Ended]:
-        """Wait until every child has ended, or the time is up."""
+    def wait(self, timeout_seconds: float) -> list[ChildExit]:
+        """Wait until every child has exited, or the timeout has passed; return the exits seen."""
         deadline = time.monotonic() + timeout_seconds
-        ended = self.reap()
+        exits = self.reap()
         while self._running and (left := deadline - time.monotonic()) > 0:
             self._wait_one(left)
-            ended += self.reap()
-        return ended
+            exits += self.reap()
+        return exits
 
     def _wait_one(self, timeout_seconds: float) -> None:
         poller = zmq.Poller()

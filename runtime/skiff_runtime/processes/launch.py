@@ -1,4 +1,4 @@
-"""What a child process is told at its start: a file in the service's private directory."""
+"""The launch file, from which child processes read the resolved configuration at their start."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -24,30 +24,30 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The resolved configuration, the model's, and the 0700 directory of sockets."""
+    """The resolved configuration, the model's configuration, and the private directory (0700) of the sockets."""
 
     config: Config
     model: ModelConfig
     run_dir: Path
 
     def write(self) -> None:
-        """Leave this for the children to read; they read the model's own files themselves."""
-        told = _LaunchFile(self.config, str(self.model.path), str(self.model.tokenizer_path))
+        """Write the launch file for the children, which read the model's own files themselves."""
+        content = _LaunchFile(self.config, str(self.model.path), str(self.model.tokenizer_path))
         file = self.run_dir / _FILE
         file.touch(mode=0o600)  # it holds the API keys
-        file.write_bytes(msgspec.json.encode(told))
+        file.write_bytes(msgspec.json.encode(content))
 
     @staticmethod
     def read(run_dir: Path) -> "Launch":
-        """What ``write`` left in ``run_dir``."""
-        told = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_LaunchFile)
-        model = read_model_config(Path(told.model_path), max_model_len=told.config.max_model_len)
-        model = replace(model, tokenizer_path=Path(told.tokenizer_path))
-        return Launch(config=told.config, model=model, run_dir=run_dir)
+        """Read the launch file in ``run_dir``."""
+        content = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_LaunchFile)
+        model = read_model_config(Path(content.model_path), max_model_len=content.config.max_model_len)
+        model = replace(model, tokenizer_path=Path(content.tokenizer_path))
+        return Launch(config=content.config, model=model, run_dir=run_dir)
 
 
 class _LaunchFile(msgspec.Struct):
-    """The file's content."""
+    """The content of the launch file."""
 
     config: Config
     model_path: str

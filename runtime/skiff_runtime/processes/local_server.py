@@ -1,4 +1,4 @@
-"""A ``skiff serve`` as a child of this process, for a chat or a benchmark that was given no server."""
+"""A ``skiff serve`` as a child of this process, for a chat or a benchmark without a ``--url``."""
 
 import ctypes
 import os
@@ -25,14 +25,14 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class LocalServer:
-    """Serves on a free loopback port from ``with`` to its end; it does not outlive this process."""
+    """Serves on a free loopback port within a ``with`` block. The server does not outlive this process."""
 
     def __init__(self, arguments: Sequence[str], *, on_wait: Callable[[], None] | None = None) -> None:
-        """``arguments`` follow ``skiff serve``; ``on_wait`` is called some ten times a second until ready."""
+        """``arguments``: those of ``skiff serve``; ``on_wait`` is called about ten times a second until it is ready."""
         self._command = [sys.executable, "-m", "skiff_runtime", COMMAND_SERVE, *arguments]
         self._command += [FLAG_HOST, "127.0.0.1", FLAG_PORT, "0"]
         self._on_wait = on_wait
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by close(), where the child's use of it ends
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by close(), once the child has exited
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -59,17 +59,17 @@ class LocalServer:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor; the other processes of the service are its children."""
+        """The supervisor's process id. The other processes of the service are its children."""
         return self._child.pid
 
     def log_text(self) -> str:
-        """Everything that the server has logged."""
-        # pread, for the child writes at the offset that both share.
+        """Return everything that the server has logged."""
+        # pread: the child shares the file's offset and writes at it.
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Stop the server and wait for its end."""
+        """Stop the server and wait until it has exited."""
         self._child.send_signal(signal.SIGTERM)
         try:
             self._child.wait(STOP_SECONDS)
@@ -85,13 +85,15 @@ class LocalServer:
             if found:
                 return found.group(1)
             if self._child.poll() is not None:
-                raise StartupError(f"the server ended before it was ready; its last words:\n{self._tail()}")
+                raise StartupError(
+                    f"the server exited before it was ready; the end of its log:\n{self._read_log_tail()}"
+                )
             if self._on_wait is not None:
                 self._on_wait()
             time.sleep(_POLL_SECONDS)
-        raise StartupError(f"the server was not ready within {READY_SECONDS:g} s:\n{self._tail()}")
+        raise StartupError(f"the server was not ready within {READY_SECONDS:g} s:\n{self._read_log_tail()}")
 
-    def _tail(self) -> str:
+    def _read_log_tail(self) -> str:
         return "\n".join(self.log_text().splitlines()[-TAIL_LINES:])
 
 

@@ -1,4 +1,4 @@
-"""From what the user asked for to what is served: every derived value, before any weight is read."""
+"""Resolution of the configuration: find the model and derive every option left open, before any weight is read."""
 
 import os
 from dataclasses import replace
@@ -22,9 +22,10 @@ _SCHEME: Final = "://"
 
 
 def resolve(config: Config) -> tuple[Config, ModelConfig]:
-    """Find the model and fill in everything that was left to be derived.
+    """Find the model, and derive every field of ``config`` that is left open.
 
-    Raises ConfigError, ModelError or FetchError; each names what to change.
+    Downloads an ``hf://`` model and converts its tokenizer if needed. Raises ``ConfigError``, ``ModelError`` or
+    ``FetchError`` with a message that names what to change.
     """
     if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
         raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
@@ -34,17 +35,17 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     model = replace(
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
-    device = _device(config)
+    device = _choose_device(config)
     check_tp_size(model, config.tp_size)
     resolved = replace(
         config,
         api_key=keys,
         admin_api_key=admin_keys,
         device=device,
-        dtype=_dtype(config, model, device),
-        quantization=_quantization(config, model),
-        max_model_len=_max_model_len(config, model),
-        served_model_name=config.served_model_name or _name(config.model),
+        dtype=_choose_dtype(config, model, device),
+        quantization=_choose_quantization(config, model),
+        max_model_len=_choose_max_model_len(config, model),
+        served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
     )
@@ -52,14 +53,14 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the cgroup's quota; at least 1."""
+    """Return the cores that this process may use: its CPU affinity, limited by the cgroup's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = _cgroup_cores()
     return max(1, min(cores, int(quota))) if quota else cores
 
 
 def locate(config: Config) -> Path:
-    """The model's directory; an ``hf://`` model is downloaded if need be."""
+    """Return the model's directory. An ``hf://`` model is downloaded if needed."""
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
@@ -79,14 +80,14 @@ def locate(config: Config) -> Path:
     return Path(uri)
 
 
-def _name(uri: str) -> str:
+def _default_name(uri: str) -> str:
     if uri == _DEMO:
         return DEMO_NAME
     path = uri.partition(_SCHEME)[2] or uri
     return path.rstrip("/").rpartition("/")[2] or "model"
 
 
-def _device(config: Config) -> Device:
+def _choose_device(config: Config) -> Device:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < config.tp_size:
@@ -96,34 +97,34 @@ def _device(config: Config) -> Device:
     return device
 
 
-def _dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
+def _choose_dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
     if config.dtype != AUTO:
         return config.dtype
     own = cast(Dtype, model.dtype)
     return "float32" if device == "cpu" and own == "float16" else own
 
 
-def _quantization(config: Config, model: ModelConfig) -> Quantization:
+def _choose_quantization(config: Config, model: ModelConfig) -> Quantization:
     if config.quantization == "none" and model.quantization != "none":
         raise ConfigError(
-            f"--quantization none: the weights in {model.path} are in {model.quantization} already; leave the option out"
+            f"--quantization none: the weights in {model.path} are quantized to {model.quantization}; omit the option"
         )
     return model.quantization if config.quantization == AUTO else config.quantization
 
 
-def _max_model_len(config: Config, model: ModelConfig) -> int:
+def _choose_max_model_len(config: Config, model: ModelConfig) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len is None:
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} exceeds the {longest} positions that the model was made for"
+            f"--max-model-len {config.max_model_len} exceeds the {longest} positions of this model"
         )
     return config.max_model_len
 
 
 def _cgroup_cores() -> float | None:
-    """The cgroup's CPU quota in cores (v2, then v1), or None for no limit."""
+    """Return the cgroup's CPU quota in cores (v2, else v1); None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

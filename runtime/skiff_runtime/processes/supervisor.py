@@ -1,7 +1,8 @@
-"""Start, watch, drain and stop the processes of one service; PID 1 of its container.
+"""The supervisor: starts, watches, drains and stops the processes of one service. It is PID 1 of its container.
 
-If any child dies or falls silent, the api process ends every request with an error and
-the whole service exits non-zero: never one rank alone. SIGTERM drains and exits 0.
+If any child exits or sends no heartbeat, the api process fails every request and the whole service exits
+non-zero: one process cannot be replaced alone, because the others hold state that refers to it. SIGTERM
+drains the service, which then exits 0.
 """
 
 import contextlib
@@ -31,20 +32,20 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.child_process import process_name
-from skiff_runtime.processes.children import Children, Ended, make_run_dir
+from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.launch import Launch, Role
 
-Report = Heartbeat | PhaseReport | Ready | ProcessFailed
+ChildReport = Heartbeat | PhaseReport | Ready | ProcessFailed
 TURN_SECONDS: Final = 1.0
 FAILURE_GRACE_SECONDS: Final = 2.0
-"""How long the api process may take to tell its clients that the service failed."""
+"""Time that the api process has to send every client the failure of the service."""
 DRAIN_MARGIN_SECONDS: Final = 5.0
 TERMINATE_SECONDS: Final = 5.0
 _API: Final = process_name(Role.API, 0)
 
 
 def serve(config: Config, model: ModelConfig) -> int:
-    """Run a service until it is told to stop or fails; the exit code."""
+    """Run a service until it stops or fails; return the exit code."""
     launch = Launch(config=config, model=model, run_dir=make_run_dir())
     try:
         launch.write()
@@ -54,12 +55,12 @@ def serve(config: Config, model: ModelConfig) -> int:
 
 
 class Supervisor:
-    """One service's processes, seen from above."""
+    """Supervises the processes of one service."""
 
     def __init__(self, launch: Launch) -> None:
         self._config = launch.config
         endpoints = Endpoints(launch.run_dir)
-        self._inbox: Receiver[Report] = Receiver(endpoints.supervisor, ToSupervisor)
+        self._inbox: Receiver[ChildReport] = Receiver(endpoints.supervisor, ToSupervisor)
         self._api = Sender(endpoints.api, timeout_seconds=FAILURE_GRACE_SECONDS)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -67,17 +68,17 @@ class Supervisor:
         self._started = time.monotonic()
         self._last_beat: dict[str, float] = {}
         self._failures: dict[str, str] = {}
-        """What processes said of their end."""
-        self._told_beats = 0.0
+        """Reasons that processes reported for their exit."""
+        self._health_sent_at = 0.0
         self._phases: dict[str, str] = {}
-        """The start phase that each process was last heard to be in."""
+        """The start phase that each process last reported."""
         self._ready: dict[str, Ready] = {}
         self._serving = False
         self._signals = 0
         self._drain_deadline: float | None = None
 
     def run(self) -> int:
-        """Start, watch, drain or fail; the exit code."""
+        """Start the processes and supervise them until the service ends; return the exit code."""
         wakeup = self._catch_signals()
         try:
             self._spawn()
@@ -91,17 +92,17 @@ class Supervisor:
             self._api.close()
 
     def _catch_signals(self) -> socket.socket:
-        """Turn SIGTERM and SIGINT into something that wakes the poller."""
+        """Make SIGTERM and SIGINT wake the poller; return the socket that becomes readable."""
         wakeup, sender = socket.socketpair()
         wakeup.setblocking(False)
         sender.setblocking(False)
         signal.set_wakeup_fd(sender.detach())
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note_signal)
+            signal.signal(number, self._count_signal)
         self._poller.register(wakeup, zmq.POLLIN)
         return wakeup
 
-    def _note_signal(self, _number: int, _frame: object) -> None:
+    def _count_signal(self, _number: int, _frame: object) -> None:
         self._signals += 1
 
     def _spawn(self) -> None:
@@ -114,24 +115,24 @@ class Supervisor:
         log.event("processes_started", pid=os.getpid(), processes=len(self._children.running))
 
     def _turn(self, wakeup: socket.socket) -> int | None:
-        """One turn of the main loop; an exit code when the service is over."""
+        """Run one turn of the main loop; return an exit code once the service has ended."""
         self._poller.poll(int(TURN_SECONDS * 1000))
-        self._swallow(wakeup)
+        self._drain_wakeup(wakeup)
         for message in self._inbox.drain(1024):
-            self._take(message)
-        self._tell_beats()
+            self._handle(message)
+        self._send_health()
         if self._drain_deadline is None and self._signals:
             return self._begin_drain()
         if self._drain_deadline is not None:
-            return self._drained()
-        return self._check()
+            return self._check_drain()
+        return self._check_children()
 
     @staticmethod
-    def _swallow(wakeup: socket.socket) -> None:
+    def _drain_wakeup(wakeup: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             wakeup.recv(4096)
 
-    def _take(self, message: Report) -> None:
+    def _handle(self, message: ChildReport) -> None:
         self._last_beat[message.process] = time.monotonic()
         if isinstance(message, PhaseReport):
             self._api.send(message)
@@ -145,21 +146,21 @@ class Supervisor:
                 self._begin_serving()
 
     def _log_phase(self, process: str, phase: str) -> None:
-        """Log a phase as it begins; what else is reported of it is progress. Of the last, ``process_ready`` tells."""
+        """Log the start of a phase; further reports of it are progress. The last phase is logged as ``process_ready``."""
         if phase not in (self._phases.get(process), PHASES[-1]):
             self._phases[process] = phase
             log.event("phase_started", process=process, phase=phase, seconds=self._elapsed())
 
     def _elapsed(self) -> float:
-        """Seconds since the service's start."""
+        """Return the seconds since the service's start."""
         return time.monotonic() - self._started
 
-    def _tell_beats(self) -> None:
-        """Let the api process know, once a turn's length, when each process was last heard of."""
+    def _send_health(self) -> None:
+        """Send the ages of the processes' heartbeats to the api process, at most once in ``TURN_SECONDS``."""
         now = time.monotonic()
-        if now - self._told_beats < TURN_SECONDS:
+        if now - self._health_sent_at < TURN_SECONDS:
             return
-        self._told_beats = now
+        self._health_sent_at = now
         running = set(self._children.running)
         self._api.send(
             ProcessHealth(
@@ -177,18 +178,16 @@ class Supervisor:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.event("service_ready", url=url, kv_tokens=tokens, seconds=self._elapsed())
 
-    def _check(self) -> int | None:
-        """Fail when a child has ended, is silent or late."""
-        ended = self._children.reap()
-        if ended:
-            return self._fail_after(ended)
+    def _check_children(self) -> int | None:
+        """Fail if a child has exited, is silent, or is not ready in time."""
+        exits = self._children.reap()
+        if exits:
+            return self._fail_after(exits)
         now = time.monotonic()
         limit = self._config.heartbeat_timeout_seconds
         for name in self._ready:
             if now - self._last_beat[name] > limit:
-                return self._fail(
-                    f"{name} has been silent for {limit:g} s, which --heartbeat-timeout-seconds allows at most"
-                )
+                return self._fail(f"{name} has been silent for {limit:g} s (--heartbeat-timeout-seconds)")
         if not self._serving and now - self._started > self._config.startup_timeout_seconds:
             late = [name for name in self._children.running if name not in self._ready]
             return self._fail(
@@ -196,15 +195,16 @@ class Supervisor:
             )
         return None
 
-    def _fail_after(self, ended: list[Ended]) -> int:
-        """Fail for children that have ended, with what they said themselves."""
+    def _fail_after(self, exits: list[ChildExit]) -> int:
+        """Fail because children have exited, with the reasons that they reported themselves."""
+        # The reasons may still be in the inbox: a child sends its own just before it exits.
         for message in self._inbox.drain(1024):
-            self._take(message)
-        said = ((each, self._failures.get(each.name)) for each in ended)
-        return self._fail("; ".join(f"{each}: {why}" if why else str(each) for each, why in said))
+            self._handle(message)
+        reasons = ((each, self._failures.get(each.name)) for each in exits)
+        return self._fail("; ".join(f"{each}: {why}" if why else str(each) for each, why in reasons))
 
     def _fail(self, reason: str) -> int:
-        """Let the api process tell its clients, then end everything."""
+        """Let the api process fail all requests, then end every process."""
         log.error("service_failed", reason=reason)
         for name in self._children.running:
             if name != _API:
@@ -226,15 +226,17 @@ class Supervisor:
         self._api.send(Drain(timeout_seconds=timeout))
         return None
 
-    def _drained(self) -> int | None:
-        """The api process ends by itself once its last request has; any other end is a failure."""
+    def _check_drain(self) -> int | None:
+        """Return the exit code once the api process has exited, as it does after its last request; None before."""
         assert self._drain_deadline is not None
-        ended = self._children.reap()
-        if any(each.name == _API and each.code == EXIT_OK for each in ended):
+        exits = self._children.reap()
+        if any(each.name == _API and each.code == EXIT_OK for each in exits):
             log.event("service_stopped", reason="drained")
             return EXIT_OK
-        if ended:
-            return self._fail_after(ended)
+        if exits:
+            return self._fail_after(exits)
         if self._signals > 1 or time.monotonic() > self._drain_deadline:
-            return self._fail("the drain was cut short" if self._signals > 1 else "the drain took too long")
+            return self._fail(
+                "a second signal cut the drain short" if self._signals > 1 else "the drain took too long"
+            )
         return None

@@ -1,1 +1,1 @@
-"""Which tokens to compute next: queue, admission, batching, results. Pure host code, no torch."""
+"""The scheduler: request queue, admission, step planning, results. Host code only; imports no torch."""

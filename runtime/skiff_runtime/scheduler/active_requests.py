@@ -1,4 +1,4 @@
-"""Every request that has arrived and not ended: how it comes in, and how it goes."""
+"""The requests that have arrived and not ended: their acceptance, abort and end."""
 
 from collections.abc import Iterable
 
@@ -6,63 +6,68 @@ from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.errors import QueueFull, RequestError
 from skiff_runtime.messages import AbortRequest, GenerateRequest, RequestFailed
-from skiff_runtime.scheduler.kv_cache_manager import Tenancy
-from skiff_runtime.scheduler.request import QUEUED, Limits, Request, accept, place_of
+from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager
+from skiff_runtime.scheduler.request import (
+    NO_SLOT,
+    Request,
+    RequestLimits,
+    make_queue_key,
+    make_request,
+)
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.slots import Slots
-from skiff_runtime.scheduler.token_batch_builder import Replies
+from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
 
 
 class ActiveRequests:
-    """Gives every known request exactly one end: a row that says why, or a ``RequestFailed``.
+    """Gives every accepted request exactly one end: a row with a finish reason, or a ``RequestFailed``.
 
-    The pages and the slot of an ended request stay its own until no step in flight has a
-    row of it.
+    An ended request keeps its slot and its pages until no step in flight has a row of it.
     """
 
     def __init__(
         self,
         config: Config,
         *,
-        limits: Limits,
+        limits: RequestLimits,
         queue: RequestQueue,
         slots: Slots,
-        tenancy: Tenancy,
-        replies: Replies,
+        kv_cache: KVCacheManager,
+        replies: TokenBatchBuilder,
     ) -> None:
         self._limits = limits
         self._max_queued_tokens = config.max_queued_tokens
         self._arrivals_per_level = config.running_limit + config.max_queued_requests
-        """As many as may be here at a time, so that a level outweighs the order of all of them."""
+        """As many requests as can be present at a time, so a level of priority outweighs the order of all of them."""
         self._queue = queue
         self._slots = slots
-        self._tenancy = tenancy
+        self._kv_cache = kv_cache
         self._replies = replies
-        self._known: dict[int, Request] = {}
+        self._by_uid: dict[int, Request] = {}
         self._arrivals = 0
-        self._leaving: list[Request] = []
+        self._ended: list[Request] = []
         """Ended requests that still have a slot."""
 
     def accept(self, message: GenerateRequest) -> None:
-        """Queue a request, or refuse it for good."""
-        assert message.uid not in self._known, f"uid {message.uid} is in use"
+        """Queue a request, or refuse it if it can never run or too many prompt tokens wait."""
+        assert message.uid not in self._by_uid, f"uid {message.uid} is in use"
         self._arrivals += 1
-        place = place_of(
+        queue_key = make_queue_key(
             arrival=self._arrivals,
             priority=message.priority,
             arrivals_per_level=self._arrivals_per_level,
         )
         try:
-            request = accept(message, place=place, limits=self._limits)
-            self._check_room(request)
+            request = make_request(message, queue_key=queue_key, limits=self._limits)
+            self._check_queued_tokens(request)
         except RequestError as error:
-            self._replies.fail(RequestFailed.of(message.uid, error))
+            self._replies.add_failure(RequestFailed.of(message.uid, error))
             return
-        self._known[request.uid] = request
+        self._by_uid[request.uid] = request
         self._queue.push(request)
 
-    def _check_room(self, request: Request) -> None:
-        """Refuse one more that would have to wait where too much waits already."""
+    def _check_queued_tokens(self, request: Request) -> None:
+        """Raise ``QueueFull`` if the waiting prompts are too long already. An empty queue takes any prompt."""
         waiting, prompt = self._queue.tokens, request.prompt_tokens
         if waiting and waiting + prompt > self._max_queued_tokens:
             raise QueueFull(
@@ -71,35 +76,35 @@ class ActiveRequests:
             )
 
     def abort(self, message: AbortRequest) -> None:
-        """End a request wherever it is; one that is not known has ended already."""
-        request = self._known.get(message.uid)
+        """End a request in any state. An unknown one has ended already."""
+        request = self._by_uid.get(message.uid)
         if request is None:
             log.debug("unknown_request_abort_ignored", uid=message.uid)
             return
-        self._replies.end(request.uid, message.finish)
-        if request.slot == QUEUED:
+        self._replies.add_end(request.uid, message.finish)
+        if request.slot == NO_SLOT:
             self._queue.remove(request)
         self._end(request)
 
     def end_slots(self, slots: Iterable[int]) -> None:
-        """End the requests in these slots; their last rows say so already."""
+        """End the requests in these slots, whose finish reasons have been reported."""
         for slot in slots:
             self._end(self._slots.request(int(slot)))
 
-    def release(self) -> None:
-        """Take back what ended requests held, once no step in flight reads or writes it."""
-        if not self._leaving:
+    def free_ended(self) -> None:
+        """Free slots and pages of ended requests that no step in flight reads or writes."""
+        if not self._ended:
             return
-        num_in_flight_steps = []
-        for request in self._leaving:
+        in_flight = []
+        for request in self._ended:
             if self._slots.num_in_flight_steps[request.slot]:
-                num_in_flight_steps.append(request)
+                in_flight.append(request)
             else:
-                self._tenancy.leave(request)
-        self._leaving = num_in_flight_steps
+                self._kv_cache.free(request)
+        self._ended = in_flight
 
     def _end(self, request: Request) -> None:
-        del self._known[request.uid]
-        if request.slot != QUEUED:
-            self._slots.end(request.slot)
-            self._leaving.append(request)
+        del self._by_uid[request.uid]
+        if request.slot != NO_SLOT:
+            self._slots.finish(request.slot)
+            self._ended.append(request)

@@ -1,24 +1,23 @@
-"""Where a scheduler's messages come from and go to: the seam between planning and transport."""
+"""The seam between the scheduler and the transport: where its messages come from and go to."""
 
 from abc import ABC, abstractmethod
 
 from skiff_runtime.messages import Shutdown, TokenBatch, ToScheduler
 
-Item = ToScheduler | Shutdown
+SchedulerInput = ToScheduler | Shutdown
 
 
 class Channel(ABC):
     """One scheduler's end of the transport."""
 
     @abstractmethod
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        """What arrived for this turn, in the order in which every rank gets it.
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
+        """Return what arrived for this turn of the loop, in the same order on every rank.
 
-        ``wait``: there is nothing to compute, so block until something arrives (or a while
-        has passed). ``digest`` tells what this scheduler has planned so far; a channel
-        that joins several ranks compares theirs.
+        ``wait``: there is nothing to compute, so block until something arrives or a short time has passed.
+        ``checksum``: this scheduler's lockstep checksum; a channel that joins several ranks compares theirs.
         """
 
     @abstractmethod
     def send(self, batch: TokenBatch) -> None:
-        """Hand on what a step brought."""
+        """Send the results of a step to the detokenizer."""

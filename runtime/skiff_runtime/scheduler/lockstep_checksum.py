@@ -1,4 +1,4 @@
-"""A running checksum of all that a scheduler planned and retired, by which ranks find that they differ."""
+"""The lockstep checksum, by which ranks notice that they planned different steps."""
 
 from zlib import crc32
 
@@ -6,26 +6,26 @@ from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.step import StepPlan
 
 
-class Digest:
-    """``value`` depends on every plan and every token so far, so a difference never heals."""
+class LockstepChecksum:
+    """A running CRC-32 over every plan and every token so far: once two ranks differ, they differ for good."""
 
     def __init__(self) -> None:
         self.value = 0
 
-    def planned(self, step: StepPlan) -> None:
-        """Take in a planned step."""
+    def add_plan(self, step: StepPlan) -> None:
+        """Add a planned step."""
         for column in (step.slots, step.starts, step.lengths, step.page_slots, step.page_columns):
             self._add(column)
         self._add(step.page_ids)
         for opened in step.opened:
             self._add(opened.tokens)
 
-    def retired(self, tokens: Int32) -> None:
-        """Take in the tokens of a step."""
+    def add_tokens(self, tokens: Int32) -> None:
+        """Add the sampled tokens of a retired step."""
         self._add(tokens)
 
-    def flushed(self, pages: Int32) -> None:
-        """Take in the pages that the cache gave up."""
+    def add_flushed_pages(self, pages: Int32) -> None:
+        """Add the pages that a flush of the prefix cache freed."""
         self._add(pages)
 
     def _add(self, column: Int32) -> None:

@@ -1,54 +1,56 @@
-"""One request as the scheduler knows it, from its arrival to its end."""
+"""A request as the scheduler knows it, from its arrival to its end."""
 
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
-from skiff_runtime.kvcache.prefix_cache import Handle, Int32
+from skiff_runtime.kvcache.prefix_cache import Int32, PrefixHandle
 from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingSpec, TextOptions, Wire
 
-QUEUED = -1
-NEVER = -1
-Place = tuple[int, int]
-"""A place in the queue; the least goes first."""
+NO_SLOT: Final = -1
+NEVER_LOOKED_UP: Final = -1
+QueueKey = tuple[int, int]
+"""A request's order in the queue; the lowest key runs first. See ``make_queue_key``."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What outlives a request's stay in a slot; all that changes with each step is in ``Slots``."""
+    """State that outlives a request's stay in a slot. Everything that changes with each step is in ``Slots``."""
 
     uid: int
-    place: Place
-    """Where it stands in the queue, which preemption does not change. See ``place_of``."""
+    queue_key: QueueKey
+    """Order in the queue. Preemption does not change it."""
     tokens: Int32
-    """What is known when it enters the queue: the prompt; after a preemption also the output."""
+    """The known tokens when it enters the queue: the prompt, and after a preemption the output so far."""
     prompt_tokens: int
     sampling: SamplingSpec
     text: TextOptions
     grammar: CompiledGrammar | None = None
     priority: int = 0
     salt: bytes = b""
-    slot: int = QUEUED
-    handle: Handle | None = None
-    """The locked prefix of its page-table row that the cache owns, while it has a slot."""
-    passed: int = 0
-    """How many from behind it were admitted before it for the sake of their cached prefixes."""
-    depth: int = 0
-    """Pages of its prompt that were cached, when last looked up: at so many ``changes`` of the cache."""
-    looked_up: int = NEVER
-    opened: bool = False
-    """Whether the client has been told that it runs."""
+    slot: int = NO_SLOT
+    handle: PrefixHandle | None = None
+    """While it has a slot: the locked prefix of its page-table row, whose pages the prefix cache owns."""
+    times_overtaken: int = 0
+    """Requests with longer cached prefixes that ran before it, though they were behind it in the queue."""
+    num_cached_pages: int = 0
+    """Pages of its prompt that were cached at the last lookup."""
+    cache_version: int = NEVER_LOOKED_UP
+    """``PrefixCache.version`` at that lookup."""
+    has_started: bool = False
+    """The client has been sent a ``StreamOpened``, which a request gets once, however often it is preempted."""
     cached_tokens: int = 0
-    """How much of its prompt the cache had when it first ran."""
+    """Prompt tokens that were cached when it first ran."""
     num_prompt_logprobs_sent: int = 0
-    """Of how many tokens of its prompt the log-probabilities were told, where they are asked for."""
-    corrupted: bool = False
-    """Its logits contained NaN, so no page that it computed or read may stay in the prefix cache."""
+    """Tokens of its prompt whose log-probabilities were sent, where they are requested."""
+    has_nan: bool = False
+    """Its logits contain NaN, so no page that it computed or read may stay in the prefix cache."""
     arrived_at: float = field(default_factory=perf_counter)
-    """For reports only: what decides must be alike on all ranks, and clocks are not."""
+    """For metrics only: clocks differ between ranks, so no decision may read this."""
 
     @property
     def remaining(self) -> int:
@@ -57,54 +59,64 @@ class Request:
 
     @property
     def cacheable_tokens(self) -> Int32:
-        """Its first tokens, which need not be computed where their KV is cached.
+        """Leading tokens whose computation a cached prefix may replace.
 
-        The last token is left out: it must be computed for there to be logits. So is, where log-probabilities of
-        the prompt are asked for, what comes before the first token that has not been told.
+        The last token is never among them: it must be computed to yield logits. Where log-probabilities of
+        the prompt are requested, neither are the tokens from the one before the first that was not sent.
         """
         if self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.prompt_tokens:
             return self.tokens[: max(0, self.num_prompt_logprobs_sent - 1)]
         return self.tokens[:-1]
 
+    def start(self, cached_tokens: int) -> None:
+        """Record that it runs for the first time, with ``cached_tokens`` tokens of its prompt cached."""
+        self.has_started = True
+        self.cached_tokens = cached_tokens
+
+    def preempt(self, tokens: Int32) -> None:
+        """Keep the ``tokens`` known so far, and look up its cached prefix anew."""
+        self.tokens = tokens
+        self.cache_version = NEVER_LOOKED_UP
+
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The longest request that can run at all, in tokens."""
+class RequestLimits:
+    """Limits on a single request, in tokens."""
 
     max_model_len: int
     kv_tokens: int
 
     @property
-    def longest(self) -> int:
-        """Prompt and output together."""
+    def max_tokens(self) -> int:
+        """Most tokens of prompt and output together."""
         return min(self.max_model_len, self.kv_tokens)
 
 
-def place_of(*, arrival: int, priority: int, arrivals_per_level: int) -> Place:
-    """Where the ``arrival``-th request stands in the queue.
+def make_queue_key(*, arrival: int, priority: int, arrivals_per_level: int) -> QueueKey:
+    """Return the queue key of the ``arrival``-th request; a lower ``priority`` is more urgent.
 
-    Each level of priority is worth a number of arrivals: a request is overtaken by one of ``levels`` less only
-    while fewer than ``levels * arrivals_per_level`` others have arrived after it. So nothing starves, and no place
-    ever changes.
+    Each level of priority is worth a fixed number of arrivals (aging by count, since ranks must not read
+    clocks): a request that is d levels more urgent overtakes another only if it arrives less than
+    d * ``arrivals_per_level`` arrivals later. Keys never change, so no request starves.
     """
     return arrival + priority * arrivals_per_level, arrival
 
 
-def accept(message: GenerateRequest, *, place: Place, limits: Limits) -> Request:
-    """Make a request of a message; RequestError when it could never run to its end.
+def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: RequestLimits) -> Request:
+    """Make a ``Request`` of a message. Raises ``RequestError`` if it could never run to its end.
 
-    ``max_tokens`` 0 becomes what context and KV cache leave, which only this process knows.
+    ``max_tokens`` 0 becomes all that the context and the KV cache leave, which only this process knows.
     """
     tokens = np.frombuffer(message.token_ids, Wire.TOKEN).astype(np.int32, copy=False)
-    output = message.sampling.max_tokens or max(1, limits.longest - len(tokens))
+    output = message.sampling.max_tokens or max(1, limits.max_tokens - len(tokens))
     if not len(tokens):
         raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
     if output < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, not {output}", param="max_tokens")
-    _refuse_too_long(len(tokens), output, limits)
+    _check_length(len(tokens), output, limits)
     return Request(
         uid=message.uid,
-        place=place,
+        queue_key=queue_key,
         tokens=tokens,
         prompt_tokens=len(tokens),
         sampling=replace(message.sampling, max_tokens=output),
@@ -115,7 +127,7 @@ def accept(message: GenerateRequest, *, place: Place, limits: Limits) -> Request
     )
 
 
-def _refuse_too_long(prompt: int, output: int, limits: Limits) -> None:
+def _check_length(prompt: int, output: int, limits: RequestLimits) -> None:
     needed = f"the prompt has {prompt} tokens and max_tokens is {output}, together {prompt + output}"
     if prompt + output > limits.max_model_len:
         raise ContextTooLong(f"{needed}; this model's context is {limits.max_model_len} tokens")

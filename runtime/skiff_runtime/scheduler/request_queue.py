@@ -1,37 +1,37 @@
-"""Requests that wait to run, in the order of their places.
+"""The queue of waiting requests, sorted by queue key.
 
-Its length is bounded by the front, which refuses what exceeds ``--max-queued-requests``, and its
-tokens by the registry (``--max-queued-tokens``).
+The api process bounds its length (``--max-queued-requests``); ``ActiveRequests`` bounds its tokens
+(``--max-queued-tokens``).
 """
 
 from bisect import bisect_left, insort
 
-from skiff_runtime.scheduler.request import Place, Request
+from skiff_runtime.scheduler.request import QueueKey, Request
 
 
 class RequestQueue:
-    """A sorted queue from which any request can leave at once."""
+    """A sorted queue from which any request can be removed."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Place, Request]] = []
+        self._waiting: list[tuple[QueueKey, Request]] = []
         self.tokens = 0
-        """Of the prompts of all who wait."""
+        """Prompt tokens of all waiting requests."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def push(self, request: Request) -> None:
-        """Join; after a preemption, where it stood before."""
-        insort(self._waiting, (request.place, request))
+        """Insert a request by its key: a preempted one returns to its old position."""
+        insort(self._waiting, (request.queue_key, request))
         self.tokens += request.prompt_tokens
 
-    def foremost(self, count: int) -> list[Request]:
-        """The first ``count`` requests, or all of them."""
+    def first(self, count: int) -> list[Request]:
+        """Return the first ``count`` requests, or all of them if there are fewer."""
         return [request for _, request in self._waiting[:count]]
 
     def remove(self, request: Request) -> None:
-        """Leave, from wherever it stands."""
-        index = bisect_left(self._waiting, request.place, key=lambda each: each[0])
+        """Remove a request from any position."""
+        index = bisect_left(self._waiting, request.queue_key, key=lambda each: each[0])
         assert self._waiting[index][1] is request
         del self._waiting[index]
         self.tokens -= request.prompt_tokens

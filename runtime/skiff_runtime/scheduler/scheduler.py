@@ -1,4 +1,9 @@
-"""The scheduler's loop: while the engine runs one step, plan and launch the next, then retire the first."""
+"""The scheduler's loop, with overlap scheduling: while the engine runs one step, plan and launch the next.
+
+A step can be planned before the results of the one before it are known, because the engine reads its input
+tokens on the device. Only the end of a request by its tokens (end of sequence, a stop token) is noticed one
+step late; the extra token is dropped.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,34 +12,36 @@ from time import perf_counter
 import numpy as np
 
 from skiff_runtime.config import Config
+from skiff_runtime.kvcache.naive import NaiveCache
 from skiff_runtime.kvcache.page_pool import PagePool
+from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest
 from skiff_runtime.scheduler.active_requests import ActiveRequests
-from skiff_runtime.scheduler.channel import Channel, Item
-from skiff_runtime.scheduler.kv_cache_manager import Tenancy
-from skiff_runtime.scheduler.lockstep_checksum import Digest
-from skiff_runtime.scheduler.request import Limits
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
+from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager
+from skiff_runtime.scheduler.lockstep_checksum import LockstepChecksum
+from skiff_runtime.scheduler.request import RequestLimits
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
 from skiff_runtime.scheduler.schedule_policy import make_schedule_policy
 from skiff_runtime.scheduler.slots import Slots
-from skiff_runtime.scheduler.step_planner import Planned, StepPlanner
-from skiff_runtime.scheduler.step_stats import Gauges
-from skiff_runtime.scheduler.token_batch_builder import Replies
+from skiff_runtime.scheduler.step_planner import PlannedStep, StepPlanner
+from skiff_runtime.scheduler.step_stats import StepStatsRecorder
+from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
 from skiff_runtime.step import StepEngine, StepHandle
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A launched step that has not retired."""
 
-    planned: Planned
+    planned: PlannedStep
     handle: StepHandle
     launched_at: float
 
 
 class Scheduler:
-    """Decides what the engine computes; one a rank, all in lockstep."""
+    """Decides what the engine computes. Each rank has one, and all of them decide the same, in lockstep."""
 
     def __init__(
         self,
@@ -45,113 +52,113 @@ class Scheduler:
         engine: StepEngine,
         channel: Channel,
     ) -> None:
-        """``config`` is resolved; ``num_pages`` is the size of the engine's KV pool."""
+        """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool."""
         assert config.max_model_len is not None
         self._engine = engine
         self._channel = channel
         self._overlap = not config.disable_overlap_schedule
-        self._checks = config.log_level == "debug"
-        cache = "naive" if config.disable_radix_cache else "radix"
-        self._memory = memory = PagePool(num_pages=num_pages, page_size=config.page_size, cache=cache)
+        self._checks_when_idle = config.log_level == "debug"
+        cache = (NaiveCache if config.disable_radix_cache else RadixCache)(config.page_size)
+        self._pool = pool = PagePool(num_pages, cache)
         self._slots = slots = Slots(
             count=config.running_limit,
             max_tokens=config.max_model_len,
             max_pages=-(-config.max_model_len // config.page_size),
         )
-        limits = Limits(config.max_model_len, num_pages * config.page_size)
         self._queue = queue = RequestQueue()
-        self._tenancy = tenancy = Tenancy(memory, slots)
-        self._replies = replies = Replies()
-        self._registry = ActiveRequests(
-            config, limits=limits, queue=queue, slots=slots, tenancy=tenancy, replies=replies
+        self._kv_cache = kv_cache = KVCacheManager(pool, slots)
+        self._replies = replies = TokenBatchBuilder()
+        self._requests = ActiveRequests(
+            config,
+            limits=RequestLimits(config.max_model_len, num_pages * config.page_size),
+            queue=queue,
+            slots=slots,
+            kv_cache=kv_cache,
+            replies=replies,
         )
-        order = make_schedule_policy(
-            config.schedule_policy, queue, memory.cache, running=config.running_limit
-        )
-        self._batcher = StepPlanner(
-            config, memory=memory, slots=slots, queue=queue, order=order, tenancy=tenancy
-        )
+        policy = make_schedule_policy(config.schedule_policy, queue, cache, max_running=config.running_limit)
+        self._planner = StepPlanner(config, slots=slots, queue=queue, policy=policy, kv_cache=kv_cache)
         self._results = ResultProcessor(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
-        self._gauges = Gauges(memory=memory, queue=queue, slots=slots, results=self._results)
-        self._digest = Digest()
-        self._flights: deque[Flight] = deque()
-        self._stopped = False
-        self._unchecked = True
+        self._stats = StepStatsRecorder(pool=pool, queue=queue, slots=slots, results=self._results)
+        self._checksum = LockstepChecksum()
+        self._in_flight: deque[InFlightStep] = deque()
+        self._should_stop = False
+        self._needs_check = True
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is queued, running or in flight."""
-        return not (self._flights or len(self._queue) or self._slots.occupied)
+    def is_idle(self) -> bool:
+        """True when nothing is queued, running or in flight."""
+        return not (self._in_flight or len(self._queue) or self._slots.num_occupied)
 
     @property
-    def digest(self) -> int:
-        """Checksum of all that was planned and retired; equal on all ranks after each turn."""
-        return self._digest.value
+    def checksum(self) -> int:
+        """Lockstep checksum of everything planned and retired; equal on all ranks after each turn."""
+        return self._checksum.value
 
     def turn(self) -> bool:
-        """One turn of the loop; False when it was told to stop, with nothing left in flight."""
-        idle = self.idle
-        if idle and self._checks and self._unchecked:
+        """Run one turn of the loop; return False once shut down, with no step left in flight."""
+        idle = self.is_idle
+        if idle and self._checks_when_idle and self._needs_check:
             self.check()
-            self._unchecked = False
-        for item in self._channel.receive(wait=idle, digest=self.digest):
+            self._needs_check = False
+        for item in self._channel.receive(wait=idle, checksum=self.checksum):
             self._take(item)
-        self._registry.release()
-        if self._batcher.is_out_of_pages():
-            self._retire_down_to(0)
-        launched = not self._stopped and self._launch()
-        self._retire_down_to(1 if launched and self._overlap else 0)
-        if not self._replies.empty:
-            self._channel.send(self._replies.take(self._gauges.now()))
-        return not self._stopped
+        self._requests.free_ended()
+        if self._planner.is_out_of_pages():
+            self._retire_until(0)  # its end may free pages; a plan that preempts must find nothing in flight
+        launched = not self._should_stop and self._launch()
+        self._retire_until(1 if launched and self._overlap else 0)
+        if not self._replies.is_empty:
+            self._channel.send(self._replies.take(self._stats.record_idle()))
+        return not self._should_stop
 
     def check(self) -> None:
         """Assert that every page is exactly one of free, cached and owned by a request."""
-        pending = [page for flight in self._flights for page in flight.planned.duplicates]
-        self._memory.check(np.concatenate([self._tenancy.owned(), *pending]))
+        pending = [page for step in self._in_flight for page in step.planned.duplicates]
+        self._pool.check(np.concatenate([self._kv_cache.owned_pages(), *pending]))
 
-    def _take(self, item: Item) -> None:
-        self._unchecked = True
+    def _take(self, item: SchedulerInput) -> None:
+        self._needs_check = True
         if isinstance(item, GenerateRequest):
-            self._registry.accept(item)
+            self._requests.accept(item)
         elif isinstance(item, AbortRequest):
-            self._registry.abort(item)
+            self._requests.abort(item)
         elif isinstance(item, FlushCache):
             self._flush(item.uid)
         else:
-            self._stopped = True
+            self._should_stop = True
 
     def _flush(self, uid: int) -> None:
-        pages = self._memory.flush()
-        self._digest.flushed(pages)
-        self._replies.flush(Flushed(uid=uid, pages=len(pages), running=self._slots.occupied))
+        pages = self._pool.flush()
+        self._checksum.add_flushed_pages(pages)
+        self._replies.add_flush(Flushed(uid=uid, pages=len(pages), running=self._slots.num_occupied))
 
     def _launch(self) -> bool:
-        """Plan and start the next step, if there is anything to compute."""
-        planned = self._batcher.plan()
+        """Plan and launch the next step; return False when there is nothing to compute."""
+        planned = self._planner.plan()
         if planned is None:
             return False
-        for request in planned.opened:
-            self._replies.open(request)
-        self._digest.planned(planned.step)
+        for request in planned.started:
+            self._replies.add_opened(request)
+        self._checksum.add_plan(planned.step)
         launched_at = perf_counter()
-        self._flights.append(Flight(planned, self._engine.launch(planned.step), launched_at))
+        self._in_flight.append(InFlightStep(planned, self._engine.launch(planned.step), launched_at))
         return True
 
-    def _retire_down_to(self, count: int) -> None:
-        while len(self._flights) > count:
-            self._retire(self._flights.popleft())
+    def _retire_until(self, count: int) -> None:
+        """Retire the oldest steps until at most ``count`` are in flight."""
+        while len(self._in_flight) > count:
+            self._retire(self._in_flight.popleft())
 
-    def _retire(self, flight: Flight) -> None:
-        """Wait for a step; apply its tokens, free what only it still used, and tell."""
-        step = flight.planned.step
-        result = flight.handle.result()
-        self._digest.retired(result.tokens)
-        self._slots.num_in_flight_steps[step.slots] -= 1
-        self._registry.end_slots(self._results.apply(step.slots[step.samples], result))
-        for pages in flight.planned.duplicates:
-            self._memory.free(pages)
-        self._registry.release()
-        self._channel.send(
-            self._replies.take(self._gauges.after(flight.planned, launched_at=flight.launched_at))
-        )
+    def _retire(self, in_flight: InFlightStep) -> None:
+        """Wait for a step, apply its tokens, free what only this step still used, and send the results."""
+        step = in_flight.planned.step
+        result = in_flight.handle.result()
+        self._checksum.add_tokens(result.tokens)
+        self._slots.count_retirement(step.slots)
+        self._requests.end_slots(self._results.process(step.slots[step.samples], result))
+        for pages in in_flight.planned.duplicates:
+            self._pool.free(pages)
+        self._requests.free_ended()
+        stats = self._stats.record_step(in_flight.planned, launched_at=in_flight.launched_at)
+        self._channel.send(self._replies.take(stats))

@@ -1,54 +1,72 @@
-"""A step while it is being planned: rows and page-table cells, gathered into one ``StepPlan``."""
+"""The builder of a ``StepPlan``: gathers rows and page-table cells while a step is being planned."""
+
+from typing import NamedTuple
 
 import numpy as np
 
 from skiff_runtime.kvcache.prefix_cache import Int32
-from skiff_runtime.scheduler.slots import Rows
+from skiff_runtime.scheduler.slots import SlotIndices
 from skiff_runtime.step import SlotOpened, StepPlan
 
-Cells = tuple[Rows | Int32, Int32, Int32]
+
+class PrefillChunk(NamedTuple):
+    """A row that computes ``length`` tokens of a prompt from position ``start`` on."""
+
+    slot: int
+    start: int
+    length: int
+    samples: bool
+    """It is the prompt's last chunk, so its last position samples a token."""
 
 
-class Draft:
-    """Decode rows as columns, then prefill chunks one by one."""
+class PageTableCells(NamedTuple):
+    """Cells of the page table to set: row ``slots[i]``, column ``columns[i]`` becomes ``pages[i]``."""
 
-    def __init__(self, decode_slots: Rows, decode_starts: Int32) -> None:
+    slots: SlotIndices
+    columns: Int32
+    pages: Int32
+
+
+class StepBuilder:
+    """Takes the decode rows as columns, then prefill chunks one by one."""
+
+    def __init__(self, decode_slots: SlotIndices, decode_starts: Int32) -> None:
         self._decode_slots = decode_slots
         self._decode_starts = decode_starts
-        self._chunks: list[tuple[int, int, int, bool]] = []
-        self._cells: list[Cells] = []
+        self._chunks: list[PrefillChunk] = []
+        self._cells: list[PageTableCells] = []
         self._opened: list[SlotOpened] = []
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return len(self._decode_slots) + len(self._chunks)
 
-    def open(self, opened: SlotOpened) -> None:
-        """A request enters a slot with this step."""
+    def add_opened(self, opened: SlotOpened) -> None:
+        """Add a request that takes its slot with this step."""
         self._opened.append(opened)
 
-    def chunk(self, slot: int, *, start: int, length: int, samples: bool) -> None:
-        """Compute ``length`` tokens of a prompt."""
-        self._chunks.append((slot, start, length, samples))
+    def add_chunk(self, chunk: PrefillChunk) -> None:
+        """Add a prefill row."""
+        self._chunks.append(chunk)
 
-    def cells(self, slots: Rows, columns: Int32, pages: Int32) -> None:
-        """Set cells of the page table, one for each index."""
-        self._cells.append((slots, columns, pages))
+    def set_cells(self, slots: SlotIndices, columns: Int32, pages: Int32) -> None:
+        """Set one cell of the page table for each index."""
+        self._cells.append(PageTableCells(slots, columns, pages))
 
-    def span(self, slot: int, first: int, pages: Int32) -> None:
-        """Set cells of one row, from column ``first`` on."""
-        columns = np.arange(first, first + len(pages), dtype=np.int32)
-        self._cells.append((np.full(len(pages), slot, np.int64), columns, pages))
+    def set_cells_from(self, slot: int, first_column: int, pages: Int32) -> None:
+        """Set the cells of one row of the page table from ``first_column`` on."""
+        columns = np.arange(first_column, first_column + len(pages), dtype=np.int32)
+        self.set_cells(np.full(len(pages), slot, np.int64), columns, pages)
 
     def build(self, number: int) -> StepPlan:
-        """The plan; the draft is used up."""
+        """Return the plan. The builder must not be used afterwards."""
         decode = len(self._decode_slots)
-        slots, starts, lengths = np.empty((3, self.rows), np.int32)
-        samples = np.ones(self.rows, np.bool_)
+        slots, starts, lengths = np.empty((3, self.num_rows), np.int32)
+        samples = np.ones(self.num_rows, np.bool_)
         slots[:decode], starts[:decode], lengths[:decode] = self._decode_slots, self._decode_starts, 1
         for row, chunk in enumerate(self._chunks, start=decode):
             slots[row], starts[row], lengths[row], samples[row] = chunk
-        page_slots, page_columns, page_ids = (self._column(index) for index in range(3))
+        page_slots, page_columns, page_ids = (self._join_cells(index) for index in range(3))
         return StepPlan(
             number=number,
             slots=slots,
@@ -62,7 +80,8 @@ class Draft:
             page_ids=page_ids,
         )
 
-    def _column(self, index: int) -> Int32:
+    def _join_cells(self, index: int) -> Int32:
+        """Return one field of all ``PageTableCells`` as one int32 column."""
         if not self._cells:
             return np.empty(0, np.int32)
         if len(self._cells) == 1:

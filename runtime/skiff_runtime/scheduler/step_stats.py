@@ -1,4 +1,4 @@
-"""The scheduler's numbers for metrics: gauges read when asked, counters of one step."""
+"""Scheduler statistics for metrics: gauges at a moment, and what one step adds to the counters."""
 
 from time import perf_counter
 from typing import Any
@@ -8,58 +8,64 @@ from skiff_runtime.messages import StepStats
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
 from skiff_runtime.scheduler.slots import Slots
-from skiff_runtime.scheduler.step_planner import Planned
+from skiff_runtime.scheduler.step_planner import PlannedStep
 
 
-class Gauges:
-    """Reads clocks, which nothing that decides may do."""
+class StepStatsRecorder:
+    """Makes ``StepStats``. It reads clocks, so no scheduling decision may depend on it."""
 
     def __init__(
-        self, *, memory: PagePool, queue: RequestQueue, slots: Slots, results: ResultProcessor
+        self, *, pool: PagePool, queue: RequestQueue, slots: Slots, results: ResultProcessor
     ) -> None:
-        self._memory = memory
+        self._pool = pool
         self._queue = queue
         self._slots = slots
         self._results = results
-        self._evicted = 0
-        self._corrupted = 0
+        self._reported_evictions = 0
+        self._reported_corruptions = 0
         self._busy_since = 0.0
 
-    def now(self) -> StepStats:
-        """Where things stand, when no step has just ended."""
-        return StepStats(**self._levels())
+    def record_idle(self) -> StepStats:
+        """Return the statistics of a moment at which no step has just ended."""
+        return StepStats(**self._read_gauges())
 
-    def after(self, planned: Planned, *, launched_at: float) -> StepStats:
-        """Where things stand after a step, which ran since its launch or since the end of the one before."""
+    def record_step(self, planned: PlannedStep, *, launched_at: float) -> StepStats:
+        """Return the statistics after a step, which ran from its launch or the end of the step before it."""
         ended_at = perf_counter()
         began_at = max(launched_at, self._busy_since)
         self._busy_since = ended_at
-        step, opened = planned.step, planned.opened
+        step, started = planned.step, planned.started
         return StepStats(
-            **self._levels(),
+            **self._read_gauges(),
             step_seconds=ended_at - began_at,
             prefill_rows=len(step.slots) - step.decode_rows,
-            prefill_tokens=step.tokens - step.decode_rows,
+            prefill_tokens=step.num_tokens - step.decode_rows,
             decode_tokens=step.decode_rows,
             preempted=planned.preempted,
-            lookup_tokens=sum(each.prompt_tokens for each in opened if each.sampling.prompt_logprobs is None),
-            hit_tokens=sum(request.cached_tokens for request in opened),
-            queue_seconds=[launched_at - request.arrived_at for request in opened],
+            # A prompt whose log-probabilities are requested is computed whole: it is not looked up.
+            lookup_tokens=sum(
+                each.prompt_tokens for each in started if each.sampling.prompt_logprobs is None
+            ),
+            hit_tokens=sum(request.cached_tokens for request in started),
+            queue_seconds=[launched_at - request.arrived_at for request in started],
         )
 
-    def _levels(self) -> dict[str, Any]:
-        """Return all but what a step itself adds; evicted pages and corrupted requests are reported once."""
-        memory, queue, results = self._memory, self._queue, self._results
-        evicted, self._evicted = memory.evicted_pages - self._evicted, memory.evicted_pages
-        corrupted, self._corrupted = results.corrupted - self._corrupted, results.corrupted
+    def _read_gauges(self) -> dict[str, Any]:
+        """Return the gauges, and the evicted pages and corrupted requests since the last call."""
+        pool, queue, results = self._pool, self._queue, self._results
+        evicted, self._reported_evictions = pool.evicted_pages - self._reported_evictions, pool.evicted_pages
+        corrupted, self._reported_corruptions = (
+            results.corrupted - self._reported_corruptions,
+            results.corrupted,
+        )
         return {
             "queued": len(queue),
             "queued_tokens": queue.tokens,
-            "running": self._slots.running,
-            "pages_total": memory.total_pages,
-            "pages_free": memory.free_pages,
-            "pages_cached": memory.cache.evictable_pages,
-            "page_size": memory.cache.page_size,
+            "running": self._slots.num_running,
+            "pages_total": pool.total_pages,
+            "pages_free": pool.free_pages,
+            "pages_cached": pool.cache.evictable_pages,
+            "page_size": pool.cache.page_size,
             "evicted_pages": evicted,
             "corrupted": corrupted,
         }

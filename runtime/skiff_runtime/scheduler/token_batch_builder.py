@@ -1,4 +1,4 @@
-"""What clients are to be told, gathered into one columnar ``TokenBatch``."""
+"""The builder of a ``TokenBatch``: results for clients, gathered into columns."""
 
 from collections.abc import Sequence
 
@@ -18,33 +18,33 @@ from skiff_runtime.messages import (
     TokenLogprobs,
     Wire,
 )
-from skiff_runtime.scheduler import logprobs_messages as logprobs
+from skiff_runtime.scheduler.logprobs_messages import build_first_prompt_logprobs
 from skiff_runtime.scheduler.request import Request
 
 
-class Replies:
-    """Rows in the order in which they came about; at most one a request in each batch."""
+class TokenBatchBuilder:
+    """Gathers rows in the order of their calls; a request has at most one row in each batch."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._opened: list[StreamOpened] = []
         self._failed: list[RequestFailed] = []
         self._uids: list[bytes] = []
         self._tokens: list[bytes] = []
-        self._finishes: list[bytes] = []
+        self._finish_reasons: list[bytes] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._prompts: list[PromptLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._flushed: list[Flushed] = []
-        self._count = 0
+        self._num_rows = 0
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self._opened or self._failed or self._uids or self._flushed)
 
-    def open(self, request: Request) -> None:
-        """A request that was admitted to run."""
+    def add_opened(self, request: Request) -> None:
+        """Add a request that runs for the first time."""
         self._opened.append(
             StreamOpened(
                 request.uid,
@@ -54,52 +54,52 @@ class Replies:
                 request.sampling.min_tokens,
             )
         )
-        first = logprobs.build_first_prompt_logprobs(request)
+        first = build_first_prompt_logprobs(request)
         if first is not None:
-            self._prompts.append(first)
+            self._prompt_logprobs.append(first)
 
-    def fail(self, failed: RequestFailed) -> None:
-        """A request that was refused, or that cannot go on."""
+    def add_failure(self, failed: RequestFailed) -> None:
+        """Add a request that was refused, or that cannot continue."""
         self._failed.append(failed)
 
-    def flush(self, flushed: Flushed) -> None:
-        """The cache was flushed."""
+    def add_flush(self, flushed: Flushed) -> None:
+        """Add the result of a flush of the prefix cache."""
         self._flushed.append(flushed)
 
-    def prompt(self, told: PromptLogprobs) -> None:
-        """What the model thought of a part of a prompt."""
-        self._prompts.append(told)
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Add log-probabilities of a part of a prompt."""
+        self._prompt_logprobs.append(logprobs)
 
-    def rows(
+    def add_tokens(
         self,
         uids: NDArray[np.int64],
         tokens: NDArray[np.int32],
-        finishes: NDArray[np.uint8],
-        told: Sequence[TokenLogprobs] = (),
+        finish_reasons: NDArray[np.uint8],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        """New tokens, which of them end their request, and what is ``told`` of them by their index."""
-        self._logprobs.extend(replace(each, row=self._count + each.row) for each in told)
-        self._count += len(uids)
+        """Add one row for each index; the rows of ``logprobs`` count from the first row added here."""
+        self._logprobs.extend(replace(each, row=self._num_rows + each.row) for each in logprobs)
+        self._num_rows += len(uids)
         self._uids.append(uids.astype(Wire.UID, copy=False).tobytes())
         self._tokens.append(tokens.astype(Wire.TOKEN, copy=False).tobytes())
-        self._finishes.append(finishes.astype(Wire.FINISH, copy=False).tobytes())
+        self._finish_reasons.append(finish_reasons.astype(Wire.FINISH, copy=False).tobytes())
 
-    def end(self, uid: int, finish: FinishReason) -> None:
-        """A request that ends without a further token."""
-        self.rows(np.array([uid]), np.array([NO_TOKEN], np.int32), np.array([finish], np.uint8))
+    def add_end(self, uid: int, reason: FinishReason) -> None:
+        """Add a request that ends without a further token."""
+        self.add_tokens(np.array([uid]), np.array([NO_TOKEN], np.int32), np.array([reason], np.uint8))
 
     def take(self, stats: StepStats) -> TokenBatch:
-        """All of it as one message; begin anew."""
+        """Return everything gathered as one message, and start a new one."""
         batch = TokenBatch(
             opened=self._opened,
             uids=b"".join(self._uids),
             tokens=b"".join(self._tokens),
-            finishes=b"".join(self._finishes),
+            finishes=b"".join(self._finish_reasons),
             failed=self._failed,
             stats=stats,
             logprobs=self._logprobs,
-            prompt_logprobs=self._prompts,
+            prompt_logprobs=self._prompt_logprobs,
             flushed=self._flushed,
         )
-        self._begin()
+        self._reset()
         return batch

@@ -1,1 +1,1 @@
-"""Tokenizer and detokenizer workers: text to token ids, and token ids to text increments."""
+"""The tokenizer and detokenizer processes: text to token ids, and token ids to text increments."""

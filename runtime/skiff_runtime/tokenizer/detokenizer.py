@@ -1,6 +1,6 @@
-"""The detokenizer process: token batches of rank 0 in, text batches for the API out.
+"""The detokenizer process: receives token batches of rank 0 and sends text batches to the API.
 
-With ``--tokenizer-worker-num 0`` it tokenizes too; token batches then come first, for streams wait for them.
+With ``--tokenizer-worker-num 0`` it tokenizes, too. Token batches then come first, because streams wait for them.
 """
 
 from typing import Any, Final
@@ -26,8 +26,8 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.processes.launch import Launch
-from skiff_runtime.tokenizer.grammar_queue import Grammars
-from skiff_runtime.tokenizer.incremental_detokenizer import Reply
+from skiff_runtime.tokenizer.grammar_queue import GrammarQueue
+from skiff_runtime.tokenizer.incremental_detokenizer import IncrementalDetokenizer
 from skiff_runtime.tokenizer.logprobs_processor import LogprobsProcessor
 from skiff_runtime.tokenizer.tokenizer_worker import (
     WAIT_SECONDS,
@@ -36,7 +36,7 @@ from skiff_runtime.tokenizer.tokenizer_worker import (
     load_prompt_builder,
 )
 from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
-from skiff_runtime.vocabulary.decode_stream import Decoder, WindowDecoder
+from skiff_runtime.vocabulary.decode_stream import TokenDecoder, WindowDecoder
 from skiff_runtime.vocabulary.encoder import load_tokenizer
 from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
@@ -44,87 +44,106 @@ MAX_BATCHES_PER_TURN: Final = 64
 
 
 class Detokenizer:
-    """The text of every running request. A request's state lives from its opening to its terminal row."""
+    """Detokenizes all running requests. The state of a request lives from its opening to its terminal row."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._logprobs = LogprobsProcessor(decoder)
-        self._replies: dict[int, Reply] = {}
+        self._requests: dict[int, IncrementalDetokenizer] = {}
 
     def __len__(self) -> int:
-        return len(self._replies)
+        return len(self._requests)
 
     def detokenize(self, batch: TokenBatch) -> tuple[TextBatch, list[int]]:
-        """The batch's text, and the uids that a stop string ended, whose generation must be ended too."""
+        """Return the batch as text, and the uids of requests that a stop string ended while they still generate."""
         for opened in batch.opened:
             self._open(opened)
-        prompts = [self._logprobs.prompt(each) for each in batch.prompt_logprobs if each.uid in self._replies]
-        rows = _Rows(batch)
+        prompt_logprobs = [
+            self._logprobs.convert_prompt(each)
+            for each in batch.prompt_logprobs
+            if each.uid in self._requests
+        ]
+        rows = _TextRows(batch)
         for row, (uid, token) in enumerate(zip(rows.uids.tolist(), rows.tokens.tolist(), strict=True)):
             finish = rows.finishes[row]
-            reply = self._replies.pop(uid, None) if finish else self._replies.get(uid)
-            if reply is None:
-                rows.unopened(row)
-            elif reply.stopped:
-                rows.dropped.append(row)
+            request = self._requests.pop(uid, None) if finish else self._requests.get(uid)
+            if request is None:
+                rows.add_unopened(row)
+            elif request.stopped:
+                # The scheduler planned this row before it learned of the stop string.
+                rows.drop(row)
             else:
-                rows.texts.append(reply.end(token, FinishReason(finish)) if finish else reply.push(token))
-                if reply.stopped:
-                    rows.finishes[row] = FinishReason.STOP
-                    if not finish:
-                        rows.stopped.append(uid)
-                if rows.finishes[row]:
-                    rows.usages.append(reply.usage())
+                rows.add(row, token, finish, request)
         for failed in batch.failed:
-            self._replies.pop(failed.uid, None)
-        logprobs = self._logprobs.rows(batch.logprobs, rows.tokens, rows.dropped) if batch.logprobs else []
-        return rows.text_batch(batch, logprobs, prompts), rows.stopped
+            self._requests.pop(failed.uid, None)
+        logprobs = (
+            self._logprobs.convert_rows(batch.logprobs, rows.tokens, rows.dropped) if batch.logprobs else []
+        )
+        return rows.to_text_batch(batch, logprobs, prompt_logprobs), rows.stopped_uids
 
     def _open(self, opened: StreamOpened) -> None:
-        if opened.uid not in self._replies:
+        # A preempted request is opened again when it resumes; its text so far stays.
+        if opened.uid not in self._requests:
             stream = self._decoder.stream(skip_special_tokens=opened.text.skip_special_tokens)
-            self._replies[opened.uid] = Reply(opened, stream)
+            self._requests[opened.uid] = IncrementalDetokenizer(opened, stream)
 
 
-class _Rows:
-    """The rows of one batch while they are turned into text."""
+class _TextRows:
+    """The rows of one token batch while they become those of a text batch.
+
+    ``dropped`` are the indices (ascending) of rows that the text batch omits.
+    """
 
     def __init__(self, batch: TokenBatch) -> None:
         self.uids: NDArray[np.int64] = np.frombuffer(batch.uids, dtype=Wire.UID)
         self.tokens: NDArray[np.int32] = np.frombuffer(batch.tokens, dtype=Wire.TOKEN)
         self.finishes = bytearray(batch.finishes)
-        self.texts: list[str] = []
-        self.usages: list[Usage] = []
         self.dropped: list[int] = []
-        self.stopped: list[int] = []
+        self.stopped_uids: list[int] = []
+        self._texts: list[str] = []
+        self._usages: list[Usage] = []
 
-    def unopened(self, row: int) -> None:
-        """A row without state: the end of a request that never ran is told, anything else is nobody's."""
+    def add(self, row: int, token: int, finish: int, request: IncrementalDetokenizer) -> None:
+        """Detokenize one row. A stop string turns its finish reason into ``STOP``."""
+        self._texts.append(request.finish(token, FinishReason(finish)) if finish else request.push(token))
+        if request.stopped:
+            self.finishes[row] = FinishReason.STOP
+            if not finish:
+                self.stopped_uids.append(int(self.uids[row]))
+        if finish or request.stopped:
+            self._usages.append(request.usage())
+
+    def add_unopened(self, row: int) -> None:
+        """Add the terminal row of a request that never ran; drop any other row without a request."""
         if self.finishes[row]:
-            self.texts.append("")
-            self.usages.append(Usage(0, 0, 0))
+            self._texts.append("")
+            self._usages.append(Usage(0, 0, 0))
         else:
-            self.dropped.append(row)
+            self.drop(row)
 
-    def text_batch(
-        self, batch: TokenBatch, logprobs: list[TextLogprobs], prompts: list[PromptTextLogprobs]
+    def drop(self, row: int) -> None:
+        """Omit a row from the text batch."""
+        self.dropped.append(row)
+
+    def to_text_batch(
+        self, batch: TokenBatch, logprobs: list[TextLogprobs], prompt_logprobs: list[PromptTextLogprobs]
     ) -> TextBatch:
-        """What the API is told of ``batch``."""
+        """Build the message to the API."""
         return TextBatch(
-            uids=self._kept(self.uids),
-            texts=self.texts,
-            tokens=self._kept(self.tokens),
-            finishes=self._kept(np.frombuffer(self.finishes, dtype=Wire.FINISH)),
-            usages=self.usages,
+            uids=self._encode_kept(self.uids),
+            texts=self._texts,
+            tokens=self._encode_kept(self.tokens),
+            finishes=self._encode_kept(np.frombuffer(self.finishes, dtype=Wire.FINISH)),
+            usages=self._usages,
             failed=batch.failed,
             stats=batch.stats,
             logprobs=logprobs,
-            prompt_logprobs=prompts,
+            prompt_logprobs=prompt_logprobs,
             flushed=batch.flushed,
             opened=batch.opened,
         )
 
-    def _kept(self, column: NDArray[Any]) -> bytes:
+    def _encode_kept(self, column: NDArray[Any]) -> bytes:
         return (np.delete(column, self.dropped) if self.dropped else column).tobytes()
 
 
@@ -137,30 +156,29 @@ class DetokenizerWorker:
         self._api = api
 
     def serve(self, batch: TokenBatch) -> None:
-        """Send one batch on; the scheduler is told first of the requests that need no more tokens."""
+        """Detokenize one batch and send it to the API. Abort the requests that a stop string ended."""
         texts, stopped = self._detokenizer.detokenize(batch)
+        # First the aborts: each step that the scheduler plans before them computes a token in vain.
         for uid in stopped:
             self._scheduler.send(AbortRequest(uid=uid, finish=FinishReason.STOP))
         self._api.send(texts)
 
 
-def load_decoder(launch: Launch) -> Decoder:
-    """Read the model's vocabulary. Raises ``ModelError``.
-
-    Random weights choose any id: one that has no text gets some, so that what streams is what a real model streams.
-    """
+def load_decoder(launch: Launch) -> TokenDecoder:
+    """Load the decoder of the model's vocabulary. Raises ``ModelError``."""
     path = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path).tokenizer
     decoder = read_byte_level_decoder(path)
     if decoder is None:
         return WindowDecoder(load_tokenizer(path))
     if launch.config.load_format == "dummy":
-        decoder.fill(launch.model.vocab_size)
+        # Random weights sample any id. Ids without a text get one, so that as much is streamed as by a real model.
+        decoder.pad_to(launch.model.vocab_size)
     return decoder
 
 
 def run(child: Child) -> None:
     """Main function of the detokenizer process."""
-    child.phase("config")
+    child.report_phase("config")
     endpoints = child.endpoints
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)
     scheduler, api = Sender(endpoints.rank(0)), Sender(endpoints.api)
@@ -168,36 +186,37 @@ def run(child: Child) -> None:
     if child.launch.config.tokenizer_worker_num:
         _run_alone(child, batches, worker)
         return
-    _run_both(child, batches, worker, scheduler=scheduler, api=api)
+    _run_with_tokenizer(child, batches, worker, scheduler=scheduler, api=api)
 
 
 def _run_alone(child: Child, batches: Receiver[TokenBatch], worker: DetokenizerWorker) -> None:
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         batch = batches.receive(WAIT_SECONDS)
         if batch is not None:
             worker.serve(batch)
         child.beat()
 
 
-def _run_both(
+def _run_with_tokenizer(
     child: Child, batches: Receiver[TokenBatch], worker: DetokenizerWorker, *, scheduler: Sender, api: Sender
 ) -> None:
     prompts: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(0), ToTokenizer)
     poller = zmq.Poller()
     poller.register(batches.socket, zmq.POLLIN)
     poller.register(prompts.socket, zmq.POLLIN)
-    grammars = Grammars(GrammarCompileQueue(child.launch, poller))
+    grammars = GrammarQueue(GrammarCompileQueue(child.launch, poller))
     tokenizer = TokenizerWorker(load_prompt_builder(child.launch), grammars, scheduler=scheduler, api=api)
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for batch in batches.drain(MAX_BATCHES_PER_TURN):
             worker.serve(batch)
+        # One prompt at a time, because streams of running requests wait meanwhile.
         for message in prompts.drain(1):
             tokenizer.serve(message)
-        tokenizer.turn()
+        tokenizer.forward_decided()
         child.beat()
     grammars.close()

@@ -1,4 +1,4 @@
-"""Log-probabilities with the bytes of their tokens, as the API shows them."""
+"""Logprobs processor: adds the bytes of each token to the scheduler's log-probabilities."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,53 +12,60 @@ from skiff_runtime.messages import (
     TokenText,
     Wire,
 )
-from skiff_runtime.vocabulary.decode_stream import Decoder
+from skiff_runtime.vocabulary.decode_stream import TokenDecoder
 
-NO_ROW = -1
-"""The row of a token that stands in a prompt."""
+PROMPT_ROW = -1
+"""Row of a token of the prompt, which has no row in the batch."""
 
 
 class LogprobsProcessor:
-    """Adds texts to what the scheduler tells of log-probabilities."""
+    """Converts log-probabilities of token ids into those of token texts."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
 
-    def rows(
-        self, told: list[TokenLogprobs], tokens: NDArray[np.int32], dropped: list[int]
+    def convert_rows(
+        self, logprobs: list[TokenLogprobs], tokens: NDArray[np.int32], dropped: list[int]
     ) -> list[TextLogprobs]:
-        """What rows of a batch tell, numbered as they are once the ``dropped`` rows (ascending) are gone."""
+        """Convert the rows of a batch. Omit the ``dropped`` rows (ascending) and renumber the others accordingly."""
         gone = set(dropped)
-        shifts = np.searchsorted(np.array(dropped, np.int64), [each.row for each in told]).tolist()
+        shifts = np.searchsorted(np.array(dropped, np.int64), [each.row for each in logprobs]).tolist()
         return [
             TextLogprobs(
                 row=each.row - shift,
                 chosen=self._text(int(tokens[each.row]), each.logprob),
                 top=self._texts(each.top_ids, each.top_logprobs),
             )
-            for each, shift in zip(told, shifts, strict=True)
+            for each, shift in zip(logprobs, shifts, strict=True)
             if each.row not in gone
         ]
 
-    def prompt(self, told: PromptLogprobs) -> PromptTextLogprobs:
-        """What a run of a prompt's tokens tells."""
-        chosen = self._texts(told.token_ids, told.logprobs)
-        top = self._texts(told.top_ids, told.top_logprobs)
+    def convert_prompt(self, logprobs: PromptLogprobs) -> PromptTextLogprobs:
+        """Convert a run of prompt tokens."""
+        chosen = self._texts(logprobs.token_ids, logprobs.logprobs)
+        top = self._texts(logprobs.top_ids, logprobs.top_logprobs)
         tokens = [
             TextLogprobs(
-                row=NO_ROW,
+                row=PROMPT_ROW,
                 chosen=each,
-                top=[one for one in top[index * told.top : (index + 1) * told.top] if one.token != NO_TOKEN],
+                top=[
+                    one
+                    for one in top[index * logprobs.top : (index + 1) * logprobs.top]
+                    if one.token != NO_TOKEN
+                ],
             )
             for index, each in enumerate(chosen)
         ]
-        return PromptTextLogprobs(uid=told.uid, start=told.start, tokens=tokens)
+        return PromptTextLogprobs(uid=logprobs.uid, start=logprobs.start, tokens=tokens)
 
-    def _texts(self, ids: bytes, logprobs: bytes) -> list[TokenText]:
+    def _texts(self, ids: bytes, values: bytes) -> list[TokenText]:
         tokens = np.frombuffer(ids, Wire.TOKEN).tolist()
-        values = np.frombuffer(logprobs, Wire.LOGPROB).tolist()
-        data = self._decoder.token_bytes
-        return [TokenText(token, data(token), value) for token, value in zip(tokens, values, strict=True)]
+        logprobs = np.frombuffer(values, Wire.LOGPROB).tolist()
+        token_bytes = self._decoder.token_bytes
+        return [
+            TokenText(token, token_bytes(token), logprob)
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
 
     def _text(self, token: int, logprob: float) -> TokenText:
         return TokenText(token=token, data=self._decoder.token_bytes(token), logprob=logprob)

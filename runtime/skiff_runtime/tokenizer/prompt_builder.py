@@ -1,4 +1,4 @@
-"""From a request of the API to a request of the scheduler: render, encode, check the length."""
+"""Prompt builder: turns a request of the API into a request of the scheduler (render, encode, check the length)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ from skiff_runtime.messages import (
     Encoded,
     EncodeRequest,
     GenerateRequest,
-    SamplingSpec,
     TokenizeRequest,
     Wire,
 )
@@ -20,45 +19,46 @@ from skiff_runtime.vocabulary.encoder import Encoder, Int32
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Everything that turning a prompt into tokens needs. ``max_model_len`` counts prompt and output."""
+    """Chat template, encoder and context length of one model. ``max_model_len`` counts prompt and output."""
 
     template: ChatTemplate
     encoder: Encoder
     max_model_len: int
 
     def build(self, request: TokenizeRequest) -> GenerateRequest:
-        """The first copy that ``request`` asks for. Raises ``RequestError`` where it cannot be served."""
-        ids = self._token_ids(request.prompt)
+        """Build the first of the copies that ``request`` wants. Raises ``RequestError`` if it cannot be served."""
+        ids = self._encode_prompt(request.prompt)
+        self._check_length(ids.size, request.sampling.max_tokens)
         return GenerateRequest(
             uid=request.uid,
-            token_ids=_column(ids),
-            sampling=self._fitting(ids.size, request.sampling),
+            token_ids=_to_bytes(ids),
+            sampling=request.sampling,
             text=request.text,
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:
-        """A prompt's token ids. Special tokens are added to a plain text only: a template writes its own."""
+        """Encode a prompt. Special tokens are added to plain text only, because a chat template writes its own."""
         if isinstance(request.prompt, ChatPrompt):
-            ids = self._token_ids(request.prompt)
+            ids = self._encode_prompt(request.prompt)
         else:
             ids = self.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return Encoded(uid=request.uid, token_ids=_column(ids), texts=self.encoder.pieces(ids))
+        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=self.encoder.decode_each(ids))
 
     def decode(self, request: DecodeRequest) -> Decoded:
-        """The text of token ids, special tokens included."""
+        """Decode token ids to text, special tokens included."""
         return Decoded(uid=request.uid, text=self.encoder.decode(request.token_ids))
 
-    def _token_ids(self, prompt: str | list[int] | ChatPrompt) -> Int32:
+    def _encode_prompt(self, prompt: str | list[int] | ChatPrompt) -> Int32:
         if isinstance(prompt, str):
             return self.encoder.encode(prompt, add_special_tokens=True)
         if isinstance(prompt, list):
-            return self.encoder.check(prompt)
+            return self.encoder.check_token_ids(prompt)
         return self.encoder.encode(self.template.render(prompt), add_special_tokens=False)
 
-    def _fitting(self, prompt_tokens: int, sampling: SamplingSpec) -> SamplingSpec:
-        """``sampling``, whose ``max_tokens`` the context has room for; 0 stays, for the scheduler to fill in."""
+    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Check that prompt and output fit into the context. ``max_tokens`` 0 is for the scheduler to choose."""
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty; send at least one token")
         room = self.max_model_len - prompt_tokens
@@ -67,14 +67,13 @@ class PromptBuilder:
                 f"the prompt has {prompt_tokens} tokens, but the model's context holds {self.max_model_len} tokens "
                 "of prompt and output together; shorten the prompt"
             )
-        if sampling.max_tokens > room:
+        if max_tokens > room:
             raise ContextTooLong(
-                f"{prompt_tokens} tokens of prompt and {sampling.max_tokens} of output exceed the model's context "
-                f"of {self.max_model_len} tokens; shorten the prompt, or ask for at most {room} tokens",
+                f"{prompt_tokens} tokens of prompt and {max_tokens} of output exceed the model's context "
+                f"of {self.max_model_len} tokens; shorten the prompt, or request at most {room} tokens",
                 param="max_tokens",
             )
-        return sampling
 
 
-def _column(ids: Int32) -> bytes:
+def _to_bytes(ids: Int32) -> bytes:
     return ids.astype(Wire.TOKEN, copy=False).tobytes()

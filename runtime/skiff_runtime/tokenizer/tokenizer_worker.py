@@ -1,4 +1,4 @@
-"""The tokenizer process: requests of the API in, requests of the scheduler out, in order."""
+"""The tokenizer process: receives requests of the API and sends requests to the scheduler, in order."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.processes.launch import Launch
-from skiff_runtime.tokenizer.grammar_queue import Grammars
+from skiff_runtime.tokenizer.grammar_queue import GrammarQueue
 from skiff_runtime.tokenizer.prompt_builder import PromptBuilder
 from skiff_runtime.vocabulary.chat_template import ChatTemplate
 from skiff_runtime.vocabulary.encoder import Encoder, load_tokenizer
@@ -32,8 +32,8 @@ from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 WAIT_SECONDS: Final = 0.5
 NICENESS: Final = 5
-"""Where cores are few, streams that run come before prompts that wait: a huge one may take seconds to encode."""
-_HALF: Final = 1 << 63
+"""On few cores, running streams come before waiting prompts: encoding a huge prompt may take seconds."""
+_INT64_HALF: Final = 1 << 63
 
 TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortRequest | FlushCache
 
@@ -41,20 +41,22 @@ TokenizerMessage = TokenizeRequest | EncodeRequest | DecodeRequest | AbortReques
 class TokenizerWorker:
     """Serves one tokenizer endpoint."""
 
-    def __init__(self, builder: PromptBuilder, grammars: Grammars, *, scheduler: Sender, api: Sender) -> None:
+    def __init__(
+        self, builder: PromptBuilder, grammars: GrammarQueue, *, scheduler: Sender, api: Sender
+    ) -> None:
         self._builder = builder
         self._grammars = grammars
         self._scheduler = scheduler
         self._api = api
 
-    def turn(self) -> None:
-        """Let requests go on whose grammar has been compiled, or refused."""
-        for decided in self._grammars.collect():
+    def forward_decided(self) -> None:
+        """Send requests whose grammar was compiled to the scheduler, and the refusals of others to the API."""
+        for decided in self._grammars.pop_decided():
             receiver = self._scheduler if isinstance(decided, GenerateRequest) else self._api
             receiver.send(decided)
 
     def serve(self, message: TokenizerMessage) -> None:
-        """Pass one message on; a request that cannot be served is answered, and harms nobody else."""
+        """Serve one message. A request that cannot be served is answered with ``RequestFailed``."""
         if isinstance(message, AbortRequest) and (ended := self._grammars.abort(message)) is not None:
             self._api.send(ended)
             return
@@ -64,7 +66,7 @@ class TokenizerWorker:
         try:
             self._answer(message)
         except RequestError as error:
-            for uid in _uids(message):
+            for uid in _uids_of(message):
                 self._api.send(RequestFailed.of(uid, error))
 
     def _answer(self, message: TokenizeRequest | EncodeRequest | DecodeRequest) -> None:
@@ -76,35 +78,35 @@ class TokenizerWorker:
             self._generate(message)
 
     def _generate(self, message: TokenizeRequest) -> None:
-        requests = copies(self._builder.build(message), message.copies)
+        requests = expand_copies(self._builder.build(message), message.copies)
         if message.grammar is not None:
             requests = iter(self._grammars.attach(requests, message.grammar))
         for request in requests:
             self._scheduler.send(request)
 
 
-def copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
-    """``count`` requests like ``request``, whose uids and seeds count upwards (seeds within 64 bits)."""
+def expand_copies(request: GenerateRequest, count: int) -> Iterator[GenerateRequest]:
+    """Yield ``count`` requests like ``request``, with consecutive uids and seeds (which wrap around at 64 bits)."""
     yield request
     for index in range(1, count):
-        seed = (request.sampling.seed + index + _HALF) % (2 * _HALF) - _HALF
+        seed = (request.sampling.seed + index + _INT64_HALF) % (2 * _INT64_HALF) - _INT64_HALF
         sampling = replace(request.sampling, seed=seed)
         yield replace(request, uid=request.uid + index, sampling=sampling)
 
 
-def _uids(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
+def _uids_of(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
     count = message.copies if isinstance(message, TokenizeRequest) else 1
     return range(message.uid, message.uid + count)
 
 
 def load_prompt_builder(launch: Launch) -> PromptBuilder:
-    """Read the model's tokenizer and chat template. Raises ``ModelError``."""
+    """Load the model's tokenizer and chat template. Raises ``ModelError``."""
     files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
     template = ChatTemplate(files.template, files.special_tokens)
-    if not template.usable:
+    if not template.is_usable:
         log.warning("chat_disabled", reason=template.fault)
     max_model_len = launch.config.max_model_len
-    assert max_model_len is not None, "the configuration is resolved before processes start"
+    assert max_model_len is not None, "max_model_len is resolved before any process starts"
     tokenizer = load_tokenizer(files.tokenizer)
     fast = launch.config.tokenizer_backend == "fastokens"
     encoder = Encoder(
@@ -117,25 +119,25 @@ def load_prompt_builder(launch: Launch) -> PromptBuilder:
 
 
 def run(child: Child) -> None:
-    """Main function of a tokenizer process."""
+    """Run a tokenizer process."""
     os.nice(NICENESS)
-    child.phase("config")
+    child.report_phase("config")
     inbox: Receiver[TokenizerMessage] = Receiver(child.endpoints.tokenizer(child.index), ToTokenizer)
     poller = zmq.Poller()
     poller.register(inbox.socket, zmq.POLLIN)
-    grammars = Grammars(GrammarCompileQueue(child.launch, poller))
+    grammars = GrammarQueue(GrammarCompileQueue(child.launch, poller))
     worker = TokenizerWorker(
         load_prompt_builder(child.launch),
         grammars,
         scheduler=Sender(child.endpoints.rank(0)),
         api=Sender(child.endpoints.api),
     )
-    child.phase("ready")
-    child.ready()
-    while not child.stopping:
+    child.report_phase("ready")
+    child.report_ready()
+    while not child.should_stop:
         poller.poll(int(grammars.seconds_left(WAIT_SECONDS) * 1000) + 1)
         for message in inbox.drain(1):
             worker.serve(message)
-        worker.turn()
+        worker.forward_decided()
         child.beat()
     grammars.close()

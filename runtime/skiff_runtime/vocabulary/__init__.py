@@ -1,1 +1,4 @@
-"""The model's tokenizer files: encoder, streaming decoder, byte-level table, chat template."""
+"""The model's tokenizer as a library: files, chat template, encoder, incremental decoder and the bytes of each token.
+
+Processes of several kinds share it. The processes that tokenize and detokenize are in ``tokenizer/``.
+"""

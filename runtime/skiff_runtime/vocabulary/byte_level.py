@@ -1,7 +1,6 @@
-"""The table of a byte-level vocabulary, read straight from tokenizer.json.
+"""Byte-level vocabularies (GPT-2's scheme), read from tokenizer.json without building the tokenizer.
 
-Only the vocabulary is decoded: the merges, most of the file, are skipped, and the tokenizer itself is not built,
-which keeps the detokenizer process small.
+The merges, which are most of the file, are skipped. This keeps the detokenizer process small.
 """
 
 from pathlib import Path
@@ -34,7 +33,7 @@ class _TokenizerFile(Struct):
 
 
 def read_byte_level_decoder(path: Path) -> ByteLevelDecoder | None:
-    """The decoder of ``path`` (a tokenizer.json), or None if its vocabulary is not byte-level."""
+    """Read ``path``, a tokenizer.json. Return None if its vocabulary is not byte-level. Raises ``ModelError``."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     except msgspec.MsgspecError as error:
@@ -45,9 +44,9 @@ def read_byte_level_decoder(path: Path) -> ByteLevelDecoder | None:
     ids = [*vocab.values(), *(token.id for token in file.added_tokens)]
     pieces: list[Piece] = [""] * (max(ids, default=-1) + 1)
     for content, token in vocab.items():
-        pieces[token] = _piece(content)
+        pieces[token] = _decode_name(content)
     for added in file.added_tokens:
-        pieces[added.id] = _piece(added.content)
+        pieces[added.id] = _decode_name(added.content)
     return ByteLevelDecoder(pieces, tuple(token.id for token in file.added_tokens if token.special))
 
 
@@ -60,8 +59,11 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
     return decoder.get("type") == _BYTE_LEVEL
 
 
-def _piece(content: str) -> Piece:
-    """What a token of this name writes: its letters stand for bytes, unless one of them stands for none."""
+def _decode_name(content: str) -> Piece:
+    """Decode the name of a token, in which each letter represents a byte.
+
+    An added token may have letters that represent no byte; its name is its text.
+    """
     try:
         data = bytes([_BYTE_OF[character] for character in content])
     except KeyError:
@@ -72,12 +74,12 @@ def _piece(content: str) -> Piece:
         return data
 
 
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter for each byte: itself where it is printable, else the next one from U+0100 on."""
+def _map_letters_to_bytes() -> dict[str, int]:
+    """Return GPT-2's map from letters to bytes: a printable byte is its own letter, the others begin at U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     letters = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
     return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF: Final = _byte_letters()
+_BYTE_OF: Final = _map_letters_to_bytes()

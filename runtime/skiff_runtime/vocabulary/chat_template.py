@@ -1,8 +1,7 @@
-"""Chat templates: a conversation rendered to a prompt in jinja2's sandbox, bounded in size and time.
+"""Chat templates: a conversation is rendered to a prompt in jinja2's sandbox, bounded in size and time.
 
-A template belongs to the model and is not trusted: it runs in an immutable sandbox, writes at most
-``MAX_RENDERED_CHARACTERS`` and runs at most ``RENDER_TIMEOUT_SECONDS``. Whatever it does wrong ends the one
-request that asked for it.
+A template belongs to the model and is not trusted. It runs in an immutable sandbox, writes at most
+``MAX_RENDERED_CHARACTERS`` and runs at most ``RENDER_TIMEOUT_SECONDS``. An error in it ends one request only.
 """
 
 import json
@@ -29,8 +28,8 @@ MAX_RENDERED_CHARACTERS: Final = 32 << 20
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 _MAX_EXPONENT: Final = 64
 _MAX_MESSAGE_CHARACTERS: Final = 500
-_MARK: Final = "[the answer goes on here: 5b1f6c0e] "
-"""Written at the end of a message that is to be continued. Its blank at the end tells whether a template trims."""
+_MARK: Final = "[the answer continues here: 5b1f6c0e] "
+"""Added to the end of a message that the answer continues. A template that trims contents removes its final blank."""
 
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
@@ -43,11 +42,11 @@ _TEMPLATE_FAULTS: Final = (
     TypeError,
     ValueError,
 )
-"""All that a template's own expressions can raise."""
+"""Every exception that a template's own expressions can raise."""
 
 
 class ChatTemplate:
-    """One model's chat template. ``source`` None: the model has none, and each render says so."""
+    """The chat template of one model. ``source`` is None if the model has none; then ``render`` raises."""
 
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         self._special_tokens = special_tokens
@@ -65,21 +64,21 @@ class ChatTemplate:
             self.fault = f"the model's chat template is malformed: {_shorten(error)}"
 
     @property
-    def usable(self) -> bool:
-        """Whether there is a template that compiles; ``fault`` says why not."""
+    def is_usable(self) -> bool:
+        """True if the model has a template that compiles; otherwise ``fault`` has the reason."""
         return self._template is not None
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The prompt's text. Raises ``InvalidRequest`` with what the template said against it.
+        """Render the prompt. Raises ``InvalidRequest`` with the template's own message if the template rejects it.
 
-        A template that runs for too long is ended by a timer's signal, which only a main thread can take (as in
-        every tokenizer process); in another thread of an offline caller it may run on.
+        A template that runs for too long is interrupted by a timer signal. Python handles signals in the main thread
+        only: every tokenizer process renders there, but in another thread of an offline caller nothing interrupts it.
         """
         if self._template is None:
             raise InvalidRequest(self.fault, param="messages", code="chat_template_error")
         variables: dict[str, Any] = {
             **self._special_tokens,
-            "messages": _marked(prompt.messages) if prompt.continue_final_message else prompt.messages,
+            "messages": _add_mark(prompt.messages) if prompt.continue_final_message else prompt.messages,
             "tools": prompt.tools,
             "documents": None,
             "add_generation_prompt": prompt.add_generation_prompt,
@@ -87,42 +86,42 @@ class ChatTemplate:
         self._check_options(prompt.template_options, variables)
         try:
             with _deadline(RENDER_TIMEOUT_SECONDS):
-                text = _collect(self._template.generate({**prompt.template_options, **variables}))
+                text = _join_bounded(self._template.generate({**prompt.template_options, **variables}))
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequest(
                 f"the model's chat template refused these messages: {_shorten(error)}",
                 param="messages",
                 code="chat_template_error",
             ) from None
-        return _cut(text) if prompt.continue_final_message else text
+        return _cut_at_mark(text) if prompt.continue_final_message else text
 
     def _check_options(self, options: dict[str, Any], variables: dict[str, Any]) -> None:
         for name in options:
             if name in variables or name in self._special_tokens:
                 raise InvalidRequest(
-                    f"{name!r} is no option of the chat template: it is set by the request itself, or by the model",
+                    f"{name!r} is no option of the chat template; the request itself or the model sets it",
                     param="chat_template_kwargs",
                 )
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with a mark where the final one's content ends."""
+def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with a mark at the end of the final one's content."""
     *others, final = messages
     content = final.get("content")
     if not isinstance(content, str) or not content.strip():
         raise InvalidRequest(
-            "'continue_final_message' needs a final message with content, which the answer continues",
+            "'continue_final_message' needs a final message with content for the answer to continue",
             param="continue_final_message",
         )
     return [*others, {**final, "content": content + _MARK}]
 
 
-def _cut(text: str) -> str:
-    """``text`` up to the mark. A template that trims contents has taken the mark's last character, too."""
+def _cut_at_mark(text: str) -> str:
+    """Return ``text`` up to the mark. If the template trimmed the mark's final blank, trim the content as well."""
     end = text.rfind(_MARK.rstrip())
     if end < 0:
         raise InvalidRequest(
-            "the model's chat template does not write the final message as it is, so no answer can continue it",
+            "the model's chat template does not write the final message unchanged, so the answer cannot continue it",
             param="continue_final_message",
             code="chat_template_error",
         )
@@ -130,7 +129,7 @@ def _cut(text: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks training targets; here it means its body."""
+    """``{% generation %} ... {% endgeneration %}``, which marks training targets: renders its body."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
 
@@ -140,7 +139,7 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What templates of the Hugging Face hub expect, with bounded products and powers."""
+    """The functions and filters that templates of the Hugging Face hub expect, with bounded products and powers."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -159,7 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_length(left: Any, right: Any) -> int:
-    """Length of a sequence that is repeated; 0 for a product of numbers."""
+    """Return the length of a repeated sequence; 0 for a product of numbers."""
     if isinstance(left, str | list | tuple) and isinstance(right, int):
         return len(left) * right
     if isinstance(right, str | list | tuple) and isinstance(left, int):
@@ -174,6 +173,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    # As in transformers. Jinja2's own filter escapes the characters of HTML.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -187,7 +187,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _collect(pieces: Iterator[str]) -> str:
+def _join_bounded(pieces: Iterator[str]) -> str:
     parts = []
     length = 0
     for piece in pieces:
@@ -198,17 +198,17 @@ def _collect(pieces: Iterator[str]) -> str:
     return "".join(parts)
 
 
-def _expired(_signal: int, _frame: FrameType | None) -> NoReturn:
+def _raise_timeout(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise TimeoutError(f"it ran for more than {RENDER_TIMEOUT_SECONDS:g} s")
 
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block when it takes too long; only in the main thread."""
+    """Raise ``TimeoutError`` in the block after ``seconds``; in other threads than the main one, never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _expired)
+    previous = signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

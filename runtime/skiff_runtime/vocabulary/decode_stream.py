@@ -1,8 +1,10 @@
-"""Token ids to text increments, one stream a request.
+"""Incremental decoding: token ids to text increments, with one stream for each request.
 
-``ByteLevelStream`` serves byte-level vocabularies by one table look-up a token; ``WindowStream`` serves every other
-decoder by decoding a short window twice. Both cost the same for the millionth token as for the first, hold back
-bytes that are no whole character yet, and end with exactly the text that decoding all ids at once gives.
+There are two implementations. ``ByteLevelStream`` serves byte-level vocabularies by one table look-up for each token.
+``WindowStream`` serves every other decoder by decoding a short window of tokens twice, as the incremental detokenizers
+of vLLM and text-generation-inference do (``prefix_offset`` and ``read_offset``). Both cost the same for the millionth
+token as for the first, hold back bytes that are no whole character yet, and add up to exactly the text that decoding
+all ids at once yields.
 """
 
 import re
@@ -12,41 +14,41 @@ from typing import Final, Protocol
 from tokenizers import Tokenizer
 
 Piece = str | bytes
-"""What one token writes: text, or bytes that are no valid UTF-8 by themselves."""
+"""The text of one token, or its bytes if they are no valid UTF-8 by themselves."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
-"""Names of the tokens that stand for single bytes, in vocabularies with byte fallback."""
+"""Names of the tokens of single bytes, in vocabularies with byte fallback."""
 _MAX_HELD_TOKENS: Final = 8
-"""A character has four bytes at most, so a longer tail of replacement characters is not an unfinished one."""
+"""A character has at most four bytes, so a longer tail of replacement characters is malformed, not unfinished."""
 
 
 class DecodeStream(Protocol):
-    """One request's text."""
+    """Incremental decoder of one request."""
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes; "" while bytes are held back."""
+        """Return the text that ``token`` completes; "" while bytes are held back."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, at the end of the stream."""
+        """Return the text still held back, at the end of the stream."""
         ...
 
 
-class Decoder(Protocol):
-    """One model's vocabulary, as a source of streams."""
+class TokenDecoder(Protocol):
+    """Decoder of one vocabulary; creates the streams."""
 
     def stream(self, *, skip_special_tokens: bool) -> DecodeStream:
-        """A fresh stream; ``skip_special_tokens`` leaves out tokens such as <|end|>."""
+        """Create a stream; ``skip_special_tokens`` omits tokens such as <|end|> from the text."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token writes by itself, be it special or not; nothing for an id beyond the vocabulary."""
+        """Return the bytes of one token, special or not; b"" for an id outside the vocabulary."""
         ...
 
 
 class ByteLevelStream:
-    """A stream over a table of pieces. Malformed bytes become U+FFFD, one for each maximal subpart."""
+    """Stream over a table of pieces. Malformed bytes become U+FFFD, one for each maximal subpart."""
 
     __slots__ = ("_held", "_pieces")
 
@@ -69,73 +71,75 @@ class ByteLevelStream:
 
 
 class ByteLevelDecoder:
-    """Streams over one byte-level vocabulary. ``pieces[i]`` is what token i writes; ``special``: ids of special tokens."""
+    """Decoder of a byte-level vocabulary. ``pieces[i]`` belongs to token i; ``special`` are ids of special tokens."""
 
     def __init__(self, pieces: list[Piece], special: tuple[int, ...]) -> None:
-        self._all = pieces
-        self.plain = list(pieces)
-        """``pieces`` of ordinary tokens; special ones write nothing."""
+        self._all_pieces = pieces
+        self.plain_pieces = list(pieces)
+        """``pieces``, with "" for special tokens."""
         for token in special:
-            self.plain[token] = ""
+            self.plain_pieces[token] = ""
 
-    def fill(self, size: int) -> None:
-        """Let ids up to ``size`` that are beyond the vocabulary write their numbers."""
-        words = [f" {token}" for token in range(len(self._all), size)]
-        self._all += words
-        self.plain += words
+    def pad_to(self, size: int) -> None:
+        """Extend the vocabulary to ``size`` ids; each id that is added decodes to its number."""
+        words = [f" {token}" for token in range(len(self._all_pieces), size)]
+        self._all_pieces += words
+        self.plain_pieces += words
 
     def stream(self, *, skip_special_tokens: bool) -> ByteLevelStream:
-        return ByteLevelStream(self.plain if skip_special_tokens else self._all)
+        return ByteLevelStream(self.plain_pieces if skip_special_tokens else self._all_pieces)
 
     def token_bytes(self, token: int) -> bytes:
-        piece = self._all[token] if 0 <= token < len(self._all) else b""
+        piece = self._all_pieces[token] if 0 <= token < len(self._all_pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
 
 class WindowStream:
-    """A stream over any decoder: what a new token adds is the difference of two decoded windows.
+    """Stream over any decoder: a new token adds the difference between two decoded windows.
 
-    ``_ids`` begins with the tokens that last completed text (a decoder may treat the first token of a text
-    differently, so they are the context), the first ``_shown`` of them; the rest is held back.
+    ``_ids`` is the window. Its first ``_num_shown`` tokens last completed text; they stay as context, because a decoder
+    may treat the first token of a text differently. The others are held back. When text is complete the window
+    moves on to them, so it stays short.
     """
 
-    __slots__ = ("_ids", "_shown", "_silent", "_tokenizer")
+    __slots__ = ("_ids", "_num_shown", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        """Tokens in ``skipped`` write nothing."""
         self._tokenizer = tokenizer
-        self._silent = silent
+        self._skipped = skipped
         self._ids: list[int] = []
-        self._shown = 0
+        self._num_shown = 0
 
     def push(self, token: int) -> str:
-        if token in self._silent or self._tokenizer.id_to_token(token) is None:
+        if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._ids.append(token)
-        text, length = self._new_text()
-        unfinished = text.endswith(_REPLACEMENT) and len(self._ids) - self._shown <= _MAX_HELD_TOKENS
-        if len(text) <= length or unfinished:
+        text, shown_length = self._decode_window()
+        is_unfinished = text.endswith(_REPLACEMENT) and len(self._ids) - self._num_shown <= _MAX_HELD_TOKENS
+        if len(text) <= shown_length or is_unfinished:
             return ""
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return text[length:]
+        self._ids = self._ids[self._num_shown :]
+        self._num_shown = len(self._ids)
+        return text[shown_length:]
 
     def flush(self) -> str:
-        text, length = self._new_text()
+        text, shown_length = self._decode_window()
         self._ids.clear()
-        self._shown = 0
-        return text[length:]
+        self._num_shown = 0
+        return text[shown_length:]
 
-    def _new_text(self) -> tuple[str, int]:
-        """The window's text, and how much of it was shown before."""
+    def _decode_window(self) -> tuple[str, int]:
+        """Return the window's text, and the length of the part of it that was shown before."""
         text = self._decode(self._ids)
-        return text, len(self._decode(self._ids[: self._shown]))
+        return text, len(self._decode(self._ids[: self._num_shown]))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class WindowDecoder:
-    """Streams over a tokenizer's own decoder."""
+    """Decoder of any vocabulary, by the decoder of its tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -148,19 +152,19 @@ class WindowDecoder:
         return WindowStream(self._tokenizer, self._special if skip_special_tokens else frozenset())
 
     def token_bytes(self, token: int) -> bytes:
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._read_bytes(token)
-        return known
+        cached = self._bytes.get(token)
+        if cached is None:
+            cached = self._bytes[token] = self._decode_bytes(token)
+        return cached
 
-    def _read_bytes(self, token: int) -> bytes:
-        """As the token writes behind another one: a decoder may treat the first of a text differently."""
+    def _decode_bytes(self, token: int) -> bytes:
         content = self._tokenizer.id_to_token(token) if token >= 0 else None
         if content is None:
             return b""
         if token in self._added:
             return self._added[token]
-        if fallback := _BYTE_TOKEN.fullmatch(content):
-            return bytes([int(fallback[1], 16)])
+        if byte_token := _BYTE_TOKEN.fullmatch(content):
+            return bytes([int(byte_token[1], 16)])
+        # The second of two equal tokens, because a decoder may treat the first one of a text differently.
         once, twice = (self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :].encode()

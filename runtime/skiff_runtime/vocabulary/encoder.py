@@ -1,8 +1,8 @@
-"""Text to token ids, with the model's own tokenizer.json.
+"""Encoder: text to token ids, with the model's own tokenizer.json.
 
-BOS exactly once: the text of a chat template is encoded as it stands, for the template writes what the model
-was trained on (as transformers' ``apply_chat_template`` does, so a template that writes no BOS gets none);
-plain text gets the tokenizer's own special tokens; token ids are taken as they come.
+A prompt has BOS at most once. The text of a chat template is encoded as it is, because the template writes the BOS
+that the model was trained with (as in transformers' ``apply_chat_template``; a template without BOS gets none). Plain
+text gets the special tokens that the tokenizer adds. Token ids are used unchanged.
 """
 
 import os
@@ -19,10 +19,11 @@ Int32 = NDArray[np.int32]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``, without the truncation and padding it may have been saved with.
+    """Load the tokenizer in ``path``, without the truncation and padding that it may have been saved with.
 
-    It works in the calling thread alone: processes, not threads, share the work.
+    Raises ``ModelError``.
     """
+    # The library's threads would compete with the other processes; load is shared among tokenizer processes instead.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -34,7 +35,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 class Encoder:
-    """Turns prompts into token ids within the model's vocabulary."""
+    """Encodes prompts as token ids of the model's vocabulary, and decodes them."""
 
     def __init__(
         self,
@@ -44,58 +45,62 @@ class Encoder:
         max_model_len: int,
         encode_text: EncodeText | None = None,
     ) -> None:
-        """``encode_text`` stands in for the tokenizer's own encoding."""
+        """``encode_text`` replaces the tokenizer's own encoding."""
         self._tokenizer = tokenizer
         self._encode_text = encode_text or reference_encoder(tokenizer)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        # A token covers at most as many characters as its name has, so a longer text cannot fit and is not encoded.
         longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._max_characters = max_model_len * longest
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32:
-        """Token ids int32[T] of ``text``. Raises ``InvalidRequest`` or ``ContextTooLong``."""
+        """Return the token ids of ``text``, int32[T]. Raises ``InvalidRequest`` or ``ContextTooLong``."""
         if len(text) > self._max_characters:
             raise ContextTooLong(
-                f"the prompt has {len(text)} characters, more than {self._max_model_len} tokens can hold; shorten it"
+                f"the prompt has {len(text)} characters, more than {self._max_model_len} tokens can hold; shorten the prompt"
             )
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
-                "the prompt holds half of a UTF-16 surrogate pair; send valid Unicode"
+                "the prompt contains half of a UTF-16 surrogate pair; send valid Unicode"
             ) from None
         try:
             ids = self._encode_text(text, add_special_tokens)
-        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower; one request must not end all)
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
             raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from None
-        return self._checked(ids)
+        return self._check(ids)
 
-    def check(self, token_ids: list[int]) -> Int32:
-        """``token_ids`` as int32[T], each within the vocabulary. Raises ``InvalidRequest``."""
+    def check_token_ids(self, token_ids: list[int]) -> Int32:
+        """Return ``token_ids`` as int32[T] after checking that each is in the vocabulary. Raises ``InvalidRequest``."""
         try:
-            return self._checked(np.array(token_ids, dtype=np.int64))
+            return self._check(np.array(token_ids, dtype=np.int64))
         except OverflowError:
-            raise InvalidRequest("a token id of the prompt does not fit 64 bits") from None
+            raise InvalidRequest("a token id of the prompt does not fit into 64 bits") from None
 
-    def pieces(self, ids: Int32) -> list[str]:
-        """What each token writes by itself; bytes that are no whole character show as U+FFFD."""
+    def decode_each(self, ids: Int32) -> list[str]:
+        """Decode each token by itself; bytes that are no whole character become U+FFFD."""
         return self._tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special_tokens=False)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ``token_ids``, special tokens included. Raises ``InvalidRequest`` or ``ContextTooLong``."""
+        """Decode ``token_ids``, special tokens included. Raises ``InvalidRequest`` or ``ContextTooLong``."""
         if len(token_ids) > self._max_model_len:
             raise ContextTooLong(
-                f"{len(token_ids)} tokens are more than the model's context of {self._max_model_len}; send fewer",
+                f"{len(token_ids)} tokens exceed the model's context of {self._max_model_len} tokens; send fewer",
                 param="tokens",
             )
-        return str(self._tokenizer.decode(self.check(token_ids).tolist(), skip_special_tokens=False))
+        return str(
+            self._tokenizer.decode(self.check_token_ids(token_ids).tolist(), skip_special_tokens=False)
+        )
 
-    def _checked(self, ids: NDArray[np.int64]) -> Int32:
+    def _check(self, ids: NDArray[np.int64]) -> Int32:
+        """Return ``ids`` int64[T] as int32[T]. Raises ``InvalidRequest`` if one is outside of the vocabulary."""
         outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if outside.size:
             position = int(outside[0])
             raise InvalidRequest(
-                f"token id {ids[position]} at position {position} of the prompt is not from 0 to "
-                f"{self._vocab_size - 1}, the model's vocabulary"
+                f"token id {ids[position]} at position {position} of the prompt is outside the model's vocabulary "
+                f"(0 to {self._vocab_size - 1})"
             )
         return ids.astype(np.int32)

@@ -1,7 +1,8 @@
-"""Encoding by the fastokens package, several times as fast as tokenizers, where it gives the same ids.
+"""Encoding by the fastokens package: several times as fast as tokenizers, and used only if it yields the same ids.
 
-It is a rewrite, not a binding, so it is trusted with a model only after both have encoded the same probe: prose
-in several scripts, code, numbers, runs of white space, every added token, and seeded mixtures of all of these.
+fastokens is a rewrite of tokenizers, not a binding. So a model is encoded with it only after both libraries agreed on a
+set of probe texts: prose in several scripts, code, numbers, runs of white space, every added token, and seeded mixtures
+of all of these.
 """
 
 import random
@@ -15,26 +16,27 @@ from tokenizers import Tokenizer
 
 from skiff_runtime import log
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.vocabulary.probe_texts import PROBE
+from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 EncodeText = Callable[[str, bool], NDArray[np.int64]]
-"""Text, and whether the tokenizer's own special tokens are added -> ids int64[T]."""
+"""(text, add_special_tokens) -> token ids int64[T]."""
 
-MIXTURES: Final = 400
-MIXTURE_PIECES: Final = 12
+NUM_MIXTURES: Final = 400
+MAX_MIXTURE_PIECES: Final = 12
 _SEED: Final = 0
 
 
 def load_fastokens_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText | None:
-    """The encoding of ``path`` (a tokenizer.json) by fastokens; None, with a line in the log, where it differs.
+    """Load ``path``, a tokenizer.json, with fastokens. Return None, and log why, if it encodes unlike ``tokenizer``.
 
-    Raises ``ConfigError`` where the package is missing.
+    Raises ``ConfigError`` if the package is not installed.
     """
     try:
         import fastokens
     except ImportError:
         raise ConfigError(
-            "--tokenizer-backend fastokens needs the package fastokens: in Skiff's sources, pip install '.[fast]'"
+            "--tokenizer-backend fastokens requires the package fastokens; install it from Skiff's sources with "
+            "pip install '.[fast]'"
         ) from None
     try:
         fast = fastokens.Tokenizer.from_file(str(path))
@@ -46,29 +48,31 @@ def load_fastokens_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText | Non
         ids, _ = fast.encode_batch_flat([text], add_special_tokens)
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
 
-    differing = _first_difference(encode, tokenizer)
-    if differing is None:
+    text = _find_difference(encode, tokenizer)
+    if text is None:
         return encode
-    log.warning("fastokens_rejected", reason=f"it encodes {differing[:80]!r} differently")
+    log.warning("fastokens_rejected", reason=f"it encodes {text[:80]!r} differently")
     return None
 
 
 def reference_encoder(tokenizer: Tokenizer) -> EncodeText:
-    """The encoding by tokenizers itself."""
+    """Return the encoding by tokenizers itself."""
 
     def encode(text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+        # The fast variant computes no offsets; the library has it for batches only.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, dtype=np.int64)
 
     return encode
 
 
-def _first_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
-    exact = reference_encoder(tokenizer)
-    for text in _probe(tokenizer):
+def _find_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
+    """Return the first probe text that ``encode`` encodes unlike ``tokenizer``."""
+    reference = reference_encoder(tokenizer)
+    for text in _probe_texts(tokenizer):
         for special in (False, True):
             try:
-                same = np.array_equal(encode(text, special), exact(text, special))
+                same = np.array_equal(encode(text, special), reference(text, special))
             except Exception:  # noqa: BLE001 (one of the two cannot encode it)
                 return text
             if not same:
@@ -76,13 +80,13 @@ def _first_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _probe(tokenizer: Tokenizer) -> Iterator[str]:
+def _probe_texts(tokenizer: Tokenizer) -> Iterator[str]:
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
-    yield from PROBE
+    yield from PROBE_TEXTS
     for content in added:
         yield from (content, f"a {content} b", f"a{content}b\n{content}{content}")
     choose = random.Random(_SEED)
-    pieces = [piece for text in PROBE for piece in (*text.split(" "), *text[:40])] + added
-    for _ in range(MIXTURES):
-        drawn = choose.choices(pieces, k=choose.randint(1, MIXTURE_PIECES))
+    pieces = [piece for text in PROBE_TEXTS for piece in (*text.split(" "), *text[:40])] + added
+    for _ in range(NUM_MIXTURES):
+        drawn = choose.choices(pieces, k=choose.randint(1, MAX_MIXTURE_PIECES))
         yield choose.choice(("", " ", "\n", "  ")).join(drawn)

@@ -1,8 +1,8 @@
-"""Texts on which two encodings of one vocabulary are compared before one stands in for the other."""
+"""Probe texts: two encoders of one vocabulary are compared on them before one replaces the other."""
 
 from typing import Final
 
-PROBE: Final = (
+PROBE_TEXTS: Final = (
     "",
     " ",
     "\n",
@@ -15,4 +15,4 @@ PROBE: Final = (
     "https://example.org/a?b=c&d=%20#e <a href='x'>y</a> C:\\dir\\file.txt user@host $PATH ${x} `q`",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 )
-"""Prose in several scripts, code, numbers, runs of white space, and what is no text at all."""
+"""Prose in several scripts, code, numbers, runs of white space, and control characters."""

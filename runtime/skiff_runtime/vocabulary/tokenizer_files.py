@@ -1,4 +1,4 @@
-"""What the tokenizer files of a model directory say: where tokenizer.json is, the chat template, special tokens."""
+"""Tokenizer files of a model directory: the path of tokenizer.json, the chat template and the special tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,10 @@ _DEFAULT_TEMPLATE: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """``template``: source of the chat template, or None. ``special_tokens``: ``bos_token`` and its like."""
+    """``tokenizer`` is the path of tokenizer.json, ``template`` the source of the chat template, if there is one.
+
+    ``special_tokens`` maps names such as ``bos_token`` to tokens.
+    """
 
     tokenizer: Path
     template: str | None
@@ -32,35 +35,36 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path, converted: Path | None = None) -> TokenizerFiles:
-    """Read ``directory``; raises ``ModelError`` that names the file and what is wrong with it.
+    """Read the tokenizer files of ``directory``. Raises ``ModelError`` that names the file and the fault.
 
-    ``converted`` is the directory of the tokenizer.json, where that is another.
+    ``converted`` is the directory of tokenizer.json, if it is another one.
     """
-    config = _optional_json(directory / "tokenizer_config.json")
-    special_tokens = _special_tokens(directory, config)
+    config = _read_optional_json(directory / "tokenizer_config.json")
+    special_tokens = _read_special_tokens(directory, config)
     if converted is not None and converted != directory:
-        made = _optional_json(converted / "tokenizer_config.json")
-        special_tokens = _special_tokens(converted, made) | special_tokens
+        converted_config = _read_optional_json(converted / "tokenizer_config.json")
+        # Tokens that the model names itself win over those that the conversion found.
+        special_tokens = _read_special_tokens(converted, converted_config) | special_tokens
     return TokenizerFiles(
-        tokenizer=_tokenizer_path(converted or directory),
-        template=_template(directory, config),
+        tokenizer=_find_tokenizer(converted or directory),
+        template=_read_template(directory, config),
         special_tokens=special_tokens,
     )
 
 
-def _tokenizer_path(directory: Path) -> Path:
+def _find_tokenizer(directory: Path) -> Path:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist; a model needs its tokenizer in this format, or as the file of SentencePiece "
-            "(tokenizer.model), tiktoken (*.tiktoken) or tekken (tekken.json) that it is converted from"
+            f"{path} does not exist; a model needs this file, or a SentencePiece (tokenizer.model), tiktoken (*.tiktoken) "
+            "or tekken (tekken.json) file to convert"
         )
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")
     return path
 
 
-def _template(directory: Path, config: dict[str, Any]) -> str | None:
+def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
@@ -72,13 +76,13 @@ def _template(directory: Path, config: dict[str, Any]) -> str | None:
     source = directory / "tokenizer_config.json"
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = _named_template(source, template)
+        template = _choose_template(source, template)
     if template is not None and not isinstance(template, str):
         raise ModelError(f"{source}: 'chat_template' must be a string or a list of named templates")
     return template
 
 
-def _named_template(source: Path, templates: list[Any]) -> Any:
+def _choose_template(source: Path, templates: list[Any]) -> Any:
     for each in templates:
         if not isinstance(each, dict) or "name" not in each or "template" not in each:
             raise ModelError(f"{source}: each entry of 'chat_template' must have 'name' and 'template'")
@@ -87,13 +91,13 @@ def _named_template(source: Path, templates: list[Any]) -> Any:
     return None
 
 
-def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    older = _optional_json(directory / "special_tokens_map.json")
+def _read_special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    fallback = _read_optional_json(directory / "special_tokens_map.json")
     tokens = {}
     for name in _NAMED_TOKENS:
         value = config.get(name)
         if value is None:
-            value = older.get(name)
+            value = fallback.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
@@ -105,5 +109,5 @@ def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def _read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}

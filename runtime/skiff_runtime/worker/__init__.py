@@ -1,1 +1,1 @@
-"""One tensor-parallel rank: a scheduler and its engine in one process."""
+"""The worker process of one rank: main loop, step watchdog, step profiler, grammar gate."""

@@ -1,7 +1,7 @@
-"""One tensor-parallel rank: a scheduler and its engine in one process.
+"""The worker process of one tensor-parallel rank: a scheduler and its engine.
 
-Rank 0 receives requests and tells every other rank what arrived in each turn of the
-loop, so that all ranks see the same messages in the same order and plan the same steps.
+Rank 0 receives all messages, and sends those of each turn of the loop to every other rank. So all ranks see
+the same messages in the same order, and plan the same steps without further coordination.
 """
 
 import gc
@@ -12,7 +12,7 @@ from typing import Final
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
     AbortRequest,
     CompiledGrammar,
@@ -27,29 +27,29 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.worker.grammar_gate import GrammarGate, Read
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
-IDLE_SECONDS: Final = 0.2
-"""How long an idle rank 0 waits for work before it turns its loop (and beats, or sees that it is to end) anyway."""
+IDLE_POLL_SECONDS: Final = 0.2
+"""Most time that an idle rank 0 waits for a message before its next turn, in which it beats or stops."""
 GRAMMAR_POLL_SECONDS: Final = 0.002
-"""The same, while a request waits for its grammar to be read."""
+"""The same while a request waits until its grammar is loaded."""
 MAX_MESSAGES_PER_TURN: Final = 256
-"""Most messages taken in one turn, so that a flood never stalls the running batch."""
+"""Most messages handled in one turn, so that a flood of them does not stall the running batch."""
 
 
 LeaderInbox = Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps]
 
 
 class LockstepError(SkiffError):
-    """Two ranks planned different steps; their KV caches no longer agree."""
+    """Two ranks planned different steps, so their KV caches differ."""
 
 
 class LeaderChannel(Channel):
-    """Rank 0's: requests come from tokenizers, token batches go to the detokenizer."""
+    """Rank 0's channel: requests come from the tokenizers, token batches go to the detokenizer."""
 
     def __init__(
         self,
@@ -68,22 +68,22 @@ class LeaderChannel(Channel):
         self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
         self._should_stop = should_stop
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        """What arrived for this turn, told to every other rank."""
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
+        """Return what arrived for this turn, after sending it to every other rank."""
         if wait:
             self._profiler.finish()
-            self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_SECONDS) * 1000))
-        arrived = self._arrived()
-        items: list[Item] = [*self._gate.admit(arrived)]
+            self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_POLL_SECONDS) * 1000))
+        arrived = self._drain_inbox()
+        items: list[SchedulerInput] = [*self._gate.admit(arrived)]
         if self._should_stop():
             items.append(Shutdown())
         if self._followers:
-            inbox = RankInputs(items=items, digest=digest, grammars=self._held_grammars(arrived))
+            inbox = RankInputs(items=items, checksum=checksum, grammars=self._find_held_grammars(arrived))
             for follower in self._followers:
                 follower.send(inbox)
         return items
 
-    def _arrived(self) -> list[ToScheduler]:
+    def _drain_inbox(self) -> list[ToScheduler]:
         arrived: list[ToScheduler] = []
         for message in self._inbox.drain(MAX_MESSAGES_PER_TURN):
             if isinstance(message, ProfileSteps):
@@ -92,8 +92,8 @@ class LeaderChannel(Channel):
                 arrived.append(message)
         return arrived
 
-    def _held_grammars(self, arrived: list[ToScheduler]) -> list[CompiledGrammar]:
-        """Those that the other ranks may begin to read."""
+    def _find_held_grammars(self, arrived: list[ToScheduler]) -> list[CompiledGrammar]:
+        """Return grammars of requests that the gate holds back: the other ranks may start loading them."""
         return [
             each.grammar
             for each in arrived
@@ -105,44 +105,46 @@ class LeaderChannel(Channel):
 
 
 class FollowerChannel(Channel):
-    """Any other rank's: it takes what rank 0 took, and says nothing."""
+    """Any other rank's channel: it receives what rank 0 received, and sends nothing."""
 
     def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: Read) -> None:
         self._inbox = inbox
         self._beat = beat
         self._read = read
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
-        """Rank 0's items for this turn; LockstepError when it planned another step than we did."""
-        while (inbox := self._inbox.receive(IDLE_SECONDS)) is None:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
+        """Return rank 0's messages of this turn. Raises ``LockstepError`` if rank 0 planned other steps."""
+        while (inbox := self._inbox.receive(IDLE_POLL_SECONDS)) is None:
             self._beat()
-        if inbox.digest != digest:
-            raise LockstepError(f"rank 0 planned step {inbox.digest:08x}, this rank {digest:08x}")
+        if inbox.checksum != checksum:
+            raise LockstepError(
+                f"this rank planned other steps than rank 0: checksum {checksum:08x}, not {inbox.checksum:08x}"
+            )
         for grammar in inbox.grammars:
             self._read(grammar)
         return list(inbox.items)
 
     def send(self, batch: TokenBatch) -> None:
-        """Only rank 0 reports."""
+        """Do nothing: rank 0 sends the same batch."""
 
 
 def run(child: Child) -> None:
-    """Main function of a rank's process.
+    """Run a rank's process; its main function.
 
-    After an error nothing is closed: another step may wait in a collective for ever, so the
-    process just ends, and the supervisor ends the other ranks.
+    After an error nothing is closed: a step may wait in a collective for ever, so the process just ends, and
+    the supervisor ends the other ranks.
     """
     config, model = child.launch.config, child.launch.model
     profiler = StepProfiler()
     connect = _bind(child)
-    child.phase("config")
+    child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
-        cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
+        kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
-        rank=child.index, size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
+        tp_rank=child.index, tp_size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
     )
-    gc.freeze()  # else each collection of the memory profile would take a tenth of a second to look at torch
-    engine = Engine(config, model, group, on_phase=child.phase)
+    gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
+    engine = Engine(config, model, group, on_phase=child.report_phase)
     engine.warmup()
     _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
@@ -150,7 +152,7 @@ def run(child: Child) -> None:
 
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
-    """Be there for senders at once; the channel itself needs the engine."""
+    """Bind the rank's socket at once, so that senders can connect; return how to make the channel of an engine."""
     endpoints, ranks = child.endpoints, child.launch.config.tp_size
     if child.index == 0:
         leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
@@ -158,7 +160,7 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
             leader,
             endpoints,
             ranks,
-            should_stop=lambda: child.stopping,
+            should_stop=lambda: child.should_stop,
             profiler=profiler,
             read=engine.load_grammar,
         )
@@ -168,15 +170,15 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
 
 def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:
     config = child.launch.config
-    patient = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
+    watchdog = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
     scheduler = Scheduler(
         config,
         eos_token_ids=child.launch.model.eos_token_ids,
         num_pages=engine.num_pages,
-        engine=profiler.watch(patient),
+        engine=profiler.wrap(watchdog),
         channel=channel,
     )
-    child.phase("ready")
-    child.ready(kv_tokens=engine.num_pages * config.page_size)
+    child.report_phase("ready")
+    child.report_ready(kv_tokens=engine.num_pages * config.page_size)
     while scheduler.turn():
         child.beat()

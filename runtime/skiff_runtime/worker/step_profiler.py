@@ -1,4 +1,4 @@
-"""A profile of some steps of a rank's engine, when it is asked for; otherwise, the engine and nothing more."""
+"""The step profiler: traces some steps of a rank's engine with torch.profiler when a client requests it."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -11,29 +11,29 @@ from skiff_runtime.messages import ProfileSteps
 from skiff_runtime.step import StepEngine, StepHandle, StepPlan
 
 FINISH_SECONDS: Final = 60.0
-"""How long the last step of a profile is waited for."""
+"""Time limit for the last step of a profile."""
 
 
 class StepProfiler:
-    """Profiles the engine that it watches; one profile at a time."""
+    """Profiles the engine that it wraps; one profile at a time."""
 
     def __init__(self) -> None:
         self._profile: Any = None
-        self._asked = ProfileSteps(steps=0, path="")
+        self._request = ProfileSteps(steps=0, path="")
         self._left = 0
         self._last: StepHandle | None = None
 
-    def watch(self, engine: StepEngine) -> StepEngine:
-        """The engine, with its steps counted."""
-        return _Watched(engine, self)
+    def wrap(self, engine: StepEngine) -> StepEngine:
+        """Return the engine with its steps counted."""
+        return _ProfiledEngine(engine, self)
 
-    def begin(self, asked: ProfileSteps) -> None:
-        """Profile from now on; what was being profiled before is written first."""
+    def begin(self, request: ProfileSteps) -> None:
+        """Start a profile; a running one is written first."""
         self.finish()
-        self._asked, self._left = asked, asked.steps
+        self._request, self._left = request, request.steps
         kinds = torch.profiler.ProfilerActivity
         on_gpu = torch.cuda.is_available()
-        # On a GPU its kernels tell all, and the work of recording operations would slow the host that is watched.
+        # On a GPU its kernels suffice; recording the operations, too, would slow the host that is profiled.
         self._profile = torch.profiler.profile(
             activities=[kinds.CUDA if on_gpu else kinds.CPU],
             experimental_config=profiler_settings(all_threads=not on_gpu),
@@ -41,25 +41,25 @@ class StepProfiler:
         self._profile.start()
 
     def before_launch(self) -> None:
-        """A step is about to be launched."""
+        """Note that a step is about to be launched: it ends a profile that has all its steps."""
         if self._profile is not None and self._left == 0:
             self.finish()
 
     def after_launch(self, step: StepHandle) -> None:
-        """A step has been launched."""
+        """Note that a step has been launched."""
         if self._profile is not None:
             self._left -= 1
             self._last = step
 
     def finish(self) -> None:
-        """Wait for the steps that are profiled, if any are, and write the trace: all of it or nothing is seen."""
+        """Wait for the profiled steps and write the trace, if a profile runs. The file appears at once, whole."""
         if self._profile is None:
             return
         if self._last is not None:
             self._last.wait(FINISH_SECONDS)
         profile, self._profile, self._last = self._profile, None, None
         profile.stop()
-        path = Path(self._asked.path)
+        path = Path(self._request.path)
         partial = path.with_name(f".partial-{path.name}")
         try:
             profile.export_chrome_trace(str(partial))
@@ -67,10 +67,10 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             log.warning("profile_failed", path=str(path), reason=str(error))
             return
-        log.event("profile_written", path=str(path), steps=self._asked.steps - self._left)
+        log.event("profile_written", path=str(path), steps=self._request.steps - self._left)
 
 
-class _Watched(StepEngine):
+class _ProfiledEngine(StepEngine):
     def __init__(self, engine: StepEngine, profiler: StepProfiler) -> None:
         self._engine = engine
         self._profiler = profiler

@@ -1,4 +1,4 @@
-"""How a rank waits for its engine: beating meanwhile, and not for ever."""
+"""The step watchdog: a rank sends heartbeats while it waits for its engine, and gives up on a step that hangs."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,10 @@ class StepTimeout(SkiffError):
 
 
 class StepWatchdog:
-    """Implements ``step.StepEngine`` by another one; ``beat`` is called while one of its steps is waited for.
+    """Wraps a ``StepEngine``: calls ``beat`` while waiting for a step, and raises ``StepTimeout`` if it hangs.
 
-    So a long step is no silence. A hung one (in a collective that another rank never joins) raises
-    ``StepTimeout`` in whoever waits for it.
+    So a long step does not look like a dead process. A step hangs, for example, in a collective that another
+    rank never joins.
     """
 
     def __init__(self, engine: StepEngine, *, timeout_seconds: float, beat: Callable[[], None]) -> None:
@@ -25,22 +25,22 @@ class StepWatchdog:
         self._beat = beat
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return _PatientStep(self, plan, self._engine.launch(plan))
+        return _WatchedStep(self, plan, self._engine.launch(plan))
 
     def await_step(self, plan: StepPlan, step: StepHandle) -> None:
-        """Return when the step has run. Steps run one by one, so its time counts from here."""
+        """Wait until the step has run. Its time counts from this call, not its launch: steps run one by one."""
         deadline = time.monotonic() + self._timeout_seconds
         while not step.wait(min(HEARTBEAT_INTERVAL_SECONDS, self._timeout_seconds)):
             self._beat()
             if time.monotonic() > deadline:
                 raise StepTimeout(
-                    f"step {plan.number}, of {plan.tokens} tokens in {len(plan.slots)} rows, took longer than "
+                    f"step {plan.number}, of {plan.num_tokens} tokens in {len(plan.slots)} rows, took longer than "
                     f"{self._timeout_seconds:g} s; if it does not hang, lower --max-num-batched-tokens or raise "
                     "--watchdog-timeout"
                 )
 
 
-class _PatientStep(StepHandle):
+class _WatchedStep(StepHandle):
     def __init__(self, engine: StepWatchdog, plan: StepPlan, step: StepHandle) -> None:
         self._engine = engine
         self._plan = plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from accepted_texts import admitted
+from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 
 from skiff_runtime.messages import FinishReason
@@ -51,10 +51,10 @@ def test_each_constraint_reaches_the_engine_as_a_compiled_grammar(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(front.post, path, model=NAME, **body, **fields)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "a", FinishReason.STOP)
+        front.rank.start(request)
+        front.rank.generate(request.uid, "a", FinishReason.STOP)
         assert reply.result().status_code == 200
-    assert admitted(model, request.grammar, TEXTS) == expected
+    assert accepted_texts(model, request.grammar, TEXTS) == expected
 
 
 def test_openai_client_reports_an_unsupported_schema(front: Frontend) -> None:

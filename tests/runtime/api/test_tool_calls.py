@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from accepted_texts import admitted
+from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 from tiny_models import edit_json
 
@@ -68,14 +68,14 @@ def complete(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(ask)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, text)
-        front.rank.end(request.uid, finish)
+        front.rank.start(request)
+        front.rank.generate(request.uid, text)
+        front.rank.finish(request.uid, finish)
         return request, reply.result()
 
 
 def prompt_text(front: Frontend, request: GenerateRequest) -> str:
-    return str(front.rank.tokenizer.decode(front.rank.prompt(request)))
+    return str(front.rank.tokenizer.decode(front.rank.prompt_ids(request)))
 
 
 def test_full_response_has_complete_calls(front: Frontend, client: openai.OpenAI) -> None:
@@ -143,7 +143,7 @@ def test_required_calls_are_enforced_by_grammar(
         CALL.replace("now", "new"),
         "",
     )
-    assert admitted(model, request.grammar, texts) == expected
+    assert accepted_texts(model, request.grammar, texts) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

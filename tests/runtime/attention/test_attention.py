@@ -1,4 +1,4 @@
-"""Attention backends against attention written out: any mix of rows, pages and heads."""
+"""Attention backends against attention computed query by query, over any mix of rows, pages and heads."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skiff_runtime.attention import torch_sdpa as torch_backend
+from skiff_runtime.attention import torch_sdpa
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.hybrid import (
-    LONG_CONTEXT,
     HybridAttention,
-    Part,
+    PhaseAttention,
     PrefillBySize,
     TritonDecode,
     TritonPrefill,
@@ -27,11 +26,13 @@ from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
 DIM = 8
+LONG = 4096
+"""Context from which on prefill takes the implementation for large steps."""
 
 
 @dataclass
 class Case:
-    """Rows of (cached tokens, new tokens) over shuffled pages, with their whole contexts' K and V."""
+    """Rows of (cached tokens, new tokens) over shuffled pages, with the K and V of their whole contexts."""
 
     rows: list[tuple[int, int]]
     page_size: int
@@ -53,8 +54,8 @@ class Case:
         self.contexts = [torch.randn(2, cached + new, self.kv_heads, DIM) for cached, new in self.rows]
         self.q = torch.randn(sum(new for _, new in self.rows), self.kv_heads * self.group, DIM)
 
-    def places(self, row: int) -> torch.Tensor:
-        """Where the row's tokens are in the flat pool."""
+    def slot_mapping(self, row: int) -> torch.Tensor:
+        """Return the KV offsets of the row's tokens."""
         positions = torch.arange(sum(self.rows[row]))
         pages = self.table[self.slots[row]][positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
@@ -62,13 +63,13 @@ class Case:
     def attend(
         self, layer: int, backend: AttentionBackend | None = None, decode_rows: int = 0
     ) -> torch.Tensor:
-        """The backend's answer, with the cached part of every context put into the pool first."""
-        for side in self.pool.tokens(layer):
+        """Compute attention by the backend, with the cached part of every context written to the pool first."""
+        for side in self.pool.layer_kv(layer):
             side[: self.pool.padding_slot_mapping] = torch.nan
         for number, (cached, _) in enumerate(self.rows):
-            for side, values in zip(self.pool.tokens(layer), self.contexts[number], strict=True):
-                side[self.places(number)[:cached]] = values[:cached]
-        backend = backend or make_backend("torch", self.pool, query_heads=self.q.shape[1], longest=64)
+            for side, values in zip(self.pool.layer_kv(layer), self.contexts[number], strict=True):
+                side[self.slot_mapping(number)[:cached]] = values[:cached]
+        backend = backend or make_backend("torch", self.pool, query_heads=self.q.shape[1], max_model_len=64)
         backend.prepare(self.batch(decode_rows))
         k, v = (
             torch.cat(
@@ -79,15 +80,15 @@ class Case:
             )
             for side in (0, 1)
         )
-        slot_mapping = torch.cat([self.places(i)[cached:] for i, (cached, _) in enumerate(self.rows)])
-        store_kv(k, v, self.pool.tokens(layer), slot_mapping)
-        into = torch.full_like(self.q, torch.nan)
-        assert backend.forward(layer, self.q, into) is into
-        assert torch.equal(backend.forward(layer, self.q), into)
-        return into
+        slot_mapping = torch.cat([self.slot_mapping(i)[cached:] for i, (cached, _) in enumerate(self.rows)])
+        store_kv(k, v, self.pool.layer_kv(layer), slot_mapping)
+        out = torch.full_like(self.q, torch.nan)
+        assert backend.forward(layer, self.q, out) is out
+        assert torch.equal(backend.forward(layer, self.q), out)
+        return out
 
     def batch(self, decode_rows: int) -> AttentionBatch:
-        """The rows as the engine tells them."""
+        """Build the batch as the engine does."""
         starts, lengths = np.array(self.rows, dtype=np.int32).T
         offsets = np.cumsum(lengths, dtype=np.int32) - lengths
         rows = torch.from_numpy(np.stack((self.slots.int().numpy(), starts, lengths, offsets)))
@@ -96,21 +97,21 @@ class Case:
             lengths=lengths,
             decode_rows=decode_rows,
             rows=rows,
-            contexts=rows[1] + rows[2],
+            seq_lens=rows[1] + rows[2],
             page_table=self.table,
         )
 
     def expected(self) -> torch.Tensor:
-        """softmax(q k / sqrt(d)) v, query by query and head by head."""
-        answers, at = [], 0
+        """Compute softmax(q k / sqrt(d)) v, query by query and head by head."""
+        attended, at = [], 0
         for (cached, new), (keys, values) in zip(self.rows, self.contexts, strict=True):
             for position in range(cached, cached + new):
                 for head in range(self.kv_heads * self.group):
-                    seen = slice(0, position + 1), head // self.group
-                    weights = torch.softmax(keys[seen] @ self.q[at, head] / DIM**0.5, 0)
-                    answers.append(weights @ values[seen])
+                    visible = slice(0, position + 1), head // self.group
+                    weights = torch.softmax(keys[visible] @ self.q[at, head] / DIM**0.5, 0)
+                    attended.append(weights @ values[visible])
                 at += 1
-        return torch.stack(answers).view(at, -1, DIM)
+        return torch.stack(attended).view(at, -1, DIM)
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,42 +122,42 @@ class Case:
     group=st.sampled_from([1, 4]),
     seed=st.integers(0, 1 << 20),
 )
-def test_any_mix_of_rows(
+def test_any_mix_of_rows_equals_reference(
     rows: list[tuple[int, int]], page_size: int, kv_heads: int, group: int, seed: int
 ) -> None:
-    """Memory that belongs to nobody in the batch is NaN here, so that reading it at all shows."""
+    """Memory that no row of the batch owns is NaN, so that any read of it shows."""
     case = Case(rows, page_size, kv_heads, group, seed)
     torch.testing.assert_close(case.attend(1), case.expected())
 
 
-def test_groups_and_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small limits, rows split into several groups and a chunk into several blocks."""
-    monkeypatch.setattr(torch_backend, "MIN_BUCKET", 4)
-    monkeypatch.setattr(torch_backend, "GATHER_WORKSPACE_BYTES", 40 * 2 * 2 * DIM * 4)
-    monkeypatch.setattr(torch_backend, "MAX_SCORES", 100)
+def test_decode_groups_and_query_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With low limits, decode rows fall into several groups and a chunk into several blocks."""
+    monkeypatch.setattr(torch_sdpa, "MIN_BUCKET", 4)
+    monkeypatch.setattr(torch_sdpa, "GATHER_WORKSPACE_BYTES", 40 * 2 * 2 * DIM * 4)
+    monkeypatch.setattr(torch_sdpa, "MAX_SCORES", 100)
     case = Case([(3, 1), (30, 1), (19, 1), (0, 1), (28, 1), (25, 20), (0, 30), (17, 1)], 4, 2, 2, seed=7)
     torch.testing.assert_close(case.attend(0), case.expected())
 
 
-def test_no_more_is_put_together_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, keys and values; a context that alone is longer has a group of its own."""
-    places = 64
-    monkeypatch.setattr(torch_backend, "MIN_BUCKET", 4)
-    monkeypatch.setattr(torch_backend, "GATHER_WORKSPACE_BYTES", places * 2 * 2 * DIM * 4)
+def test_gathered_kv_stays_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts K and V in float32; a longer context has a group of its own."""
+    max_tokens = 64
+    monkeypatch.setattr(torch_sdpa, "MIN_BUCKET", 4)
+    monkeypatch.setattr(torch_sdpa, "GATHER_WORKSPACE_BYTES", max_tokens * 2 * 2 * DIM * 4)
     case = Case([(cached, 1) for cached in (20, 19, 20, 18, 15, 20, 90, 21)], 4, 2, 2, seed=8)
     backend = TorchSDPABackend(case.pool)
     backend.prepare(case.batch(0))
     sizes = sorted((len(group.queries), len(group.slot_mapping)) for group in backend._groups)
     assert sum(rows for rows, _ in sizes) == 8 and (1, 91) in sizes
-    assert max(gathered for _, gathered in sizes if gathered != 91) in range(places // 2, places + 1)
+    assert max(gathered for _, gathered in sizes if gathered != 91) in range(max_tokens // 2, max_tokens + 1)
 
 
 @pytest.mark.skipif(kernel_device.DEVICE.type == "cuda", reason="the pool of these cases is on the CPU")
 @pytest.mark.parametrize(
     "rows", [[(40, 1), (7, 1)], [(0, 20), (5, 9)], [(40, 1), (7, 1), (0, 20), (5, 9)]], ids=str
 )
-def test_decode_rows_beside_chunks(rows: list[tuple[int, int]]) -> None:
-    """Each kind has its kernel, and writes its share of the result, in the first layer as in the next."""
+def test_hybrid_splits_decode_and_prefill_rows(rows: list[tuple[int, int]]) -> None:
+    """Each phase has its kernel and writes its part of the result, in the first layer and in the next one."""
     case = Case(rows, 3, 2, 2, seed=3)
     decode_rows = sum(new == 1 for _, new in rows)
     backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
@@ -164,8 +165,8 @@ def test_decode_rows_beside_chunks(rows: list[tuple[int, int]]) -> None:
         torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected())
 
 
-class Noted(Part):
-    """Writes its number, and knows how often it was told of a step."""
+class Recorder(PhaseAttention):
+    """Writes its number, and counts the steps that it prepares."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -174,8 +175,8 @@ class Noted(Part):
     def prepare(self, batch: AttentionBatch) -> None:
         self.steps += 1
 
-    def forward(self, layer: int, q: torch.Tensor, into: torch.Tensor) -> None:
-        into.fill_(self.number)
+    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(self.number)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +184,17 @@ class Noted(Part):
     [
         ([0, 0], [40, 60], 0, 1),
         ([0, 0], [40, 61], 0, 2),
-        ([LONG_CONTEXT - 9], [8], 0, 1),
-        ([LONG_CONTEXT - 8], [8], 0, 2),
-        ([2 * LONG_CONTEXT, 5], [1, 100], 1, 1),
+        ([LONG - 9], [8], 0, 1),
+        ([LONG - 8], [8], 0, 2),
+        ([2 * LONG, 5], [1, 100], 1, 1),
     ],
-    ids=["few", "many", "not long", "long", "long rows that decode"],
+    ids=["small", "large", "short context", "long context", "long decode row"],
 )
-def test_few_tokens_of_prompts_have_a_kernel_of_their_own(
+def test_prefill_by_size_chooses_by_tokens_and_context(
     starts: list[int], lengths: list[int], decode_rows: int, expected: int
 ) -> None:
-    few, many = Noted(1), Noted(2)
-    prefill = PrefillBySize(few, many, most=100)
+    small, large = Recorder(1), Recorder(2)
+    prefill = PrefillBySize(small, large, max_small_tokens=100, long_context=LONG)
     table = torch.zeros((len(starts), 1), dtype=torch.int32)
     first, counts = np.array(starts, np.int32), np.array(lengths, np.int32)
     batch = AttentionBatch(first, counts, decode_rows, table, table[:, 0], table)
@@ -201,10 +202,10 @@ def test_few_tokens_of_prompts_have_a_kernel_of_their_own(
     attended = torch.zeros(3)
     prefill.forward(0, attended, attended)
     assert attended.tolist() == [expected] * 3
-    assert (few.steps, many.steps) == ((1, 0) if expected == 1 else (0, 1))
+    assert (small.steps, large.steps) == ((1, 0) if expected == 1 else (0, 1))
 
 
-def test_an_unknown_backend_is_named() -> None:
+def test_unknown_backend_is_refused_by_name() -> None:
     pool = KVPool(KVLayout(1, 1, DIM, 4, torch.float32), 1, CPU)
     with pytest.raises(ConfigError, match="--attention-backend nonsense is unknown"):
-        make_backend("nonsense", pool, query_heads=1, longest=8)
+        make_backend("nonsense", pool, query_heads=1, max_model_len=8)

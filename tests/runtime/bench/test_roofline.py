@@ -88,19 +88,19 @@ def test_rates_of_this_machine() -> None:
     ("name", "part"),
     [
         ("void flash::flash_fwd_kernel<...>", "attention"),
-        ("decode_rows", "attention"),
+        ("decode_attention_kernel", "attention"),
         ("shared_prefix_attention_kernel", "attention"),
         ("merge_splits_kernel", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matrix work"),
-        ("_one_token", "matrix work"),
+        ("fp8_gemv_kernel", "matrix work"),
         ("stream_k_gemm_kernel", "matrix work"),
         ("aten::addmm", "matrix work"),
         ("aten::add", "rest"),
         *(
             (name, "sampling")
             for name in (
-                "sample_chunks_kernel",
-                "_choose",
+                "sample_blocks_kernel",
+                "sample_tokens_kernel",
                 "chunk_maxima_kernel",
                 "partial_sums_kernel",
                 "gather_candidates_kernel",
@@ -111,7 +111,7 @@ def test_rates_of_this_machine() -> None:
             for name in (
                 "find_thresholds_kernel",
                 "count_tokens_kernel",
-                "_penalize",
+                "apply_penalties_kernel",
                 "apply_token_bitmask_kernel",
             )
         ),
@@ -127,7 +127,7 @@ def test_idle_is_what_no_work_covers() -> None:
     lane, other = ("0", "1"), ("0", "2")
     events = [
         Event("gemm", 1.0, 2.0, lane),
-        Event("decode_rows", 2.0, 2.0, other),
+        Event("decode_attention_kernel", 2.0, 2.0, other),
         Event("x", 6.0, 1.0, lane),
     ]
     found = break_down(events)

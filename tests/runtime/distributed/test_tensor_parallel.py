@@ -1,4 +1,4 @@
-"""Tensor parallelism on real processes: collectives, and models that answer as one rank or transformers would."""
+"""Tensor parallelism on real processes: collectives, and the tokens of models against one rank and transformers."""
 
 from pathlib import Path
 
@@ -31,42 +31,42 @@ def test_collectives_of_two_ranks(tmp_path: Path) -> None:
     }
 
 
-def test_one_rank_needs_no_process_group() -> None:
-    group = TensorParallelGroup.start(rank=0, size=1, device="cpu", run_dir=Path("/nonexistent"))
+def test_single_rank_needs_no_process_group() -> None:
+    group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device="cpu", run_dir=Path("/nonexistent"))
     tensor = torch.ones(2, 3)
     assert group.all_reduce(tensor) is tensor
     assert group.all_gather(tensor) is tensor
-    assert group.minimum(7) == 7
+    assert group.all_reduce_min(7) == 7
     assert not torch.distributed.is_initialized()
 
 
 class Echo(DetachedRank):
-    """All other ranks send what this one does."""
+    """A group whose other ranks all contribute this rank's tensor to a gather."""
 
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        gathered.copy_(tensor.repeat(self.size, 1))
+        gathered.copy_(tensor.repeat(self.tp_size, 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_logits_are_put_where_there_is_room(ranks: int) -> None:
-    placement = LayerContext(torch.float32, torch.device("cpu"), Echo(0, ranks))
-    embedding = VocabParallelEmbedding(37, 16, placement)
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_logits_are_written_to_a_given_buffer(tp_size: int) -> None:
+    context = LayerContext(torch.float32, torch.device("cpu"), Echo(0, tp_size))
+    embedding = VocabParallelEmbedding(37, 16, context)
     embedding.weight.normal_(generator=torch.Generator().manual_seed(0))
-    head = OutputHead(embedding, 37, placement)
+    head = OutputHead(embedding, 37, context)
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-    room = head.room(8)
-    logits = head(hidden, room[:5])
-    assert logits.shape == (5, 37) and logits.data_ptr() == room.data_ptr()
+    out = head.empty_logits(8)
+    logits = head(hidden, out[:5])
+    assert logits.shape == (5, 37) and logits.data_ptr() == out.data_ptr()
     torch.testing.assert_close(logits, head(hidden))
 
 
-def test_a_rank_that_is_alone_gives_up(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="rank 0 of 2 could not meet the others"):
-        TensorParallelGroup.start(rank=0, size=2, device="cpu", run_dir=tmp_path, timeout_seconds=1)
+def test_rank_without_peers_raises_after_timeout(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="rank 0 of 2 could not join the other ranks"):
+        TensorParallelGroup.start(tp_rank=0, tp_size=2, device="cpu", run_dir=tmp_path, timeout_seconds=1)
 
 
-def test_two_ranks_equal_transformers_and_one_rank(tmp_path: Path) -> None:
-    """All families, KV heads divided and (one for two ranks) replicated, an odd vocabulary, a first step without a token."""
+def test_two_ranks_generate_the_tokens_of_one_rank_and_of_transformers(tmp_path: Path) -> None:
+    """The models have sharded or replicated KV heads and a vocabulary of odd size; the first step samples no token."""
     paths = [
         str(make_model(tmp_path / family, family, seed=7, num_key_value_heads=kv_heads))
         for family, kv_heads in (("llama", 2), ("llama_tied", 1), ("qwen2", 1), ("qwen3", 2), ("mistral", 2))

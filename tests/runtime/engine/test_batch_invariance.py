@@ -1,4 +1,4 @@
-"""Scheduler and engine together: what a request asks for comes out the same, alone and in the worst of company."""
+"""Scheduler and engine together: a request gets the same result alone and in a crowd under memory pressure."""
 
 import re
 from collections.abc import Collection
@@ -41,23 +41,23 @@ def maker(model: Path) -> GrammarFactory:
 
 
 @pytest.fixture(scope="module")
-def quiet(model: Path, maker: GrammarFactory) -> "Outcome":
-    """Each request alone."""
+def alone(model: Path, maker: GrammarFactory) -> "Outcome":
+    """The outcome of each request alone."""
     return serve(
         model,
-        requests(maker),
+        make_requests(maker),
         max_running_requests=1,
         disable_radix_cache=True,
         disable_overlap_schedule=True,
     )
 
 
-def requests(maker: GrammarFactory) -> list[GenerateRequest]:
-    """All kinds, at random; some share the beginning of their prompts."""
+def make_requests(maker: GrammarFactory) -> list[GenerateRequest]:
+    """Return random requests with all sampling parameters; some share the beginning of their prompts."""
     rng = np.random.default_rng(3)
     shared = rng.integers(5, VOCAB_SIZE, 40)
     grammars: list[CompiledGrammar | None] = [None, None, *map(maker.regex, PATTERNS)]
-    made = []
+    requests = []
     for uid in range(REQUESTS):
         prompt = np.concatenate(
             [shared[: rng.integers(0, 40)], rng.integers(5, VOCAB_SIZE, rng.integers(1, 30))]
@@ -78,30 +78,30 @@ def requests(maker: GrammarFactory) -> list[GenerateRequest]:
         )
         grammar = grammars[rng.integers(len(grammars))]
         tokens = prompt.astype(Wire.TOKEN).tobytes()
-        made.append(GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar))
-    return made
+        requests.append(GenerateRequest(uid, tokens, sampling, TextOptions(), grammar=grammar))
+    return requests
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the clients heard, and how often a request was preempted."""
+    """Replies by request, and the number of preemptions."""
 
     replies: dict[int, Reply]
     preempted: int
 
 
 def serve(
-    path: Path, asked: list[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
+    path: Path, requests: list[GenerateRequest], *, aborted: Collection[int] = (), **changes: Any
 ) -> Outcome:
-    """Send a few more in each turn, until all have ended; the ``aborted`` are ended in the turn after their first token."""
+    """Send three requests per turn, until all have ended; abort the ``aborted`` in the turn after their first token."""
     config = make_config(path, page_size=4, log_level="debug", **changes)
     engine = make_engine(path, page_size=4, log_level="debug", **changes)
     channel, replies, preempted = MemoryChannel(), Replies(), 0
     scheduler = Scheduler(
         config, eos_token_ids=(EOS_ID,), num_pages=engine.num_pages, engine=engine, channel=channel
     )
-    waiting, left = list(asked), list(aborted)
-    while waiting or not scheduler.idle or channel.arriving:
+    waiting, left = list(requests), list(aborted)
+    while waiting or not scheduler.is_idle or channel.arriving:
         channel.arriving.extend(waiting[:3])
         del waiting[:3]
         scheduler.turn()
@@ -117,33 +117,33 @@ def serve(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_same_alone_and_in_company(
-    model: Path, maker: GrammarFactory, quiet: "Outcome", overlap: bool
+def test_result_is_the_same_alone_and_in_a_crowd(
+    model: Path, maker: GrammarFactory, alone: "Outcome", overlap: bool
 ) -> None:
-    """Crowded: few pages, so that requests are preempted; prompts in chunks; steps of all kinds of rows."""
-    asked = requests(maker)
+    """The crowd has few pages, so that requests are preempted, chunked prompts, and mixed batches of all kinds."""
+    requests = make_requests(maker)
     crowded = serve(
         model,
-        asked,
+        requests,
         aborted=ABORTED,
         max_total_tokens=136,
         max_num_batched_tokens=24,
         disable_overlap_schedule=not overlap,
     )
-    assert quiet.preempted == 0 and crowded.preempted > 0
-    for request in asked:
-        alone, beside = quiet.replies[request.uid], crowded.replies[request.uid]
+    assert alone.preempted == 0 and crowded.preempted > 0
+    for request in requests:
+        single, beside = alone.replies[request.uid], crowded.replies[request.uid]
         if request.uid in ABORTED:
-            assert beside.ended and beside.tokens == alone.tokens[: len(beside.tokens)]
+            assert beside.has_ended and beside.tokens == single.tokens[: len(beside.tokens)]
             continue
-        assert (beside.tokens, beside.finish) == (alone.tokens, alone.finish), request
-        assert_close(beside.thoughts, alone.thoughts)
-        assert_close(beside.prompt, alone.prompt)
-        assert len(alone.prompt) == (
+        assert (beside.tokens, beside.finish) == (single.tokens, single.finish), request
+        assert_close(beside.logprobs, single.logprobs)
+        assert_close(beside.prompt_logprobs, single.prompt_logprobs)
+        assert len(single.prompt_logprobs) == (
             0 if request.sampling.prompt_logprobs is None else len(request.token_ids) // 4
         )
-        if request.grammar is not None and alone.finish == FinishReason.STOP:
-            assert_matches(maker, request.grammar, alone.tokens)
+        if request.grammar is not None and single.finish == FinishReason.STOP:
+            assert_matches(maker, request.grammar, single.tokens)
 
 
 def assert_close(some: list[tuple[int, float, list[int], list[float]]], others: list[Any]) -> None:

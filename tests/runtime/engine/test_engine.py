@@ -1,4 +1,4 @@
-"""The engine as the scheduler sees it: phases, results, errors, and a warm-up that leaves no trace."""
+"""The engine's interface to the scheduler: phases, results, errors, and a warm-up that leaves no trace."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ def engine(model: Path) -> Iterator[Engine]:
 
 
 def plan_of(slot: int, pages: list[int]) -> StepPlan:
-    """The whole prompt in one step."""
+    """Plan the whole prompt in one step."""
     columns = np.arange(len(pages), dtype=np.int32)
     return StepPlan(
         number=0,
@@ -46,22 +46,25 @@ def plan_of(slot: int, pages: list[int]) -> StepPlan:
     )
 
 
-def test_phases_are_told_in_order_with_progress(model: Path) -> None:
-    told: list[tuple[str, float]] = []
+def test_start_phases_are_reported_in_order_with_progress(model: Path) -> None:
+    reported: list[tuple[str, float]] = []
     config = make_config(model)
     engine = Engine(
-        config, read_model_config(model), TensorParallelGroup(), on_phase=lambda *news: told.append(news)
+        config,
+        read_model_config(model),
+        TensorParallelGroup(),
+        on_phase=lambda *phase: reported.append(phase),
     )
     engine.warmup()
     engine.close()
-    phases = list(dict.fromkeys(phase for phase, _ in told))
+    phases = list(dict.fromkeys(phase for phase, _ in reported))
     assert phases == ["weights", "kv_cache", "warmup"]
-    assert told[0] == ("weights", 0.0)
-    assert ("weights", 1.0) in told
+    assert reported[0] == ("weights", 0.0)
+    assert ("weights", 1.0) in reported
     assert engine.num_pages * config.page_size == 2048
 
 
-def test_tokens_are_int32_and_one_for_each_sampled_row(engine: Engine) -> None:
+def test_result_has_one_int32_token_per_sampled_row(engine: Engine) -> None:
     driver = Driver(engine, 16)
     a, b = driver.open(0, PROMPT), driver.open(1, PROMPT)
     none = driver.launch([(a, 10), (b, 10)]).result().tokens
@@ -70,8 +73,8 @@ def test_tokens_are_int32_and_one_for_each_sampled_row(engine: Engine) -> None:
     assert (len(none), len(one)) == (0, 1)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU ends the process for a wrong address")
-def test_an_error_of_a_step_is_raised_by_its_result_alone(engine: Engine, model: Path) -> None:
+@pytest.mark.skipif(DEVICE != "cpu", reason="an invalid address ends the process on a GPU")
+def test_error_of_a_step_is_raised_by_its_own_result_alone(engine: Engine, model: Path) -> None:
     good, bad = plan_of(2, [3, 4]), plan_of(3, [5, 1 << 20])
     before, broken, after = engine.launch(good), engine.launch(bad), engine.launch(replace(good, number=1))
     with pytest.raises((IndexError, RuntimeError)):
@@ -80,13 +83,13 @@ def test_an_error_of_a_step_is_raised_by_its_result_alone(engine: Engine, model:
     assert before.result().tokens.tolist() == after.result().tokens.tolist() == expected
 
 
-def test_warm_up_leaves_no_trace(engine: Engine, model: Path) -> None:
+def test_warmup_leaves_no_trace(engine: Engine, model: Path) -> None:
     cold = engine.launch(plan_of(0, [0, 1])).result().tokens.tolist()
     engine.warmup()
     assert engine.launch(plan_of(0, [0, 1])).result().tokens.tolist() == cold
 
 
-def test_warm_up_of_the_smallest_engine(model: Path) -> None:
+def test_smallest_engine_warms_up(model: Path) -> None:
     engine = make_engine(model, page_size=1, max_total_tokens=2, max_running_requests=1, max_model_len=2)
     engine.warmup()
     engine.close()

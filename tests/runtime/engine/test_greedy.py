@@ -1,4 +1,4 @@
-"""Greedy tokens of the engine equal those of transformers, whatever the steps, pages and slots."""
+"""Greedy tokens of the engine equal those of transformers for any steps, pages and slots."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Model = tuple[Path, Any]
 
 
 def random_prompts(seed: int) -> list[list[int]]:
-    """Prompts of mixed lengths, some of which share a prefix."""
+    """Return prompts of mixed lengths, some of which share a prefix."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     prompts[5][:32] = prompts[8][:32]
@@ -37,7 +37,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("page_size", "budget", "slots"), [(1, 24, 5), (16, 1024, 8), (64, 16, 3)])
-def test_equal_to_transformers(model: Model, page_size: int, budget: int, slots: int) -> None:
+def test_greedy_tokens_equal_transformers(model: Model, page_size: int, budget: int, slots: int) -> None:
     path, reference = model
     prompts = random_prompts(seed=5)
     engine = make_engine(path, page_size=page_size)
@@ -49,8 +49,8 @@ def test_equal_to_transformers(model: Model, page_size: int, budget: int, slots:
     assert got == oracle_choices(reference, prompts, got)
 
 
-def test_rows_that_compute_nothing_else_than_their_cached_prefix_leaves(llama: Path) -> None:
-    """A second request reads the first one's pages, in a step where the first one decodes."""
+def test_request_computes_only_the_tokens_after_its_cached_prefix(llama: Path) -> None:
+    """The second request reads the first one's pages in a step in which the first one decodes."""
     reference = load_reference(llama)
     first, second = random_prompts(9)[9], [*random_prompts(9)[9][:64], 5, 6, 7]
     engine = make_engine(llama, page_size=16)
@@ -77,8 +77,8 @@ def test_steps_launched_ahead_read_tokens_on_the_device(llama: Path) -> None:
     assert tokens == greedy_tokens(load_reference(llama), prompt, 10)
 
 
-def test_a_slot_and_pages_used_again(llama: Path) -> None:
-    """Preemption: output becomes part of what is known, and is computed anew in another slot."""
+def test_preempted_request_continues_in_another_slot(llama: Path) -> None:
+    """The output so far becomes part of the known tokens, and is computed again over reused pages."""
     engine = make_engine(llama, page_size=16)
     driver = Driver(engine, 16)
     prompt = random_prompts(2)[5]
@@ -95,8 +95,8 @@ def test_a_slot_and_pages_used_again(llama: Path) -> None:
     assert row.output + again.output == greedy_tokens(load_reference(llama), prompt, 7)
 
 
-def test_bfloat16_agrees_where_the_oracle_is_sure(tmp_path: Path) -> None:
-    """In bfloat16 the two round differently: each token must be the oracle's, or nearly as likely to it."""
+def test_bfloat16_tokens_equal_transformers_but_for_near_ties(tmp_path: Path) -> None:
+    """In bfloat16 the two round differently: each token must be transformers' choice, or nearly as likely there."""
     path = make_model(tmp_path, "qwen3", seed=1, dtype=torch.bfloat16)
     engine = make_engine(path, dtype="bfloat16", page_size=16)
     prompts = random_prompts(3)

@@ -1,16 +1,17 @@
-"""For which steps the host is thought to be the limit."""
+"""Numbers of tokens up to which prefill steps count as launch-bound."""
 
 import pytest
 
 from skiff_runtime.config import Config
-from skiff_runtime.engine.launch_bound import MOST_TOKENS, launch_bound_tokens
+from skiff_runtime.engine.launch_bound import launch_bound_tokens
+from skiff_runtime.kernels.tuning import HOPPER
 from skiff_runtime.processes.resolve import resolve
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "weight_bytes", "least", "most"),
+    ("shape", "tp_size", "element_bytes", "low", "high"),
     [
-        ("qwen3-0.6b", 1, 2, MOST_TOKENS, MOST_TOKENS),
+        ("qwen3-0.6b", 1, 2, 1024, 1024),
         ("llama-3.1-8b", 1, 2, 0, 0),
         ("llama-3.1-8b", 2, 2, 200, 212),
         ("llama-3.1-8b", 1, 1, 200, 212),
@@ -19,8 +20,8 @@ from skiff_runtime.processes.resolve import resolve
         ("qwen3-14b", 2, 1, 270, 280),
     ],
 )
-def test_small_layers_alone_wait_for_the_host(
-    shape: str, ranks: int, weight_bytes: int, least: int, most: int
+def test_only_small_layers_are_launch_bound(
+    shape: str, tp_size: int, element_bytes: int, low: int, high: int
 ) -> None:
     _, model = resolve(Config(model=f"shape://{shape}", load_format="dummy", device="cpu"))
-    assert least <= launch_bound_tokens(model, ranks, weight_bytes) <= most
+    assert low <= launch_bound_tokens(model, tp_size, element_bytes, HOPPER.prefill_choice) <= high

@@ -1,4 +1,4 @@
-"""Bias, penalties and least lengths: against transformers' processors, a naive float64 reference, and a whole model."""
+"""Bias, penalties and ``min_tokens`` against transformers' processors, a naive float64 reference, and a whole model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from engine_driver import Driver, generate, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_logits_processors import edited_row
+from reference_logits_processors import process_row
 from tiny_models import load_reference, make_model, oracle_logits
 from tiny_tokenizer import EOS_ID
 from transformers import (
@@ -34,24 +34,24 @@ def params(**changes: Any) -> SamplingSpec:
     return SamplingSpec(**{"max_tokens": 64, "seed": 0, "temperature": 0.0, **changes})
 
 
-def edited(logits: torch.Tensor, texts: Sequence[tuple[list[int], list[int], SamplingSpec]]) -> torch.Tensor:
-    """What becomes of logits [S, V] of texts (prompt, output), in slots S - 1 to 0."""
+def process(logits: torch.Tensor, texts: Sequence[tuple[list[int], list[int], SamplingSpec]]) -> torch.Tensor:
+    """Process logits [S, V] of texts (prompt, output), which are in slots S - 1 to 0."""
     slots = np.arange(len(texts), dtype=np.int32)[::-1].copy()
     positions = np.array([len(prompt) + len(output) for prompt, output, _ in texts], dtype=np.int32)
     table = torch.randint(VOCAB, (SLOTS, 40), dtype=torch.int32, generator=torch.Generator().manual_seed(5))
-    made = LogitsProcessors(table, vocab_size=VOCAB, eos_token_ids=EOS)
+    processors = LogitsProcessors(table, vocab_size=VOCAB, eos_token_ids=EOS)
     for slot, (prompt, output, sampling) in zip(slots.tolist(), texts, strict=True):
         tokens = np.array([*prompt, *output], dtype=np.int32)
         table[slot, : len(tokens)] = torch.from_numpy(tokens)
-        made.open([SlotOpened(slot, tokens, sampling, len(prompt))])
+        processors.open([SlotOpened(slot, tokens, sampling, len(prompt))])
     result = logits.clone()
-    where = torch.from_numpy(slots).long(), torch.from_numpy(positions).long()
-    made.apply(result, SampledRows(*where, slots, positions))
+    columns = torch.from_numpy(slots).long(), torch.from_numpy(positions).long()
+    processors.apply(result, SampledRows(*columns, slots, positions))
     return result
 
 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=18)
-ASKED = st.fixed_dictionaries(
+REQUESTS = st.fixed_dictionaries(
     {},
     optional={
         "repetition_penalty": st.floats(0.3, 3.0),
@@ -64,45 +64,45 @@ ASKED = st.fixed_dictionaries(
         ),
     },
 )
-TEXT = st.tuples(TOKENS.filter(bool), TOKENS, ASKED.map(lambda asked: params(**asked)))
+TEXT = st.tuples(TOKENS.filter(bool), TOKENS, REQUESTS.map(lambda each: params(**each)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXT, min_size=1, max_size=SLOTS), seed=st.integers(0, 1000), small=st.booleans())
-def test_each_row_by_definition_whatever_its_batch(
+def test_each_row_equals_reference_in_any_batch(
     texts: list[tuple[list[int], list[int], SamplingSpec]], seed: int, small: bool
 ) -> None:
     logits = torch.randn(len(texts), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(penalties, "SLICE_ELEMENTS", 2 * VOCAB)
-        together = edited(logits, texts)
+        together = process(logits, texts)
     for row, (prompt, output, sampling) in enumerate(texts):
-        alone = edited(logits[row : row + 1], [(prompt, output, sampling)])[0]
+        alone = process(logits[row : row + 1], [(prompt, output, sampling)])[0]
         assert torch.equal(together[row], alone)
-        expected = edited_row(logits[row], prompt, output, sampling, ends=EOS, banned=MASKED_LOGIT)
+        expected = process_row(logits[row], prompt, output, sampling, end_tokens=EOS, masked=MASKED_LOGIT)
         torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
         if params() == sampling:
             assert torch.equal(alone, logits[row])
 
 
-def test_as_transformers_does_it() -> None:
+def test_processors_equal_those_of_transformers() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
     prompt, output = [3, 4, 5, 5], [9, 9, 1, 4]
     ids = torch.tensor([prompt + output])
     repeated = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
-    assert torch.equal(edited(logits, [(prompt, output, params(repetition_penalty=1.7))]), repeated)
+    assert torch.equal(process(logits, [(prompt, output, params(repetition_penalty=1.7))]), repeated)
     biased = SequenceBiasLogitsProcessor([[[8], -4.0], [[2], 11.5]])(ids, logits)
-    assert torch.equal(edited(logits, [(prompt, output, params(logit_bias=((8, -4.0), (2, 11.5))))]), biased)
-    for least in (4, 5):
-        shortened = MinNewTokensLengthLogitsProcessor(len(prompt), least, list(EOS))(ids, logits.clone())
-        ours = edited(logits, [(prompt, output, params(min_tokens=least))])
+    assert torch.equal(process(logits, [(prompt, output, params(logit_bias=((8, -4.0), (2, 11.5))))]), biased)
+    for min_tokens in (4, 5):
+        shortened = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, list(EOS))(ids, logits.clone())
+        ours = process(logits, [(prompt, output, params(min_tokens=min_tokens))])
         assert torch.equal(ours.masked_fill(ours == MASKED_LOGIT, -torch.inf), shortened)
 
 
-def test_a_slot_used_again_asks_for_nothing_old() -> None:
+def test_reopened_slot_drops_all_old_processors() -> None:
     table = torch.zeros((1, 10), dtype=torch.int32)
-    made = LogitsProcessors(table, vocab_size=VOCAB, eos_token_ids=EOS)
+    processors = LogitsProcessors(table, vocab_size=VOCAB, eos_token_ids=EOS)
     tokens = np.array([1, 2], dtype=np.int32)
     everything = params(
         min_tokens=9,
@@ -112,13 +112,13 @@ def test_a_slot_used_again_asks_for_nothing_old() -> None:
     )
     one, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
     rows = SampledRows(torch.zeros(1, dtype=torch.int64), torch.tensor([2]), one, position)
-    made.open([SlotOpened(0, tokens, everything, 1)])
+    processors.open([SlotOpened(0, tokens, everything, 1)])
     logits = torch.ones(1, VOCAB)
-    made.apply(logits, rows)
+    processors.apply(logits, rows)
     assert not torch.equal(logits, torch.ones(1, VOCAB))
-    made.open([SlotOpened(0, tokens, params(), 1)])
+    processors.open([SlotOpened(0, tokens, params(), 1)])
     logits = torch.ones(1, VOCAB)
-    made.apply(logits, rows)
+    processors.apply(logits, rows)
     assert torch.equal(logits, torch.ones(1, VOCAB))
 
 
@@ -127,7 +127,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", seed=23)
 
 
-def test_a_whole_model_in_mixed_batches_and_after_a_retraction(model: Path) -> None:
+def test_preempted_request_resumes_with_identical_tokens(model: Path) -> None:
     prompts = [list(range(20 + 3 * row, 45 + 3 * row)) for row in range(5)]
     samplings = [
         params(),
@@ -138,7 +138,7 @@ def test_a_whole_model_in_mixed_batches_and_after_a_retraction(model: Path) -> N
     ]
     engine = make_engine(model, page_size=4)
     outputs = generate(engine, prompts, 16, page_size=4, budget=24, slots=4, samplings=samplings)
-    preempted = []
+    resumed = []
     for prompt, output, sampling in zip(prompts, outputs, samplings, strict=True):
         driver = Driver(engine, 4)
         row = driver.open(2, prompt, sampling, output=output[:9])
@@ -146,22 +146,18 @@ def test_a_whole_model_in_mixed_batches_and_after_a_retraction(model: Path) -> N
         driver.step([(row, row.known - 20)])
         while len(row.output) < 16:
             driver.step([(row, 1)], decode_rows=1)
-        preempted.append(row.output)
+        resumed.append(row.output)
     engine.close()
-    assert preempted == outputs
+    assert resumed == outputs
     assert EOS_ID not in outputs[3][:7] and outputs[3][7] == EOS_ID
     logits = oracle_logits(load_reference(model), prompts, outputs)
     for number, (prompt, output, sampling) in enumerate(zip(prompts, outputs, samplings, strict=True)):
-        wanted = [
+        expected = [
             int(
-                edited_row(
-                    logits[number][at], prompt, output[:at], sampling, ends=[EOS_ID], banned=-torch.inf
+                process_row(
+                    logits[number][at], prompt, output[:at], sampling, end_tokens=[EOS_ID], masked=-torch.inf
                 ).argmax()
             )
             for at in range(16)
         ]
-        assert output == wanted
-
-
-def asdict(sampling: SamplingSpec) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+        assert output == expected

@@ -1,4 +1,4 @@
-"""How large the KV cache becomes, and what is said when nothing fits."""
+"""Capacity of the KV cache, free memory, and the errors when something does not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,26 @@ def capacity(*, free: int, reserved: int = 0, **changes: Any) -> int:
     return plan_capacity(config, LAYOUT, free_bytes=free, reserved_bytes=reserved, max_model_len=1000)
 
 
-def test_page_bytes() -> None:
+def test_page_bytes_count_k_and_v_of_all_layers() -> None:
     assert LAYOUT.page_bytes == 2 * 4 * 16 * 2 * 64 * 2
 
 
-def test_given_tokens_are_exact() -> None:
+def test_explicit_number_of_tokens_is_exact() -> None:
     assert capacity(free=64 * MIB, max_total_tokens=1000) == 62
     with pytest.raises(ConfigError, match=r"--max-total-tokens 100000 takes .* MiB are free"):
         capacity(free=64 * MIB, max_total_tokens=100_000)
 
 
-def test_memory_fraction_of_what_is_free() -> None:
+def test_memory_fraction_applies_to_free_memory() -> None:
     pages = capacity(free=64 * MIB, reserved=8 * MIB, mem_fraction_static=0.5, device="cuda")
     assert pages == 24 * MIB // LAYOUT.page_bytes - 1
 
 
-def test_a_cpu_takes_no_more_than_its_requests_can_fill() -> None:
+def test_cpu_allocates_no_more_than_running_requests_can_fill() -> None:
     assert capacity(free=1 << 40, max_running_requests=3) == 3 * 63
 
 
-def test_too_little_memory_names_the_flags() -> None:
+def test_error_for_too_little_memory_names_the_flags() -> None:
     with pytest.raises(
         ConfigError, match=r"no room for a KV cache.*--mem-fraction-static.*--max-num-batched-tokens"
     ):
@@ -78,12 +78,12 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_machine_itself(machine: Path) -> None:
+def test_free_memory_of_the_machine(machine: Path) -> None:
     assert host_free_bytes(machine) == 8000 * 1024
     assert host_free_bytes() > 0
 
 
-def test_control_group_version_2(machine: Path) -> None:
+def test_free_memory_within_cgroup_v2_limits(machine: Path) -> None:
     write(machine / "proc/self/cgroup", "0::/pod/container\n")
     for name, limit, used, cache in [("pod", "5000000", 1_000_000, 1000), ("pod/container", "max", 1, 0)]:
         group = machine / "sys/fs/cgroup" / name
@@ -93,8 +93,8 @@ def test_control_group_version_2(machine: Path) -> None:
     assert host_free_bytes(machine) == 4_001_000
 
 
-def test_control_group_version_1_seen_from_inside(machine: Path) -> None:
-    """The path in /proc is the host's and is not mounted here; the mounted root is the container's group."""
+def test_free_memory_within_cgroup_v1_limit_of_a_container(machine: Path) -> None:
+    """The path in /proc is the host's and is not mounted; the mounted root is the container's group."""
     write(machine / "proc/self/cgroup", "5:cpu:/\n4:memory:/kubepods/x\n0::/\n")
     group = machine / "sys/fs/cgroup/memory"
     write(group / "memory.limit_in_bytes", "3000000\n")

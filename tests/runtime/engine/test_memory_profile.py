@@ -1,4 +1,4 @@
-"""How much memory graphs are thought to take, by what is seen of the first two; the GPU's books are made up."""
+"""The estimate of the graphs' memory from the first two of them, on a simulated GPU."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,13 +13,13 @@ MIB = 1 << 20
 
 
 class Gpu:
-    """80 GiB, of which each capture takes a little, and others what they like."""
+    """80 GiB of memory, of which each capture takes a little while other processes allocate and free."""
 
     def __init__(self, allocator: list[int], driver: list[int], others: list[int]) -> None:
         self.free, self.reserved = 80 * GIB, 5 * GIB
         self._costs = zip(allocator, driver, others, strict=True)
 
-    def captures(self) -> list[Callable[[], None]]:
+    def capture_tasks(self) -> list[Callable[[], None]]:
         return [self.capture] * 10
 
     def capture(self) -> None:
@@ -29,18 +29,18 @@ class Gpu:
 
 
 @pytest.mark.parametrize(
-    "others, wanted",
+    ("others", "expected"),
     [
         ([0, 0], 650 + 9 * 30),
         ([0, 40 * GIB], 650 + 9 * (10 + 64)),
         ([40 * GIB, 0], 600 + 64 + 9 * 30),
         ([-40 * GIB, -40 * GIB], 600 + 9 * 10),
     ],
-    ids=["alone", "another starts beside the second", "another starts beside the first", "others end"],
+    ids=["alone", "other starts during second", "other starts during first", "others end"],
 )
-def test_what_others_take_counts_little(
-    others: list[int], wanted: int, monkeypatch: pytest.MonkeyPatch
+def test_memory_of_other_processes_is_bounded(
+    others: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu([600 * MIB, 10 * MIB], [50 * MIB, 20 * MIB], others)
-    monkeypatch.setattr(profile, "_memory", lambda: (gpu.free, gpu.reserved))
-    assert profile._graphs(lambda: cast(Any, gpu), Config(model="m"), 64 * MIB) == wanted * MIB
+    monkeypatch.setattr(profile, "_read_memory", lambda: (gpu.free, gpu.reserved))
+    assert profile._measure_graphs(lambda: cast(Any, gpu), Config(model="m"), 64 * MIB) == expected * MIB

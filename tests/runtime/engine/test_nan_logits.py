@@ -1,4 +1,4 @@
-"""A model that computes NaN for one request: its row yields no token, and the rows beside it keep theirs."""
+"""A model that computes NaN for one request: its row yields no token, and the other rows keep their tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +16,9 @@ from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import NAN_LOGITS
 
 BROKEN = 77
-"""A token whose embedding is NaN."""
+"""Id of the token whose embedding is NaN."""
 PROMPT = list(range(10, 31))
-DRAWN = SamplingSpec(max_tokens=64, seed=4, temperature=0.9, top_p=0.9, logprobs=2, min_tokens=3)
+RANDOM = SamplingSpec(max_tokens=64, seed=4, temperature=0.9, top_p=0.9, logprobs=2, min_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def engine(model: Path) -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("guided", [False, True], ids=["free", "grammar"])
-def test_rows_beside_one_of_nan_keep_their_tokens(
+def test_rows_beside_a_nan_row_keep_their_tokens(
     model: Path, engine: Engine, sampling: SamplingSpec, guided: bool
 ) -> None:
-    """In the prompt's step and in decode steps, which read the broken row's last token from the table."""
+    """This holds in the prefill step and in decode steps, which read the broken row's last token from the table."""
     grammar = GrammarFactory(model).regex("[a-z]{40}") if guided else None
     alone, together = Driver(engine, 4, seed=1), Driver(engine, 4, seed=2)
     lone = alone.open(0, PROMPT, sampling, grammar=grammar)
@@ -62,8 +62,8 @@ def test_rows_beside_one_of_nan_keep_their_tokens(
     assert rows[1].output == lone.output and min(lone.output) >= 0
 
 
-def test_pages_that_held_nan_give_others_right_tokens(engine: Engine) -> None:
-    """A page is used again with NaN still behind the end of the new sequence: zero weights must not meet it."""
+def test_reused_page_with_stale_nan_gives_valid_tokens(engine: Engine) -> None:
+    """NaN remains in the page after the end of the new sequence; attention must not multiply it, even by zero."""
     driver = Driver(engine, 4, seed=3)
     before = driver.open(0, PROMPT)
     driver.step([(before, before.known)])

@@ -1,7 +1,7 @@
-"""Greedy tokens equal transformers', whatever the model, cache, ranks, overlap, budget, page size and pressure.
+"""Greedy tokens equal those of transformers for any model, cache, ranks, overlap, budget, page size and memory pressure.
 
-The ordinary run takes a few settings that cover every pair of options; ``make matrix``
-takes all of them. ``SKIFF_TEST_SEED`` chooses other weights and prompts.
+The ordinary run takes a few settings that cover every pair of options; ``make matrix`` takes all of them.
+``SKIFF_TEST_SEED`` chooses other weights and prompts.
 """
 
 import os
@@ -23,7 +23,7 @@ RANKS_TIMEOUT_SECONDS: Final = 1200.0
 
 
 class World:
-    """The models, their oracles, and what ranks in other processes answered."""
+    """The models, their references, and the outcomes of ranks in other processes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -36,7 +36,7 @@ class World:
             make_model(self._models / family, family, seed=SEED + number, num_hidden_layers=2)
 
     def outcome(self, setting: Setting, *, together: Sequence[Setting]) -> Outcome:
-        """Serve here, or (two ranks) in processes that live through all of ``together``."""
+        """Serve in this process, or with two ranks in processes that serve all of ``together``."""
         if setting.tp > 1:
             if setting not in self._answers:
                 self._ask_ranks([other for other in together if other.tp == setting.tp])
@@ -47,7 +47,7 @@ class World:
         return outcome
 
     def check(self, setting: Setting, outcome: Outcome) -> None:
-        """Every token is the oracle's choice after those before it."""
+        """Check that every token is transformers' choice after those before it."""
         if self._right.get(setting.family) != outcome.outputs:
             reference = load_reference(self._models / setting.family)
             assert all(len(output) == TOKENS for output in outcome.outputs)
@@ -85,7 +85,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     torch.set_num_threads(threads)
 
 
-def judge(world: World, setting: Setting, together: Sequence[Setting]) -> None:
+def check_setting(world: World, setting: Setting, together: Sequence[Setting]) -> None:
     outcome = world.outcome(setting, together=together)
     world.check(setting, outcome)
     assert outcome.preempted > 0
@@ -97,12 +97,12 @@ def judge(world: World, setting: Setting, together: Sequence[Setting]) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setting", covering(), ids=str)
-def test_every_pair_of_settings(world: World, setting: Setting) -> None:
-    judge(world, setting, covering())
+def test_tokens_equal_transformers_for_every_pair_of_options(world: World, setting: Setting) -> None:
+    check_setting(world, setting, covering())
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("setting", product(), ids=str)
-def test_every_setting(world: World, setting: Setting) -> None:
-    judge(world, setting, [other for other in product() if other.family == setting.family])
+def test_tokens_equal_transformers_for_every_combination(world: World, setting: Setting) -> None:
+    check_setting(world, setting, [other for other in product() if other.family == setting.family])

@@ -1,4 +1,4 @@
-"""The sampler: right distributions, the filters' meaning, and independence of everything but the request."""
+"""The sampler: distributions, the meaning of its filters, and independence of the rest of the batch."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from skiff_runtime.kernels.top_k_top_p import MAX_PARTIAL_TOP_K
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import NAN_LOGITS, SlotOpened
 
-PLACE = torch.device(DEVICE)
+OWN_DEVICE = torch.device(DEVICE)
 
 
 def params(**changes: Any) -> SamplingSpec:
@@ -26,30 +26,30 @@ def params(**changes: Any) -> SamplingSpec:
 
 
 def draw(logits: torch.Tensor, samplings: list[SamplingSpec], positions: list[int]) -> list[int]:
-    """One token per row, the rows in slots of their own."""
-    sampler = Sampler(len(samplings), PLACE)
+    """Sample one token per row, each row in a slot of its own."""
+    sampler = Sampler(len(samplings), OWN_DEVICE)
     nothing = np.zeros(0, dtype=np.int32)
     sampler.open([SlotOpened(slot, nothing, sampling, 0) for slot, sampling in enumerate(samplings)])
     result: list[int] = sampler.sample(
-        logits.to(PLACE, copy=True), rows_at(range(len(samplings)), positions)
+        logits.to(OWN_DEVICE, copy=True), rows_at(range(len(samplings)), positions)
     ).tolist()
     return result
 
 
 def rows_at(slots: Sequence[int], positions: Sequence[int]) -> SampledRows:
-    """Rows in these slots that sample at these positions."""
+    """Return rows in these slots that sample at these positions."""
     columns = np.array([slots, positions], dtype=np.int32)
-    return SampledRows(*torch.from_numpy(columns).long().to(PLACE), *columns)
+    return SampledRows(*torch.from_numpy(columns).long().to(OWN_DEVICE), *columns)
 
 
 def frequencies(logits: torch.Tensor, sampling: SamplingSpec, count: int) -> np.ndarray[Any, Any]:
-    """How often each token is drawn at ``count`` positions."""
+    """Count how often each token is sampled at ``count`` positions."""
     tokens = draw(logits.expand(count, -1), [sampling] * count, list(range(count)))
     return np.bincount(tokens, minlength=logits.shape[-1])
 
 
-def kept(logits: torch.Tensor, sampling: SamplingSpec) -> torch.Tensor:
-    """The distribution by definition, one row at a time: temperature, top_k, top_p, min_p."""
+def filtered(logits: torch.Tensor, sampling: SamplingSpec) -> torch.Tensor:
+    """Compute the distribution of one row by definition: temperature, top_k, top_p, min_p."""
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
     order = probabilities.argsort(descending=True)
     ranked = probabilities[order]
@@ -64,7 +64,7 @@ def kept(logits: torch.Tensor, sampling: SamplingSpec) -> torch.Tensor:
 
 
 def assert_distribution(counts: np.ndarray[Any, Any], probabilities: torch.Tensor) -> None:
-    """Nothing impossible is drawn, and a chi-square over the likely tokens stays within a wide bound."""
+    """Check that no filtered token is sampled, and that a chi-square over the likely ones is within a wide bound."""
     expected = probabilities.numpy() * counts.sum()
     assert (counts[expected == 0] == 0).all()
     likely = expected >= 5
@@ -87,13 +87,13 @@ def assert_distribution(counts: np.ndarray[Any, Any], probabilities: torch.Tenso
     ],
     ids=str,
 )
-def test_distribution(changes: dict[str, Any]) -> None:
+def test_sampled_distribution_equals_its_definition(changes: dict[str, Any]) -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 1.5
     sampling = params(**changes)
-    assert_distribution(frequencies(logits, sampling, 8000), kept(logits, sampling))
+    assert_distribution(frequencies(logits, sampling, 8000), filtered(logits, sampling))
 
 
-def test_every_seed_is_a_draw_of_its_own() -> None:
+def test_seeds_are_independent() -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(2))
     samplings = [params(seed=seed) for seed in range(8000)]
     tokens = draw(logits.expand(8000, -1), samplings, [3] * 8000)
@@ -115,12 +115,12 @@ def test_neighbouring_positions_are_independent() -> None:
     min_p=st.floats(0.0, 0.9),
     temperature=st.floats(0.1, 3.0),
 )
-def test_only_kept_tokens_are_drawn(
+def test_only_tokens_that_pass_the_filters_are_sampled(
     seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 2
     sampling = params(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-    allowed = kept(
+    allowed = filtered(
         logits, params(top_k=top_k, top_p=top_p + 1e-5, min_p=min_p - 1e-5, temperature=temperature)
     )
     assert all(allowed[token] > 0 for token in draw(logits.expand(20, -1), [sampling] * 20, list(range(20))))
@@ -128,7 +128,7 @@ def test_only_kept_tokens_are_drawn(
 
 @settings(max_examples=60, deadline=None)
 @given(order=st.permutations(range(7)), size=st.integers(1, 7), seed=st.integers(0, 99))
-def test_a_row_does_not_depend_on_its_batch(order: list[int], size: int, seed: int) -> None:
+def test_row_does_not_depend_on_its_batch(order: list[int], size: int, seed: int) -> None:
     kinds = [
         params(temperature=0.0),
         params(seed=3),
@@ -154,8 +154,8 @@ def test_greedy_takes_the_maximum() -> None:
 
 
 @pytest.mark.parametrize("where", ["all", "one", "some"])
-def test_a_row_with_nan_yields_no_token(where: str) -> None:
-    """Every kind of row, greedy or drawn, beside rows without NaN, whose tokens stay the same."""
+def test_row_with_nan_yields_no_token(where: str) -> None:
+    """This holds for every kind of row; rows without NaN beside it keep their tokens."""
     kinds = [
         params(temperature=0.0),
         params(seed=3),
@@ -178,10 +178,10 @@ def test_a_row_with_nan_yields_no_token(where: str) -> None:
         assert tokens == [*expected[:row], NAN_LOGITS, *expected[row + 1 :]]
 
 
-def test_a_slot_used_again_has_the_new_parameters() -> None:
-    sampler = Sampler(2, PLACE)
+def test_reopened_slot_has_its_new_parameters() -> None:
+    sampler = Sampler(2, OWN_DEVICE)
     nothing = np.zeros(0, dtype=np.int32)
-    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).to(PLACE)
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).to(OWN_DEVICE)
     rows = rows_at([1], [4])
     sampler.open([SlotOpened(1, nothing, params(top_k=3, seed=1), 0)])
     sampler.open([SlotOpened(1, nothing, params(seed=2, temperature=5.0), 0)])
@@ -199,7 +199,7 @@ def test_noise_is_finite_and_standard_gumbel() -> None:
 
 
 def test_noise_is_the_same_on_every_device() -> None:
-    """The same as in plain Python integers: a seed that a user wrote down must go on giving the same text."""
+    """It equals the definition in Python integers: a seed that a user noted must keep generating the same text."""
     seeds, positions = [0, -7, -(1 << 63), (1 << 63) - 1], [0, 17, 3, 100_000]
     noise = add_gumbel(torch.zeros(4, 50), torch.tensor(seeds), torch.tensor(positions))
     naive = [[naive_gumbel(*row, token) for token in range(50)] for row in zip(seeds, positions, strict=True)]
@@ -207,7 +207,7 @@ def test_noise_is_the_same_on_every_device() -> None:
 
 
 def naive_gumbel(seed: int, position: int, token: int) -> float:
-    """The definition, with unsigned numbers of 64 and 32 bits."""
+    """Compute the noise by definition, with unsigned integers of 64 and 32 bits."""
     first = mix64((seed * 0x9E3779B97F4A7C15 + position) % 2**64)
     second = mix64((first + position) % 2**64)
     mixed = (token * 0x9E3779B1 % 2**32) ^ (first % 2**32)

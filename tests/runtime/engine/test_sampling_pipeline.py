@@ -1,4 +1,4 @@
-"""Rows that ask for more than a draw, beside rows that do not: each gets its own token, and no other row is touched."""
+"""Special rows beside plain ones in the sampling pipeline: each gets its own token, and no other row changes."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from skiff_runtime.models.config import ModelConfig, read_model_config
 from skiff_runtime.step import SlotOpened
 
 CPU: Final = torch.device("cpu")
-WISHES: Final[list[dict[str, Any]]] = [
+REQUESTS: Final[list[dict[str, Any]]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logit_bias": ((3, 100.0),)},
     {"temperature": 1.3},
@@ -28,10 +28,10 @@ WISHES: Final[list[dict[str, Any]]] = [
     {"temperature": 0.9, "top_k": 5},
     {"temperature": 0.0, "logit_bias": ((9, 100.0),), "logprobs": 1},
 ]
-ASKING: Final = [1, 3, 5]
+SPECIAL: Final = [1, 3, 5]
 PLAIN: Final = [0, 2, 4]
-BEFORE: Final = 7
-"""Known tokens of each row."""
+KNOWN: Final = 7
+"""Number of known tokens of each row."""
 
 
 @pytest.fixture(scope="module")
@@ -41,68 +41,68 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 class Bench:
-    """A choice over slots that were opened, and the rows of all of them in reverse order."""
+    """A sampling pipeline over opened slots, and the rows of all of them in reverse order."""
 
     def __init__(self, model: ModelConfig) -> None:
-        count = len(WISHES)
+        count = len(REQUESTS)
         self.tables = SlotTables(count, 32, 4, CPU)
-        self.sampler = Sampler(self.tables.nobody + 1, CPU)
-        edits = LogitsProcessors(
+        self.sampler = Sampler(self.tables.padding_slot + 1, CPU)
+        processors = LogitsProcessors(
             self.tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self.choice = SamplingPipeline(
+        self.pipeline = SamplingPipeline(
             *(self.tables, self.sampler),
             logprobs=LogprobsGatherer(count),
-            edits=edits,
-            guide=GrammarMaskManager(count, model, threads=1),
+            processors=processors,
+            grammar_masks=GrammarMaskManager(count, model, threads=1),
         )
         slots = np.arange(count, dtype=np.int32)[::-1].copy()
-        known = np.arange(BEFORE, dtype=np.int32)
-        samplings = [SamplingSpec(max_tokens=9, seed=at, **wishes) for at, wishes in enumerate(WISHES)]
-        self.choice.open(
+        known = np.arange(KNOWN, dtype=np.int32)
+        samplings = [SamplingSpec(max_tokens=9, seed=at, **each) for at, each in enumerate(REQUESTS)]
+        self.pipeline.open(
             [
                 SlotOpened(int(slot), known, sampling, 3)
                 for slot, sampling in zip(slots, samplings, strict=True)
             ]
         )
-        positions = np.full(count, BEFORE, dtype=np.int32)
+        positions = np.full(count, KNOWN, dtype=np.int32)
         columns = torch.from_numpy(slots).long(), torch.from_numpy(positions).long()
         self.rows = SampledRows(*columns, slots, positions)
 
-    def written(self) -> list[int]:
-        """What stands in each row's next place."""
+    def appended(self) -> list[int]:
+        """Return the token table's entry at each row's next position."""
         cells: list[int] = self.tables.tokens[self.rows.slots, self.rows.positions].tolist()
         return cells
 
 
-def test_all_at_once_and_those_that_ask_again(config: ModelConfig) -> None:
-    """What a graph has chosen for the others stays as it is, whatever that was."""
-    logits = torch.randn(len(WISHES), config.vocab_size, generator=torch.Generator().manual_seed(4))
+def test_resample_changes_special_rows_alone(config: ModelConfig) -> None:
+    """The tokens that a graph sampled for plain rows stay, whatever they are."""
+    logits = torch.randn(len(REQUESTS), config.vocab_size, generator=torch.Generator().manual_seed(4))
     first, again = Bench(config), Bench(config)
-    result = first.choice.choose(first.rows, logits.clone(), ()).result()
+    result = first.pipeline.sample(first.rows, logits.clone(), ()).result()
     tokens = result.tokens.tolist()
-    assert tokens == first.written()
+    assert tokens == first.appended()
     assert tokens[1] == 3 and tokens[5] == 9
     for row in (0, 3):
         assert tokens[row] == int(logits[row].argmax())
     alone = first.sampler.sample(logits.clone(), first.rows).tolist()
     assert [tokens[row] for row in PLAIN] == [alone[row] for row in PLAIN]
-    graph = torch.full((len(WISHES),), 77, dtype=torch.int32)
-    second = again.choice.resample(again.rows, logits.clone(), graph).result()
-    assert [second.tokens[row] for row in ASKING] == [tokens[row] for row in ASKING]
+    graph = torch.full((len(REQUESTS),), 77, dtype=torch.int32)
+    second = again.pipeline.resample(again.rows, logits.clone(), graph).result()
+    assert [second.tokens[row] for row in SPECIAL] == [tokens[row] for row in SPECIAL]
     assert [second.tokens[row] for row in PLAIN] == [77] * len(PLAIN)
-    assert [again.written()[row] for row in ASKING] == [tokens[row] for row in ASKING]
-    assert [again.written()[row] for row in PLAIN] == [0] * len(PLAIN)
-    for told in (result, second):
-        assert told.logprob_rows.tolist() == [3, 5] and told.logprobs is not None
+    assert [again.appended()[row] for row in SPECIAL] == [tokens[row] for row in SPECIAL]
+    assert [again.appended()[row] for row in PLAIN] == [0] * len(PLAIN)
+    for each in (result, second):
+        assert each.logprob_rows.tolist() == [3, 5] and each.logprobs is not None
         known = logits[[3, 5]].log_softmax(-1)
-        np.testing.assert_allclose(told.logprobs.chosen, known[[0, 1], [tokens[3], 9]], atol=1e-5)
+        np.testing.assert_allclose(each.logprobs.token_logprobs, known[[0, 1], [tokens[3], 9]], atol=1e-5)
 
 
-def test_nobody_has_parameters_and_is_greedy(tmp_path: Path) -> None:
-    """Rows of nobody fill a graph's batch, and read them like all others."""
+def test_padding_slot_has_sampling_parameters_and_is_greedy(tmp_path: Path) -> None:
+    """Padding rows of a graph read sampling parameters like all other rows."""
     engine = make_engine(make_model(tmp_path, "llama", seed=3))
     seeds, filters = engine._sampler.parameters
     engine.close()
     assert len(seeds) == len(filters) == len(engine._tables.tokens)
-    assert not filters[engine._tables.nobody].any()
+    assert not filters[engine._tables.padding_slot].any()

@@ -1,4 +1,4 @@
-"""What the grammar of a JSON schema admits is valid under the schema; what no grammar can promise is refused."""
+"""The grammar of a JSON schema accepts valid values only, and a schema that no grammar can enforce is refused."""
 
 import json
 from typing import Any
@@ -10,8 +10,8 @@ from json_schemas import COUNT, varied_schemas
 from jsonschema import Draft202012Validator
 
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.compiler.grammar_compiler import schema_to_ebnf
-from skiff_runtime.grammar.schema.lowering import lower
+from skiff_runtime.grammar.schema.ebnf import schema_to_ebnf
+from skiff_runtime.grammar.schema.lowering import lower_schema
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
 @pytest.mark.parametrize(
     ("walks", "every"), [(1, 5), pytest.param(50, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
-def test_random_texts_are_valid(walker: Walker, walks: int, every: int) -> None:
+def test_random_texts_under_the_grammar_are_valid(walker: Walker, walks: int, every: int) -> None:
     schemas = varied_schemas()
     assert len(schemas) == COUNT
     finished = {}
@@ -57,7 +57,7 @@ def accepts(schema: object, text: str) -> bool:
         ({"type": "object", "properties": {"a~b/c": {"type": "integer"}, "d": {"$ref": "#/properties/a~0b~1c"}}}, ['{"d": 5}']),
     ],
 )  # fmt: skip
-def test_ordinary_values_are_admitted(schema: dict[str, Any], texts: list[str]) -> None:
+def test_ordinary_values_are_accepted(schema: dict[str, Any], texts: list[str]) -> None:
     validator = Draft202012Validator(schema)
     for text in texts:
         validator.validate(json.loads(text))
@@ -76,7 +76,7 @@ def test_ordinary_values_are_admitted(schema: dict[str, Any], texts: list[str]) 
         ({"type": "object", "properties": {"a": {}}}, '{"b": 1}'),
     ],
 )  # fmt: skip
-def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> None:
+def test_invalid_values_that_xgrammar_alone_accepts_are_rejected(schema: dict[str, Any], text: str) -> None:
     assert not accepts(schema, text)
 
 
@@ -92,7 +92,7 @@ def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> N
         ({"type": "string", "frobnicate": 1}, "'frobnicate'"),
         ({"type": "string", "pattern": "^a", "maxLength": 3}, "'pattern' and 'maxLength'"),
         ({"type": "string", "format": "color"}, "'format' .* known are date"),
-        ({"type": "string", "pattern": "("}, "no valid regular expression"),
+        ({"type": "string", "pattern": "("}, "not a valid regular expression"),
         ({"type": "string", "pattern": "(?=a)b"}, "group"),
         ({"type": "string", "pattern": '^"$'}, "quotation mark"),
         ({"type": "string", "pattern": "\\x22"}, "quotation mark"),
@@ -109,19 +109,19 @@ def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> N
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": False, "required": ["b"]}, "is false"),
         ({"type": "object", "properties": {"a": {}}, "minProperties": 3}, "more properties than"),
-        ({"type": "frob"}, "names the type 'frob'"),
+        ({"type": "frob"}, "names the unknown type"),
         ({"type": 5}, "'type'"),
         ({"enum": []}, "'enum'"),
         ({"enum": [2**60]}, "beyond 2"),
-        ({"type": "string", "const": 5}, "has the wanted type"),
+        ({"type": "string", "const": 5}, "has the required type"),
         ({"const": "a", "minLength": 3}, "'minLength' beside"),
         ({"anyOf": []}, "'anyOf'"),
-        ({"anyOf": [False]}, "any of 'anyOf'"),
+        ({"anyOf": [False]}, "any branch of 'anyOf'"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may meet both branch 0 and branch 1"),
         ({"oneOf": [{"type": "integer"}, {"properties": {"a": {}}}]}, "may meet both"),
         ({"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]}, "cannot be combined"),
-        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nothing has both types"),
-        ({"$ref": "#/$defs/none"}, "not there"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value has both types"),
+        ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"$ref": "https://example.org/schema"}, "must point into the schema itself"),
         ({"$ref": "#"}, "no finite value"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value"),
@@ -129,12 +129,12 @@ def test_what_xgrammar_alone_would_admit(schema: dict[str, Any], text: str) -> N
         (5, "must be an object or a boolean"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_enforced_is_named(walker: Walker, schema: object, says: str) -> None:
+def test_keyword_that_cannot_be_enforced_is_named(walker: Walker, schema: object, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         list(walker.texts(schema, "refused"))
 
 
-def test_bombs_are_refused_before_they_grow() -> None:
+def test_schema_that_would_grow_exponentially_is_refused() -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(100):
         deep = {"type": "array", "items": deep}
@@ -147,4 +147,4 @@ def test_bombs_are_refused_before_they_grow() -> None:
         with pytest.raises(
             InvalidRequest, match=r"larger than|deeper than|cannot be combined|within another"
         ):
-            lower(bomb)
+            lower_schema(bomb)

@@ -1,4 +1,4 @@
-"""Calls that a grammar enforces are read back by the parser of their format, with arguments that are valid."""
+"""Tool calls under a grammar are parsed by the parser of their format, with valid arguments."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ TOOLS = [
     ToolSchema("add", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "null"]}}}),
 ]  # fmt: skip
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
-DIALECTS = {
+FORMATS = {
     "hermes": HERMES,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
@@ -43,9 +43,9 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
     return Walker(tmp_path_factory.mktemp("model"))
 
 
-def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the calls of a text."""
-    parser = dialect.parser(ToolCallOptions(frozenset(SCHEMAS)))
+def parse_calls(call_format: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Parse a text into its content and its calls."""
+    parser = call_format.parser(ToolCallOptions(frozenset(SCHEMAS)))
     deltas = [*parser.push(text), *parser.finish()]
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     calls: dict[int, list[str]] = {}
@@ -56,48 +56,48 @@ def calls_of(dialect: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, A
     return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
-@pytest.mark.parametrize("several", [True, False])
-@pytest.mark.parametrize("name", DIALECTS)
-def test_enforced_calls_are_read_back(walker: Walker, name: str, several: bool) -> None:
-    dialect = DIALECTS[name]
-    grammar = structural_tag_grammar(dialect.calls_format(TOOLS, parallel=several), "tools")
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_enforced_calls_are_parsed(walker: Walker, name: str, parallel: bool) -> None:
+    call_format = FORMATS[name]
+    grammar = structural_tag_grammar(call_format.calls_format(TOOLS, parallel=parallel), "tools")
     texts = list(walker.walk(grammar, name, 12))
     counts = set()
     for text in texts:
-        content, calls = calls_of(dialect, text)
+        content, calls = parse_calls(call_format, text)
         assert not content, text
         for tool, arguments in calls:
             Draft202012Validator(SCHEMAS[tool]).validate(arguments)
         counts.add(len(calls))
     assert texts
-    assert counts == {1} if not several else min(counts) == 1
+    assert counts == {1} if not parallel else min(counts) == 1
 
 
-def test_a_call_or_an_answer(walker: Walker) -> None:
-    forms = [
+def test_either_a_call_or_an_answer_is_enforced(walker: Walker) -> None:
+    formats = [
         to_structural_tag(choice_grammar(["yes", "no"], "x")),
         HERMES.calls_format(TOOLS, parallel=False),
     ]
     seen = set()
-    for text in walker.walk(structural_tag_grammar({"type": "or", "elements": forms}, "x"), "either", 12):
-        content, calls = calls_of(HERMES, text)
+    for text in walker.walk(structural_tag_grammar({"type": "or", "elements": formats}, "x"), "either", 12):
+        content, calls = parse_calls(HERMES, text)
         assert (content in ("yes", "no")) != bool(calls)
         seen.add(bool(calls))
     assert seen == {True, False}
 
 
-def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
-    form = HERMES.triggered_calls_format(TOOLS)
-    assert form is not None
-    texts = list(walker.walk(structural_tag_grammar(form, "tools"), "free", 4))
+def test_calls_within_text_have_valid_arguments(walker: Walker) -> None:
+    triggered = HERMES.triggered_calls_format(TOOLS)
+    assert triggered is not None
+    texts = list(walker.walk(structural_tag_grammar(triggered, "tools"), "free", 4))
     assert texts
     for text in texts:
-        for tool, arguments in calls_of(HERMES, text)[1]:
+        for tool, arguments in parse_calls(HERMES, text)[1]:
             Draft202012Validator(SCHEMAS[tool]).validate(arguments)
     assert LLAMA3.triggered_calls_format(TOOLS) is None
 
 
-@pytest.mark.parametrize("thinking", [ReasoningStart.INSIDE, ReasoningStart.OPTIONAL])
+@pytest.mark.parametrize("start", [ReasoningStart.INSIDE, ReasoningStart.OPTIONAL])
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -107,10 +107,10 @@ def test_calls_within_text_are_as_they_should_be(walker: Walker) -> None:
     ],
     ids=["choice", "regex", "schema"],
 )
-def test_grammars_behind_reasoning(walker: Walker, grammar: Any, thinking: ReasoningStart) -> None:
-    whole = allow_reasoning_before(grammar, thinking)
-    for text in walker.walk(whole, str(thinking), 8):
-        parser = ChatOutputParser(ReasoningParser(thinking), None)
+def test_grammar_applies_after_the_reasoning(walker: Walker, grammar: Any, start: ReasoningStart) -> None:
+    grammar_after_reasoning = allow_reasoning_before(grammar, start)
+    for text in walker.walk(grammar_after_reasoning, str(start), 8):
+        parser = ChatOutputParser(ReasoningParser(start), None)
         deltas = [*parser.push(text), *parser.finish()]
         content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
         assert content in ("yes", "no") or content.isdigit() or set(content) <= set("ab")
@@ -131,7 +131,7 @@ def test_grammars_behind_reasoning(walker: Walker, grammar: Any, thinking: Reaso
         ("llama3", "{% if tools %}<tool_call>{% endif %}", LLAMA3),
     ],
 )
-def test_the_format_is_found_in_the_template(
+def test_tool_call_format_is_found_in_the_template(
     choice: str, template: str | None, found: ToolCallFormat | None
 ) -> None:
     assert select_tool_call_format(choice, template) is found

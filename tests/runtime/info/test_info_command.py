@@ -14,14 +14,14 @@ from fake_hub import running_hub
 from fp8_checkpoints import COMPRESSED
 from tiny_models import FAMILIES, make_model
 
+from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.info.memory_fit import LIBRARY_BYTES, Gpu, estimate_memory, fit_gpu
 from skiff_runtime.kvcache.kv_pool import KVLayout, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.models.footprint import GATHER_WORKSPACE_BYTES, count_parameters, kv_bytes_per_token
+from skiff_runtime.models.footprint import count_parameters, kv_bytes_per_token
 from skiff_runtime.models.registry import make_model as build
-from skiff_runtime.models.weight_loader import weight_bytes
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -83,10 +83,10 @@ def test_published_models_have_the_published_number_of_parameters(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_equal_those_of_the_engine(tmp_path: Path, family: str, ranks: int) -> None:
     model = read_model_config(make_model(tmp_path, family))
-    placement = LayerContext(torch.float16, torch.device("meta"), TensorParallelGroup(0, ranks))
-    built = build(model, placement, max_positions=1)
-    assert 2 * count_parameters(model, ranks).total == weight_bytes(built)
-    layout = KVLayout(model.num_layers, built.heads.local_kv(ranks), model.head_dim, 16, torch.float16)
+    context = LayerContext(torch.float16, torch.device("meta"), TensorParallelGroup(0, ranks))
+    built = build(model, context, max_positions=1)
+    assert 2 * count_parameters(model, ranks).total == built.weight_bytes()
+    layout = KVLayout(model.num_layers, built.heads.local_kv_heads(ranks), model.head_dim, 16, torch.float16)
     assert 16 * kv_bytes_per_token(model, ranks, 2) == layout.page_bytes
 
 

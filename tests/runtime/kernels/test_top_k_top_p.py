@@ -1,16 +1,18 @@
-"""What top_k and top_p keep, found by keys, against the definition: in Triton's interpreter, or on a GPU."""
+"""The top-k and top-p thresholds against the definition: in Triton's interpreter, or on a GPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_device import DEVICE
 from numpy.random import default_rng
 
-from skiff_runtime.kernels.triton.sampling import top_k_top_p as fused
-from skiff_runtime.kernels.triton.sampling.top_k_top_p import PART, ROOM, find_thresholds
+from skiff_runtime.kernels.triton.sampling.top_k_top_p import find_thresholds
+from skiff_runtime.kernels.tuning import overridden, tuning_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-ASKED = [
+REQUESTED = [
     (1.0, 0, 0.9),
     (0.6, 20, 0.95),
     (0.7, 2000, 1.0),
@@ -21,82 +23,88 @@ ASKED = [
     (1.0, 0, 0.01),
 ]
 """Temperature, top_k, top_p."""
-VOCAB = PART + ROOM + 300
+TUNING = tuning_for(DEVICE)
+CHUNK = TUNING.top_k_top_p.chunk
+VOCAB = CHUNK + TUNING.top_k_top_p.max_candidates + 300
 SLACK = 1e-5
-"""Of the weight that top_p is compared with: sums are rounded, in another order each."""
+"""The part of the weight that rounding may add or take: sums are rounded in another order each."""
 
 
-def filters_of(asked: list[tuple[float, int, float]]) -> torch.Tensor:
-    return torch.tensor([[*each, 0.0] for each in asked], dtype=torch.float32)
+def make_params(requested: list[tuple[float, int, float]]) -> torch.Tensor:
+    return torch.tensor([[*each, 0.0] for each in requested], dtype=torch.float32)
 
 
-def kept(scaled: torch.Tensor, top_k: int, top_p: float) -> int:
-    """How many tokens top_k, then top_p, keep of one row, ties among them."""
+def count_kept(scaled: torch.Tensor, top_k: int, top_p: float) -> int:
+    """Return how many tokens of one row top_k, then top_p, keep, ties among them."""
     ranked = scaled.double().sort(descending=True).values
     left = ranked[: top_k or len(ranked)]
     if top_p >= 1:
         return int((ranked >= left[-1]).sum())
     mass = (left - left[0]).exp().cumsum(0)
-    wanted = int((torch.cat((mass.new_zeros(1), mass[:-1])) < top_p * mass[-1]).sum())
-    return int((ranked >= left[min(max(wanted, 1), len(left)) - 1]).sum())
+    count = int((torch.cat((mass.new_zeros(1), mass[:-1])) < top_p * mass[-1]).sum())
+    return int((ranked >= left[min(max(count, 1), len(left)) - 1]).sum())
 
 
-def keeps_enough(scaled: torch.Tensor, floor: float, top_k: int, top_p: float) -> bool:
-    """Whether as many of one row are not below the floor as top_k, then top_p, keep."""
-    found = int((scaled >= floor).sum())
-    return kept(scaled, top_k, top_p - SLACK) <= found <= kept(scaled, top_k, min(top_p + SLACK, 1))
+def keeps_what_the_definition_keeps(scaled: torch.Tensor, threshold: float, top_k: int, top_p: float) -> bool:
+    found = int((scaled >= threshold).sum())
+    return (
+        count_kept(scaled, top_k, top_p - SLACK) <= found <= count_kept(scaled, top_k, min(top_p + SLACK, 1))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab", [40, VOCAB])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 12.0])
-def test_floors_keep_what_the_definition_keeps(vocab: int, spread: float, dtype: torch.dtype) -> None:
-    """Flat rows, of which too much is left to be put together; usual ones; and such as have hardly a second token."""
-    numbers = default_rng(vocab).standard_normal((len(ASKED), vocab)) * spread
+def test_thresholds_keep_what_the_definition_keeps(vocab: int, spread: float, dtype: torch.dtype) -> None:
+    """Rows are flat, so that too many candidates are left to be gathered, usual, or hardly have a second token."""
+    numbers = default_rng(vocab).standard_normal((len(REQUESTED), vocab)) * spread
     logits = torch.from_numpy(numbers).to(dtype)
     logits[:, :3] = -torch.inf
-    filters, slots = filters_of(ASKED), torch.arange(len(ASKED), dtype=torch.int32)
-    floors = find_thresholds(logits.to(DEVICE), slots.to(DEVICE), filters.to(DEVICE))[0].cpu()
-    scaled = logits.float() / filters[:, :1]
-    for row, (_, top_k, top_p) in enumerate(ASKED):
-        assert keeps_enough(scaled[row], float(floors[row]), top_k, top_p)
-        assert (scaled[row] == floors[row]).any(), "the least of what is kept is among the logits"
+    params, slots = make_params(REQUESTED), torch.arange(len(REQUESTED), dtype=torch.int32)
+    thresholds = find_thresholds(logits.to(DEVICE), slots.to(DEVICE), params.to(DEVICE))[0].cpu()
+    scaled = logits.float() / params[:, :1]
+    for row, (_, top_k, top_p) in enumerate(REQUESTED):
+        assert keeps_what_the_definition_keeps(scaled[row], float(thresholds[row]), top_k, top_p)
+        assert (scaled[row] == thresholds[row]).any(), "the threshold is one of the logits"
 
 
-def test_a_row_is_the_same_by_whatever_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five parts, by a program each, by two programs and by one."""
-    vocab = 4 * PART + 70
+def test_result_is_the_same_whatever_the_number_of_programs() -> None:
+    """Five chunks are taken by a program each, by two programs, and by one."""
+    vocab = 4 * CHUNK + 70
     numbers = default_rng(1).standard_normal((3, vocab)) * 4
     logits = torch.from_numpy(numbers).bfloat16().to(DEVICE)
-    slots, filters = torch.arange(3, dtype=torch.int32, device=DEVICE), filters_of(ASKED[:3]).to(DEVICE)
+    slots, params = torch.arange(3, dtype=torch.int32, device=DEVICE), make_params(REQUESTED[:3]).to(DEVICE)
     found = []
     for programs in (1024, 6, 3):
-        monkeypatch.setattr(fused, "PROGRAMS", programs)
-        monkeypatch.setattr(fused, "LEAST_PROGRAMS", 1)
-        floors, maxima = find_thresholds(logits, slots, filters)
-        found.append((floors.tolist(), maxima.tolist()))
+        own = replace(TUNING.top_k_top_p, max_programs=programs, min_programs_of_row=1)
+        with overridden(replace(TUNING, top_k_top_p=own)):
+            thresholds, maxima = find_thresholds(logits, slots, params)
+        found.append((thresholds.tolist(), maxima.tolist()))
     assert found[0] == found[1] == found[2]
-    assert found[0][1] == [[float(part.max()) for part in row.split(PART)] for row in logits.float()]
-    for row, (temperature, top_k, top_p) in enumerate(ASKED[:3]):
-        assert keeps_enough(logits[row].float().cpu() / temperature, found[0][0][row], top_k, top_p)
+    assert found[0][1] == [[float(chunk.max()) for chunk in row.split(CHUNK)] for row in logits.float()]
+    for row, (temperature, top_k, top_p) in enumerate(REQUESTED[:3]):
+        scaled = logits[row].float().cpu() / temperature
+        assert keeps_what_the_definition_keeps(scaled, found[0][0][row], top_k, top_p)
 
 
-def test_only_who_asks_has_a_floor() -> None:
-    """Greedy rows, and those whose top_k or top_p leaves nothing out, are not searched."""
-    asked = [(0.0, 5, 0.5), (1.0, 0, 1.0), (1.0, 64, 1.0), (1.0, 1 << 24, 1.0), (1.0, 63, 1.0)]
+def test_rows_that_drop_nothing_have_no_threshold() -> None:
+    """Greedy rows are not searched, nor those whose top_k and top_p keep every token."""
+    requested = [(0.0, 5, 0.5), (1.0, 0, 1.0), (1.0, 64, 1.0), (1.0, 1 << 24, 1.0), (1.0, 63, 1.0)]
     logits = torch.arange(64.0).expand(5, -1).contiguous()
     slots = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32)
-    floors, _ = find_thresholds(logits.to(DEVICE), slots.to(DEVICE), filters_of(asked[::-1]).to(DEVICE))
-    assert floors.tolist() == [-torch.inf] * 4 + [1.0]
+    params = make_params(requested[::-1])
+    thresholds, _ = find_thresholds(logits.to(DEVICE), slots.to(DEVICE), params.to(DEVICE))
+    assert thresholds.tolist() == [-torch.inf] * 4 + [1.0]
 
 
-def test_ties_and_negative_logits_of_any_size() -> None:
-    """All that is as large as the last one stays; keys are in order from minus infinity to plus zero."""
+def test_ties_are_kept_among_logits_of_any_size() -> None:
+    """Keys must be in order from minus infinity to plus zero."""
     row = torch.tensor([-0.0, 0.0, -1e-30, -1e30, -2.0, -2.0, -2.0, -3e38])
-    asked = [(1.0, count, 1.0) for count in range(1, 8)]
-    floors, _ = find_thresholds(
+    requested = [(1.0, count, 1.0) for count in range(1, 8)]
+    thresholds, _ = find_thresholds(
         row.expand(7, -1).contiguous().to(DEVICE),
         torch.arange(7, dtype=torch.int32, device=DEVICE),
-        filters_of(asked).to(DEVICE),
+        make_params(requested).to(DEVICE),
     )
-    assert [int((row >= floor).sum()) for floor in floors.cpu()] == [2, 2, 3, 6, 6, 6, 7]
+    kept = [int((row >= threshold).sum()) for threshold in thresholds.cpu()]
+    assert kept == [2, 2, 3, 6, 6, 6, 7]

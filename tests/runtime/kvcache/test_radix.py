@@ -1,11 +1,11 @@
-"""The radix tree by example: matching, splitting, duplicates, namespaces, eviction order."""
+"""The radix cache by example: matching, splitting, duplicates, namespaces, eviction order."""
 
 import numpy as np
 import pytest
 
 from skiff_runtime.kvcache.page_allocator import PageAllocator
 from skiff_runtime.kvcache.page_pool import PagePool
-from skiff_runtime.kvcache.prefix_cache import Handle, InsertResult, Int32, PrefixCache
+from skiff_runtime.kvcache.prefix_cache import InsertResult, Int32, PrefixCache
 from skiff_runtime.kvcache.radix import RadixCache
 
 
@@ -14,7 +14,7 @@ def ints(*values: int) -> Int32:
 
 
 def insert(cache: PrefixCache, tokens: Int32, pages: Int32, salt: bytes = b"") -> InsertResult:
-    """Insert as a request that matched nothing."""
+    """Insert as a request that matched nothing does."""
     return cache.insert(tokens, pages, after=cache.match(ints(), salt=salt).handle, salt=salt)
 
 
@@ -33,7 +33,7 @@ def test_only_whole_pages_match() -> None:
     cache.check()
 
 
-def test_a_split_keeps_handles_and_locks() -> None:
+def test_split_keeps_handles_and_locks() -> None:
     cache = RadixCache(page_size=1)
     whole = insert(cache, ints(1, 2, 3), ints(0, 1, 2)).handle
     cache.lock(whole)
@@ -45,7 +45,7 @@ def test_a_split_keeps_handles_and_locks() -> None:
     assert cache.evict(9).tolist() == [1, 2, 0]
 
 
-def test_duplicates_are_named_with_the_pages_to_use_instead() -> None:
+def test_insert_returns_duplicates_with_the_pages_to_use_instead() -> None:
     cache = RadixCache(page_size=2)
     insert(cache, ints(1, 2, 3, 4), ints(0, 1))
     again = insert(cache, ints(1, 2, 3, 4, 5, 6), ints(0, 8, 9))
@@ -54,7 +54,7 @@ def test_duplicates_are_named_with_the_pages_to_use_instead() -> None:
     assert cache.cached_pages == 3
 
 
-def test_insert_goes_on_from_a_locked_prefix() -> None:
+def test_insert_continues_from_a_locked_prefix() -> None:
     cache = RadixCache(page_size=1)
     first = insert(cache, ints(1, 2), ints(0, 1)).handle
     cache.lock(first)
@@ -64,7 +64,7 @@ def test_insert_goes_on_from_a_locked_prefix() -> None:
     assert matched(cache, 1, 2, 3) == [0, 1, 5]
 
 
-def test_what_is_inserted_is_copied() -> None:
+def test_insert_copies_tokens_and_pages() -> None:
     cache = RadixCache(page_size=1)
     tokens, pages = ints(1, 2), ints(5, 6)
     insert(cache, tokens, pages)
@@ -72,7 +72,7 @@ def test_what_is_inserted_is_copied() -> None:
     assert matched(cache, 1, 2) == [5, 6]
 
 
-def test_salts_do_not_share() -> None:
+def test_sequences_of_different_salts_do_not_share_pages() -> None:
     cache = RadixCache(page_size=1)
     insert(cache, ints(1, 2), ints(0, 1))
     insert(cache, ints(1, 2), ints(2, 3), salt=b"tenant")
@@ -82,7 +82,7 @@ def test_salts_do_not_share() -> None:
     cache.check()
 
 
-def test_the_least_recently_used_leaf_goes_first_tail_first() -> None:
+def test_eviction_takes_the_tail_of_the_least_recently_used_leaf() -> None:
     cache = RadixCache(page_size=1)
     insert(cache, ints(1, 2, 3), ints(0, 1, 2))
     insert(cache, ints(4, 5), ints(3, 4))
@@ -95,7 +95,7 @@ def test_the_least_recently_used_leaf_goes_first_tail_first() -> None:
     cache.check()
 
 
-def test_what_was_in_use_until_now_goes_last() -> None:
+def test_unlock_counts_as_use() -> None:
     cache = RadixCache(page_size=1)
     used = insert(cache, ints(1), ints(0)).handle
     cache.lock(used)
@@ -106,16 +106,16 @@ def test_what_was_in_use_until_now_goes_last() -> None:
     assert cache.evict(1).tolist() == [1]
 
 
-def test_unlocking_too_often_is_an_error() -> None:
+def test_extra_unlock_is_an_error() -> None:
     cache = RadixCache(page_size=1)
-    handle: Handle = insert(cache, ints(1), ints(0)).handle
+    handle = insert(cache, ints(1), ints(0)).handle
     cache.lock(handle)
     cache.unlock(handle)
     with pytest.raises(AssertionError, match="unlocked more often"):
         cache.unlock(handle)
 
 
-def test_allocator_order_and_double_free() -> None:
+def test_allocator_returns_pages_in_order_and_notices_double_free() -> None:
     pages = PageAllocator(4)
     assert pages.allocate(3).tolist() == [0, 1, 2]
     pages.free(ints(1, 0))
@@ -125,50 +125,50 @@ def test_allocator_order_and_double_free() -> None:
         pages.free(ints(2))
     with pytest.raises(AssertionError, match="double free"):
         pages.free(ints(1, 1))
-    with pytest.raises(AssertionError, match="3 pages asked of 2"):
+    with pytest.raises(AssertionError, match="3 pages requested, 2 free"):
         pages.allocate(3)
 
 
-def test_memory_evicts_only_what_is_missing() -> None:
-    memory = PagePool(num_pages=4, page_size=1, cache="radix")
-    insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
-    assert (memory.free_pages, memory.available_pages) == (1, 4)
-    assert sorted(memory.allocate(2).tolist()) == [2, 3]
-    assert memory.evicted_pages == 1
-    memory.check(ints(2, 3))
+def test_pool_evicts_only_as_many_pages_as_are_missing() -> None:
+    pool = PagePool(4, RadixCache(page_size=1))
+    insert(pool.cache, ints(1, 2, 3), pool.allocate(3))
+    assert (pool.free_pages, pool.available_pages) == (1, 4)
+    assert sorted(pool.allocate(2).tolist()) == [2, 3]
+    assert pool.evicted_pages == 1
+    pool.check(ints(2, 3))
 
 
 @pytest.mark.parametrize(("owned", "fault"), [(ints(), "held 0 times"), (ints(0, 0), "held 2 times")])
-def test_check_notices_leaks_and_shares(owned: Int32, fault: str) -> None:
-    memory = PagePool(num_pages=2, page_size=1, cache="radix")
-    memory.allocate(1)
+def test_check_notices_leaked_and_shared_pages(owned: Int32, fault: str) -> None:
+    pool = PagePool(2, RadixCache(page_size=1))
+    pool.allocate(1)
     with pytest.raises(AssertionError, match=fault):
-        memory.check(owned)
+        pool.check(owned)
 
 
-def test_a_flush_frees_what_nobody_holds() -> None:
-    memory = PagePool(num_pages=6, page_size=1, cache="radix")
-    insert(memory.cache, ints(1, 2, 3), memory.allocate(3))
-    insert(memory.cache, ints(1, 5), ints(0, *memory.allocate(1)))
-    held = memory.cache.match(ints(1, 5))
-    memory.cache.lock(held.handle)
-    assert sorted(memory.flush().tolist()) == [1, 2]
-    assert (memory.free_pages, memory.evicted_pages) == (4, 0)
-    memory.cache.unlock(held.handle)
-    assert sorted(memory.flush().tolist()) == [0, 3]
-    assert (memory.free_pages, memory.cache.cached_pages) == (6, 0)
+def test_flush_frees_only_unlocked_pages() -> None:
+    pool = PagePool(6, RadixCache(page_size=1))
+    insert(pool.cache, ints(1, 2, 3), pool.allocate(3))
+    insert(pool.cache, ints(1, 5), ints(0, *pool.allocate(1)))
+    held = pool.cache.match(ints(1, 5))
+    pool.cache.lock(held.handle)
+    assert sorted(pool.flush().tolist()) == [1, 2]
+    assert (pool.free_pages, pool.evicted_pages) == (4, 0)
+    pool.cache.unlock(held.handle)
+    assert sorted(pool.flush().tolist()) == [0, 3]
+    assert (pool.free_pages, pool.cache.cached_pages) == (6, 0)
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
-def test_the_depth_is_what_a_match_finds(page_size: int) -> None:
+def test_count_cached_pages_agrees_with_match(page_size: int) -> None:
     random = np.random.default_rng(3)
     cache, page = RadixCache(page_size), 0
     for _ in range(200):
         tokens = random.integers(0, 2, int(random.integers(0, 20))).astype(np.int32)
         salt = [b"", b"salt"][int(random.integers(0, 2))]
-        depth = cache.depth(tokens, salt=salt)
-        assert depth == cache.match(tokens, salt=salt).handle.depth
+        count = cache.count_cached_pages(tokens, salt=salt)
+        assert count == cache.match(tokens, salt=salt).handle.depth
         count = len(tokens) // page_size
         insert(cache, tokens[: count * page_size], ints(*range(page, page + count)), salt)
-        assert cache.depth(tokens, salt=salt) == count
+        assert cache.count_cached_pages(tokens, salt=salt) == count
         page += count

@@ -1,4 +1,4 @@
-"""Reading a model directory: what is understood, and what is refused with one clear message."""
+"""Reading a model directory: supported settings are read, others are refused with one clear message."""
 
 import json
 import subprocess
@@ -10,9 +10,8 @@ import pytest
 from tiny_models import FAMILIES, edit_json, make_model
 
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.models.config import FAMILIES as ARCHITECTURES
-from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
-from skiff_runtime.models.rope import LinearScaling, Llama3Scaling
+from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling
+from skiff_runtime.models.config import ARCHITECTURES, ModelConfig, check_tp_size, read_model_config
 
 OLD_LLAMA3 = {
     "rope_type": "llama3",
@@ -46,7 +45,7 @@ def test_every_family_is_read(model: Path) -> None:
     assert config.head_dim == (32 if config.architecture == "Qwen3ForCausalLM" else 16)
 
 
-def test_rope_of_both_styles(llama: Path) -> None:
+def test_rope_settings_are_read_from_both_layouts(llama: Path) -> None:
     assert read_model_config(llama).rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
     old = edited(llama, rope_parameters=..., rope_theta=500000.0, rope_scaling=OLD_LLAMA3)
     assert (old.rope_theta, old.rope_scaling) == (500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
@@ -56,13 +55,13 @@ def test_rope_of_both_styles(llama: Path) -> None:
     assert plain.rope_scaling is None
 
 
-def test_dtype_of_both_styles(llama: Path) -> None:
+def test_dtype_is_read_from_both_keys(llama: Path) -> None:
     assert edited(llama, dtype="bfloat16").dtype == "bfloat16"
     assert edited(llama, dtype=..., torch_dtype="float16").dtype == "float16"
     assert edited(llama, torch_dtype=...).dtype == "float32"
 
 
-def test_end_tokens_of_both_files_are_united(llama: Path) -> None:
+def test_eos_tokens_of_both_files_are_merged(llama: Path) -> None:
     edit_json(llama / "generation_config.json", eos_token_id=[7, 1, 9], temperature=0.6, top_k=20, top_p=0.95)
     config = edited(llama, eos_token_id=[5, 1])
     assert config.eos_token_ids == (1, 5, 7, 9)
@@ -70,7 +69,7 @@ def test_end_tokens_of_both_files_are_united(llama: Path) -> None:
     assert config.sampling.min_p is None
 
 
-def test_generation_config_may_be_absent(llama: Path) -> None:
+def test_generation_config_is_optional(llama: Path) -> None:
     (llama / "generation_config.json").unlink()
     assert read_model_config(llama).eos_token_ids == (1,)
 
@@ -100,7 +99,7 @@ def test_generation_config_may_be_absent(llama: Path) -> None:
         ({"tie_word_embeddings": "yes"}, "must be true or false"),
     ],
 )
-def test_what_cannot_be_served_is_named(llama: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_setting_is_refused_by_name(llama: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         edited(llama, **changes)
 
@@ -109,20 +108,20 @@ def test_what_cannot_be_served_is_named(llama: Path, changes: dict[str, Any], me
     ("key", "value"),
     [("top_k", 1e300), ("top_k", -2), ("temperature", -0.5), ("top_p", 1.5), ("min_p", -1), ("top_p", "x")],
 )
-def test_impossible_recommendations_are_named(llama: Path, key: str, value: object) -> None:
+def test_recommended_sampling_out_of_range_is_refused(llama: Path, key: str, value: object) -> None:
     (llama / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ModelError, match=rf"generation_config\.json: '{key}' must be"):
         read_model_config(llama)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\ufffe", "[" * 100_000])
-def test_malformed_config_json(llama: Path, text: str) -> None:
+def test_malformed_config_json_is_refused(llama: Path, text: str) -> None:
     (llama / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_model_config(llama)
 
 
-def test_missing_directory_and_files(tmp_path: Path) -> None:
+def test_missing_directory_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         read_model_config(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"cannot read .*config\.json: No such file"):
@@ -132,7 +131,7 @@ def test_missing_directory_and_files(tmp_path: Path) -> None:
         read_model_config(tmp_path / "file")
 
 
-def test_sliding_window_of_mistral(tmp_path: Path) -> None:
+def test_mistral_sliding_window_is_refused_unless_contexts_fit_into_it(tmp_path: Path) -> None:
     path = make_model(tmp_path, "mistral", sliding_window=128)
     with pytest.raises(ModelError, match=r"sliding_window': 128.*--max-model-len 128 or less"):
         read_model_config(path)
@@ -142,7 +141,7 @@ def test_sliding_window_of_mistral(tmp_path: Path) -> None:
         edited(path, sliding_window=..., max_position_embeddings=8192)
 
 
-def test_sliding_window_of_qwen2(tmp_path: Path) -> None:
+def test_qwen2_sliding_window_is_refused_only_where_a_layer_uses_it(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen2")
     assert edited(path, sliding_window=64, use_sliding_window=False).num_layers == 3
     assert edited(path, layer_types=..., use_sliding_window=True, max_window_layers=3).num_layers == 3
@@ -152,7 +151,7 @@ def test_sliding_window_of_qwen2(tmp_path: Path) -> None:
         edited(path, layer_types=["full_attention", "sliding_attention", "full_attention"])
 
 
-def test_check_parallel(llama: Path) -> None:
+def test_tp_size_must_divide_heads(llama: Path) -> None:
     config = read_model_config(llama)
     check_tp_size(config, 2)
     check_tp_size(config, 4)
@@ -162,6 +161,6 @@ def test_check_parallel(llama: Path) -> None:
         check_tp_size(config, 8)
 
 
-def test_front_processes_can_read_it_without_torch() -> None:
+def test_config_module_imports_no_torch() -> None:
     code = "import sys, skiff_runtime.models.config as c; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

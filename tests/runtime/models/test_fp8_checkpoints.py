@@ -1,4 +1,4 @@
-"""Checkpoints that are in eight bits already: taken as they are, but for what is refused."""
+"""FP8 checkpoints: supported ones are loaded without another quantization, others are refused."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from fp8_checkpoints import (
     GROUP,
     PROMPTS,
     SCHEME,
-    own_tokens,
+    generate_greedy,
     quantize,
-    round_linear_layers,
+    quantize_linear_layers,
 )
 from tiny_models import edit_json, load_reference, make_model, oracle_choices
 
@@ -22,100 +22,103 @@ from skiff_runtime.config import Config, Quantization
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.layers.projections import PACKED_MODULES
-from skiff_runtime.layers.sharding import LayerContext, Piece
+from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.models.checkpoint import INDEX_FILE
 from skiff_runtime.models.config import ModelConfig, read_model_config
-from skiff_runtime.models.footprint import weight_bytes as reckoned
+from skiff_runtime.models.footprint import estimate_weight_bytes
 from skiff_runtime.models.registry import make_model as build
-from skiff_runtime.models.weight_loader import load_weights, weight_bytes
+from skiff_runtime.models.weight_loader import load_weights
 from skiff_runtime.processes.resolve import resolve
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 FEED_FORWARD = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-LEFT_OUT = [
+UNQUANTIZED = [
     *(f"model.layers.0.{name}" for name in (*ATTENTION, *FEED_FORWARD)),
     *(f"model.layers.1.{name}" for name in ATTENTION[:3]),
     "model.layers.2.mlp.down_proj",
 ]
-"""A whole layer, a product before which a norm does not round, and one before which the activation does not."""
-WAYS = {
-    "names": LEFT_OUT,
-    "modules": ["model.layers.0", *LEFT_OUT[7:10], "2.mlp.down_proj"],
+"""A whole layer, a projection after a norm, which then must not quantize, and one after an activation, likewise."""
+SPELLINGS = {
+    "names": UNQUANTIZED,
+    "modules": ["model.layers.0", *UNQUANTIZED[7:10], "2.mlp.down_proj"],
     "expressions": [
         r"re:model\.layers\.0\..*",
         r"re:.*\.1\.self_attn\.[qkv]_proj$",
         "model.layers.2.mlp.d.*",
     ],
 }
-"""Ways to say it."""
+"""The same modules in every spelling that a checkpoint may use."""
 
 
-def load(path: Path, *, quantized: bool = True, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """The pieces of a rank's model, filled."""
-    group = TensorParallelGroup(rank, size)
+def load(path: Path, *, quantized: bool = True, tp_rank: int = 0, tp_size: int = 1) -> dict[str, WeightShard]:
+    """Load a rank's model, and return its weight shards by name."""
+    group = TensorParallelGroup(tp_rank, tp_size)
     config = read_model_config(path)
     kind: Quantization = "fp8" if quantized else "none"
-    placement = LayerContext(torch.float32, torch.device("cpu"), group, kind, unquantized=config.unquantized)
-    model = build(config, placement, max_positions=8)
+    context = LayerContext(torch.float32, torch.device("cpu"), group, kind, unquantized=config.unquantized)
+    model = build(config, context, max_positions=8)
     load_weights(model, "safetensors", lambda share: None)
-    return {piece.name: piece for piece in model.pieces()}
+    return {shard.name: shard for shard in model.weight_shards()}
 
 
 @pytest.mark.parametrize("config", [COMPRESSED, FBGEMM], ids=["compressed-tensors", "fbgemm"])
 @pytest.mark.parametrize("shape", [(-1, 1), (-1,)], ids=["column", "flat"])
-def test_quantized_checkpoint_is_taken_as_it_is(
+def test_quantized_checkpoint_is_loaded_unchanged(
     tmp_path: Path, config: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     plain, ready = (make_model(tmp_path / name, "qwen2") for name in ("plain", "ready"))
     quantize(ready, config, shape)
     assert resolve(Config(model=str(ready), device="cpu"))[0].quantization == "fp8"
     own = load(plain)
-    for name, piece in load(ready).items():
-        assert torch.equal(piece.target.view(torch.uint8), own[name].target.view(torch.uint8)), name
-        if piece.scales is not None:
+    for name, shard in load(ready).items():
+        assert torch.equal(shard.target.view(torch.uint8), own[name].target.view(torch.uint8)), name
+        if shard.scales is not None:
             scales = own[name].scales
-            assert scales is not None and torch.equal(piece.scales, scales)
-    assert sum(piece.scales is not None for piece in own.values()) == 3 * 7
+            assert scales is not None and torch.equal(shard.scales, scales)
+    assert sum(shard.scales is not None for shard in own.values()) == 3 * 7
 
 
-def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path) -> None:
+def test_shards_of_ranks_are_slices_of_the_whole(tmp_path: Path) -> None:
     path = make_model(tmp_path, "llama")
     quantize(path, COMPRESSED)
     whole = load(path)
     for rank in range(2):
-        for name, piece in load(path, rank=rank, size=2).items():
-            part = slice(piece.start, piece.stop)
-            index: Any = part if piece.dim == 0 else (slice(None), part)
-            assert torch.equal(piece.target.float(), whole[name].target.float()[index])
-            if piece.scales is not None:
+        for name, shard in load(path, tp_rank=rank, tp_size=2).items():
+            part = slice(shard.start, shard.stop)
+            index: Any = part if shard.dim == 0 else (slice(None), part)
+            assert torch.equal(shard.target.float(), whole[name].target.float()[index])
+            if shard.scales is not None:
                 scales = whole[name].scales
                 assert scales is not None
-                assert torch.equal(piece.scales, scales[part] if piece.dim == 0 else scales)
+                assert torch.equal(shard.scales, scales[part] if shard.dim == 0 else scales)
 
 
-def test_scales_are_required_beside_eight_bit_weights(tmp_path: Path) -> None:
+def test_missing_scales_and_undeclared_fp8_are_refused(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     quantize(path, COMPRESSED)
     files = json.loads((path / INDEX_FILE).read_text())["weight_map"]
     gone = "model.layers.1.mlp.down_proj.weight_scale"
     edit_json(path / INDEX_FILE, weight_map={name: file for name, file in files.items() if name != gone})
-    with pytest.raises(ModelError, match=f"no weights file holds the tensor '{gone}'"):
+    with pytest.raises(ModelError, match=f"no weights file contains the tensor '{gone}'"):
         load(path)
     with pytest.raises(ModelError, match="is of type F8_E4M3; supported are F64"):
         load(path, quantized=False)
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"quant_method": "awq"}, "is by the method 'awq'"),
         (
             {**COMPRESSED, "ignore": ["model.layers.1.mlp.up_proj"]},
-            r"leaves out 'model\.layers\.1\.mlp\.up_proj' but not 'model\.layers\.1\.mlp\.gate_proj'",
+            r"excludes 'model\.layers\.1\.mlp\.up_proj' but not 'model\.layers\.1\.mlp\.gate_proj'",
         ),
         ({**COMPRESSED, "ignore": "lm_head"}, "'ignore' must be a list of modules, not 'lm_head'"),
         ({**COMPRESSED, "ignore": [["lm_head"]]}, "'ignore' must be a list of modules"),
-        ({**COMPRESSED, "ignore": ["re:(lm_head"]}, r"'\(lm_head' is no regular expression: missing \)"),
+        (
+            {**COMPRESSED, "ignore": ["re:(lm_head"]},
+            r"'\(lm_head' is not a valid regular expression: missing \)",
+        ),
         ({**COMPRESSED, "ignore": [f"re:{n}+" for n in range(65)]}, "65 regular expressions; at most 64"),
         ({**COMPRESSED, "kv_cache_scheme": SCHEME}, "kv_cache_scheme"),
         ({**COMPRESSED, "config_groups": {}}, "has not exactly one of 'config_groups'"),
@@ -134,14 +137,16 @@ def test_scales_are_required_beside_eight_bit_weights(tmp_path: Path) -> None:
         ({**FBGEMM, "activation_scale_ub": "high"}, "'activation_scale_ub' must be a number, not 'high'"),
     ],
 )
-def test_other_quantizations_are_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+def test_unsupported_quantization_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
     path = make_model(tmp_path)
     edit_json(path / "config.json", quantization_config=config)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         read_model_config(path)
 
 
-def test_a_quantized_checkpoint_cannot_be_served_in_its_old_type(tmp_path: Path) -> None:
+def test_quantized_checkpoint_cannot_be_served_unquantized(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     edit_json(path / "config.json", quantization_config=COMPRESSED)
     with pytest.raises(ConfigError, match="are in fp8 already"):
@@ -159,10 +164,10 @@ def test_a_quantized_checkpoint_cannot_be_served_in_its_old_type(tmp_path: Path)
         (None, None),
     ],
 )
-def test_bound_of_activations_is_that_of_fbgemm(
+def test_activation_scale_ub_is_read_from_fbgemm_checkpoints(
     tmp_path: Path, config: dict[str, Any] | None, bound: float | None
 ) -> None:
-    """Where a checkpoint is silent, transformers takes 1200."""
+    """Without a bound in the checkpoint, transformers takes 1200."""
     path = make_model(tmp_path)
     edit_json(path / "config.json", quantization_config=config)
     assert read_model_config(path).activation_scale_ub == bound
@@ -170,83 +175,82 @@ def test_bound_of_activations_is_that_of_fbgemm(
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3"])
-def test_reckoned_bytes_are_those_of_the_model(tmp_path: Path, family: str, quantization: Any) -> None:
-    check_reckoned(read_model_config(make_model(tmp_path, family)), quantization)
+def test_estimated_weight_bytes_equal_allocated_ones(tmp_path: Path, family: str, quantization: Any) -> None:
+    check_estimate(read_model_config(make_model(tmp_path, family)), quantization)
 
 
-def test_reckoned_bytes_heed_what_is_left_out(tmp_path: Path) -> None:
+def test_estimated_weight_bytes_respect_unquantized_modules(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen2")
-    edit_json(path / "config.json", quantization_config={**COMPRESSED, "ignore": LEFT_OUT})
-    check_reckoned(read_model_config(path), "fp8")
+    edit_json(path / "config.json", quantization_config={**COMPRESSED, "ignore": UNQUANTIZED})
+    check_estimate(read_model_config(path), "fp8")
 
 
-def check_reckoned(model: ModelConfig, quantization: Quantization) -> None:
-    """What is reckoned is what ranks hold."""
-    for size in (1, 2):
-        group = TensorParallelGroup(0, size)
+def check_estimate(model: ModelConfig, quantization: Quantization) -> None:
+    """Compare the estimate with the bytes of the layers that a rank allocates."""
+    for tp_size in (1, 2):
+        group = TensorParallelGroup(0, tp_size)
         device = torch.device("meta")
-        placement = LayerContext(torch.bfloat16, device, group, quantization, unquantized=model.unquantized)
-        built = build(model, placement, max_positions=8)
-        assert reckoned(model, size, element_bytes=2, quantization=quantization) == weight_bytes(built)
+        context = LayerContext(torch.bfloat16, device, group, quantization, unquantized=model.unquantized)
+        built = build(model, context, max_positions=8)
+        estimate = estimate_weight_bytes(model, tp_size, element_bytes=2, quantization=quantization)
+        assert estimate == built.weight_bytes()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("config", [COMPRESSED, FBGEMM], ids=["compressed-tensors", "fbgemm"])
-def test_what_is_left_out_is_read_however_it_is_said(
-    tmp_path: Path, config: dict[str, Any], way: str
+def test_unquantized_modules_are_read_in_every_spelling(
+    tmp_path: Path, config: dict[str, Any], spelling: str
 ) -> None:
     path = make_model(tmp_path)
     key = "ignore" if config is COMPRESSED else "modules_to_not_convert"
-    edit_json(path / "config.json", quantization_config={**config, key: ["lm_head", *WAYS[way]]})
-    first = [(0, product) for product in PACKED_MODULES]
-    assert read_model_config(path).unquantized == (*first, (1, "qkv"), (2, "down"))
+    edit_json(path / "config.json", quantization_config={**config, key: ["lm_head", *SPELLINGS[spelling]]})
+    first = [(0, projection) for projection in PACKED_MODULES]
+    assert read_model_config(path).unquantized == (*first, (1, "qkv_proj"), (2, "down_proj"))
 
 
-def test_a_name_is_no_part_of_a_longer_one(tmp_path: Path) -> None:
+def test_module_name_does_not_match_inside_a_longer_one(tmp_path: Path) -> None:
     path = make_model(tmp_path, num_hidden_layers=11)
     names = ["model.layers.1.self_attn", "model.layers.1[.]mlp", "proj", "mlp.gate", "self_attn.[o]"]
     edit_json(path / "config.json", quantization_config={**FBGEMM, "modules_to_not_convert": names})
-    assert read_model_config(path).unquantized == tuple((1, product) for product in PACKED_MODULES)
+    assert read_model_config(path).unquantized == tuple((1, projection) for projection in PACKED_MODULES)
 
 
-def test_an_expression_of_compressed_tensors_says_how_a_path_begins(tmp_path: Path) -> None:
+def test_compressed_tensors_expression_matches_from_the_start_of_a_path(tmp_path: Path) -> None:
     path = make_model(tmp_path, num_hidden_layers=11)
     names = ["re:model.layers.1", r"re:.*\.5\.mlp\.down_proj$", "re:layers", "re:.*self_att$"]
     edit_json(path / "config.json", quantization_config={**COMPRESSED, "ignore": names})
-    one, ten = ([(layer, product) for product in PACKED_MODULES] for layer in (1, 10))
-    assert read_model_config(path).unquantized == (*one, (5, "down"), *ten)
+    one, ten = ([(layer, projection) for projection in PACKED_MODULES] for layer in (1, 10))
+    assert read_model_config(path).unquantized == (*one, (5, "down_proj"), *ten)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tokens_are_those_of_transformers_that_rounds_all_but_what_is_left_out(
-    tmp_path: Path, family: str
-) -> None:
+def test_tokens_equal_transformers_with_the_same_modules_quantized(tmp_path: Path, family: str) -> None:
     plain, ready = (make_model(tmp_path / name, family) for name in ("plain", "ready"))
-    quantize(ready, {**COMPRESSED, "ignore": ["lm_head", *LEFT_OUT]}, left_out=LEFT_OUT)
-    outputs = own_tokens(ready, quantization="fp8")
-    oracle, all_rounded = load_reference(plain), load_reference(plain)
-    round_linear_layers(oracle, left_out=LEFT_OUT)
-    round_linear_layers(all_rounded)
+    quantize(ready, {**COMPRESSED, "ignore": ["lm_head", *UNQUANTIZED]}, unquantized=UNQUANTIZED)
+    outputs = generate_greedy(ready, quantization="fp8")
+    oracle, all_quantized = load_reference(plain), load_reference(plain)
+    quantize_linear_layers(oracle, unquantized=UNQUANTIZED)
+    quantize_linear_layers(all_quantized)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
-    assert oracle_choices(all_rounded, PROMPTS, outputs) != outputs
+    assert oracle_choices(all_quantized, PROMPTS, outputs) != outputs
 
 
-def test_a_file_that_disagrees_about_what_is_left_out_is_refused(tmp_path: Path) -> None:
+def test_weights_that_disagree_with_the_configuration_are_refused(tmp_path: Path) -> None:
     some, none = (make_model(tmp_path / name) for name in ("some", "none"))
-    quantize(some, COMPRESSED, left_out=LEFT_OUT)
-    quantize(none, {**COMPRESSED, "ignore": LEFT_OUT})
+    quantize(some, COMPRESSED, unquantized=UNQUANTIZED)
+    quantize(none, {**COMPRESSED, "ignore": UNQUANTIZED})
     with pytest.raises(ModelError, match=r"'model\.layers\.0\..*' is of type F32; supported are F8_E4M3"):
         load(some)
     with pytest.raises(ModelError, match=r"'model\.layers\.0\..*' is of type F8_E4M3; supported are F64"):
         load(none)
 
 
-def test_tokens_of_an_fbgemm_checkpoint_are_those_of_activations_cut_at_its_bound(tmp_path: Path) -> None:
+def test_fbgemm_tokens_equal_transformers_with_activations_clamped_to_the_bound(tmp_path: Path) -> None:
     plain, ready = (make_model(tmp_path / name) for name in ("plain", "ready"))
     quantize(ready, {**FBGEMM, "activation_scale_ub": 2.0})
-    outputs = own_tokens(ready, quantization="fp8")
-    unbound, oracle = load_reference(plain), load_reference(plain)
-    round_linear_layers(unbound)
-    round_linear_layers(oracle, 2.0)
+    outputs = generate_greedy(ready, quantization="fp8")
+    unbounded, oracle = load_reference(plain), load_reference(plain)
+    quantize_linear_layers(unbounded)
+    quantize_linear_layers(oracle, 2.0)
     assert oracle_choices(oracle, PROMPTS, outputs) == outputs
-    assert oracle_choices(unbound, PROMPTS, outputs) != outputs
+    assert oracle_choices(unbounded, PROMPTS, outputs) != outputs

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: every malformed one is refused by name, and every tensor is found where it lies."""
+"""Safetensors files: every malformed header is refused by name, and every tensor is read from its offset."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TOO_LARGE = 100_000_001
 
 
 def write(path: Path, header: Any, data: bytes, *, length: int | None = None) -> Path:
-    """A file of the format, whatever its header says."""
+    """Write a file of the format with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
@@ -52,20 +52,20 @@ def write(path: Path, header: Any, data: bytes, *, length: int | None = None) ->
         pytest.param(b"{" * 1000, 0, id="not-json"),
     ],
 )
-def test_a_malformed_header_is_refused(tmp_path: Path, header: Any, size: int) -> None:
+def test_malformed_header_is_refused(tmp_path: Path, header: Any, size: int) -> None:
     file = write(tmp_path / "weights.safetensors", header, bytes(size))
     with pytest.raises(ModelError, match=r"weights\.safetensors is truncated or corrupt \(.+\); download"):
         TensorFile(file)
 
 
 @pytest.mark.parametrize("length", [1 << 60, TOO_LARGE, 3])
-def test_a_header_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+def test_wrong_header_length_is_refused(tmp_path: Path, length: int) -> None:
     file = write(tmp_path / "weights.safetensors", {"a": PAIR}, bytes(8), length=length)
     with pytest.raises(ModelError, match=r"weights\.safetensors is truncated or corrupt"):
         TensorFile(file)
 
 
-def test_a_header_that_is_too_large_is_refused_though_the_file_holds_it(tmp_path: Path) -> None:
+def test_oversized_header_is_refused_even_if_the_file_contains_it(tmp_path: Path) -> None:
     file = write(tmp_path / "weights.safetensors", b"", b"", length=TOO_LARGE)
     with file.open("ab") as stream:
         stream.truncate(TOO_LARGE + 100)
@@ -73,18 +73,30 @@ def test_a_header_that_is_too_large_is_refused_though_the_file_holds_it(tmp_path
         TensorFile(file)
 
 
-def test_no_file_and_no_permission_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [0, 4, 20, 0.5, 0.99])
+def test_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": np.ones(200, np.float32), "b": np.ones(100, np.float32)}, file)
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(ModelError, match=r"weights\.safetensors is truncated or corrupt"):
+        TensorFile(file)
+
+
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"weights file .* is missing"):
         TensorFile(tmp_path / "absent.safetensors")
     with pytest.raises(ModelError, match=r"weights file .* is missing"):
         TensorFile(tmp_path)
 
 
-def test_each_tensor_is_read_from_where_the_library_wrote_it(tmp_path: Path) -> None:
+def test_tensors_are_read_from_the_offsets_that_the_library_wrote(tmp_path: Path) -> None:
     drawn = np.random.default_rng(7)
-    kinds = (np.float64, np.float32, np.float16, np.int64, np.uint8, np.bool_)
+    dtypes = (np.float64, np.float32, np.float16, np.int64, np.uint8, np.bool_)
     tensors = {
-        f"t{index}": np.asarray(drawn.integers(0, 2, drawn.integers(0, 5, index % 4)), dtype=kinds[index % 6])
+        f"t{index}": np.asarray(
+            drawn.integers(0, 2, drawn.integers(0, 5, index % 4)), dtype=dtypes[index % 6]
+        )
         for index in range(40)
     }
     save_file(tensors, tmp_path / "weights.safetensors", metadata={"format": "np"})
@@ -99,16 +111,16 @@ def test_each_tensor_is_read_from_where_the_library_wrote_it(tmp_path: Path) -> 
     file.close()
 
 
-def test_every_type_that_the_library_knows_has_its_size(tmp_path: Path) -> None:
+def test_element_sizes_cover_every_dtype_of_the_library(tmp_path: Path) -> None:
     file = write(tmp_path / "weights.safetensors", {"a": PAIR | {"dtype": "Q9"}}, bytes(8))
     with pytest.raises(SafetensorError) as caught:
         safe_open(file, framework="numpy")
     known = set(re.findall(r"`(\w+)`", str(caught.value).partition("expected one of")[2]))
     assert len(known) > 10
     assert known == set(ELEMENT_BITS)
-    for kind, bits in ELEMENT_BITS.items():
-        entry = {"dtype": kind, "shape": [8], "data_offsets": [0, bits]}
+    for dtype, bits in ELEMENT_BITS.items():
+        entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, bits]}
         tensors = TensorFile(
             write(file, {"a": entry, "b": PAIR | {"data_offsets": [bits, bits + 8]}}, bytes(bits + 8))
         ).tensors
-        assert tensors["b"].offset - tensors["a"].offset == bits, kind
+        assert tensors["b"].offset - tensors["a"].offset == bits, dtype

@@ -1,4 +1,4 @@
-"""The frame of a child process."""
+"""Child processes."""
 
 import gc
 from pathlib import Path
@@ -11,13 +11,13 @@ from skiff_runtime.processes.launch import Launch, Role
 from skiff_runtime.processes.resolve import resolve
 
 
-def test_garbage_is_collected_from_the_moment_of_readiness(tmp_path: Path) -> None:
+def test_ready_child_freezes_its_objects_and_turns_garbage_collection_on(tmp_path: Path) -> None:
     config, model = resolve(Config(model="shape://qwen3-0.6b", load_format="dummy", device="cpu"))
     supervisor: Receiver[ToSupervisor] = Receiver(Endpoints(tmp_path).supervisor, ToSupervisor)
     child = Child(Role.RANK, 0, Launch(config=config, model=model, run_dir=tmp_path))
     gc.disable()
     try:
-        child.ready(kv_tokens=16)
+        child.report_ready(kv_tokens=16)
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.enable()

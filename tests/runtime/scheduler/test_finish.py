@@ -1,4 +1,4 @@
-"""How requests end: by tokens, by length, by abort at any moment, by refusal."""
+"""The end of requests: end of sequence, stop tokens, length, abort at any moment, errors, refusal."""
 
 import pytest
 from scheduler_bench import EOS, SchedulerBench, generate
@@ -8,7 +8,7 @@ from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, 
 
 
 def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
-    """A prompt whose continuation has an EOS soon, and where; not as its first token."""
+    """Return a prompt whose continuation has an EOS within ``within`` tokens, but not first, and the index."""
     for first in range(200):
         tokens = continuation([first % EOS, first // EOS], within)
         if EOS in tokens[1:] and tokens[0] != EOS:
@@ -17,26 +17,26 @@ def prompt_with_eos(*, within: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_end_of_sequence_is_the_last_token(overlap: bool) -> None:
-    prompt, place = prompt_with_eos(within=12)
+def test_end_of_sequence_is_the_last_token_unless_ignored(overlap: bool) -> None:
+    prompt, index = prompt_with_eos(within=12)
     bench = SchedulerBench(disable_overlap_schedule=not overlap)
     bench.put(generate(0, prompt, max_tokens=20, ignore_eos=False), generate(1, prompt, max_tokens=20))
     bench.finish()
-    assert bench.replies[0].tokens == continuation(prompt, place + 1)
+    assert bench.replies[0].tokens == continuation(prompt, index + 1)
     assert bench.replies[0].finish == FinishReason.STOP
     assert bench.replies[1].tokens == continuation(prompt, 20)
     assert bench.replies[1].finish == FinishReason.LENGTH
 
 
 def test_end_of_sequence_as_the_last_allowed_token_counts_as_stop() -> None:
-    prompt, place = prompt_with_eos(within=12)
+    prompt, index = prompt_with_eos(within=12)
     bench = SchedulerBench()
-    bench.put(generate(0, prompt, max_tokens=place + 1, ignore_eos=False))
+    bench.put(generate(0, prompt, max_tokens=index + 1, ignore_eos=False))
     bench.finish()
     assert bench.replies[0].finish == FinishReason.STOP
 
 
-def test_stop_tokens_hold_even_where_eos_is_ignored() -> None:
+def test_stop_tokens_end_requests_that_ignore_eos() -> None:
     tokens = continuation([7, 7], 10)
     stop = tokens[5]
     bench = SchedulerBench()
@@ -49,13 +49,13 @@ def test_stop_tokens_hold_even_where_eos_is_ignored() -> None:
     assert bench.replies[1].tokens == tokens
 
 
-def test_a_row_in_flight_of_an_ended_request_keeps_its_pages_until_it_retires() -> None:
-    prompt, place = prompt_with_eos(within=12)
+def test_ended_request_keeps_its_pages_until_its_step_in_flight_retires() -> None:
+    prompt, index = prompt_with_eos(within=12)
     bench = SchedulerBench(disable_radix_cache=True)
     bench.put(generate(0, prompt, max_tokens=30, ignore_eos=False))
-    while not (0 in bench.replies and bench.replies[0].ended):
+    while not (0 in bench.replies and bench.replies[0].has_ended):
         bench.turn()
-    assert bench.engine.plans[-1].starts.tolist() == [len(prompt) + place]
+    assert bench.engine.plans[-1].starts.tolist() == [len(prompt) + index]
     assert bench.stats[-1].pages_free < bench.stats[-1].pages_total
     bench.finish()
     assert bench.stats[-1].pages_free == bench.stats[-1].pages_total
@@ -63,8 +63,8 @@ def test_a_row_in_flight_of_an_ended_request_keeps_its_pages_until_it_retires() 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("turns", range(9))
-def test_abort_at_any_moment(turns: int, overlap: bool) -> None:
-    """Queued, between chunks, decoding, in flight, ended: one end each, and nobody else notices."""
+def test_abort_at_any_moment_ends_a_request_once(turns: int, overlap: bool) -> None:
+    """Queued, between chunks, decoding, in flight, ended: each request ends once, and no other is affected."""
     bench = SchedulerBench(
         max_num_batched_tokens=6, max_running_requests=2, num_pages=12, disable_overlap_schedule=not overlap
     )
@@ -79,14 +79,14 @@ def test_abort_at_any_moment(turns: int, overlap: bool) -> None:
         if uid in (0, 2, 3):
             assert (reply.tokens, reply.finish) == (tokens, FinishReason.LENGTH)
         else:
-            assert reply.ended and reply.tokens == tokens[: len(reply.tokens)]
+            assert reply.has_ended and reply.tokens == tokens[: len(reply.tokens)]
     assert bench.replies[4].finish == FinishReason.STOP
     assert bench.replies[4].opened is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("admitted", [0, 1, 6])
-def test_who_is_left_no_token_by_a_grammar_fails_alone(admitted: int, overlap: bool) -> None:
+def test_request_whose_grammar_admits_no_token_fails_alone(admitted: int, overlap: bool) -> None:
     bench = SchedulerBench(disable_overlap_schedule=not overlap)
     grammar = CompiledGrammar(b"key", str(admitted).encode())
     bench.put(
@@ -96,11 +96,11 @@ def test_who_is_left_no_token_by_a_grammar_fails_alone(admitted: int, overlap: b
     )
     bench.finish()
     stuck = bench.replies[1]
-    assert stuck.tokens == continuation([5, 6, 8], admitted) and len(stuck.thoughts) == admitted
+    assert stuck.tokens == continuation([5, 6, 8], admitted) and len(stuck.logprobs) == admitted
     assert stuck.failed is not None and (stuck.failed.status, stuck.failed.code) == (400, "grammar_stuck")
     assert bench.replies[0].tokens == continuation([5, 6, 7], 9)
     assert bench.replies[2].tokens == continuation([5, 6, 9], 9)
-    assert [thought[0] for thought in bench.replies[2].thoughts] == bench.replies[2].tokens
+    assert [token for token, *_ in bench.replies[2].logprobs] == bench.replies[2].tokens
     bench.put(generate(3, [5, 6, 8, *continuation([5, 6, 8], 7)], max_tokens=4))
     bench.finish()
     assert bench.replies[3].tokens == continuation([5, 6, 8], 11)[7:]
@@ -108,10 +108,10 @@ def test_who_is_left_no_token_by_a_grammar_fails_alone(admitted: int, overlap: b
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 6])
-def test_logits_of_nan_end_their_request_alone_and_leave_nothing_in_the_cache(
+def test_nan_logits_fail_one_request_and_leave_nothing_in_the_prefix_cache(
     max_num_batched_tokens: int, overlap: bool
 ) -> None:
-    """A NaN in the KV cache would turn every later request that shares the prefix into an error, for ever."""
+    """A NaN left in the KV cache would fail every later request that shares the prefix."""
     bench = SchedulerBench(
         disable_overlap_schedule=not overlap, max_num_batched_tokens=max_num_batched_tokens
     )
@@ -128,7 +128,7 @@ def test_logits_of_nan_end_their_request_alone_and_leave_nothing_in_the_cache(
     assert bench.replies[1].tokens == [] and bench.total("corrupted") == 1
     assert bench.replies[0].tokens == continuation([*shared, 9, 10, 11], 9)
     assert bench.replies[2].tokens == continuation([20, 21, 22], 9)
-    assert [thought[0] for thought in bench.replies[2].thoughts] == bench.replies[2].tokens
+    assert [token for token, *_ in bench.replies[2].logprobs] == bench.replies[2].tokens
     bench.engine.nan_token = None
     prompt = [*shared, broken, 12, 13, 14, 15, 16]
     bench.put(generate(3, prompt, max_tokens=5))
@@ -136,15 +136,15 @@ def test_logits_of_nan_end_their_request_alone_and_leave_nothing_in_the_cache(
     assert bench.replies[3].tokens == continuation(prompt, 5)
 
 
-def test_a_nan_of_a_shared_prefix_ends_all_that_read_it_and_no_other() -> None:
-    """The prefix was cached while it held a NaN: those that match it fail once, then it is computed anew."""
+def test_nan_in_a_shared_prefix_fails_only_the_requests_that_read_it() -> None:
+    """The prefix was cached while it held a NaN: requests that match it fail once, then it is computed anew."""
     bench = SchedulerBench()
     shared, broken = [1, 2, 3, 33, 5, 6, 7, 8], 33
     bench.engine.nan_token = broken
     bench.put(*(generate(uid, [*shared, uid, uid, uid], max_tokens=6) for uid in range(4)))
     bench.put(generate(9, [20, 21, 22, 23, 24], max_tokens=6))
     bench.turn()
-    bench.turn()  # a step is run when the one behind it has been launched
+    bench.turn()  # the simulated engine runs a step once the next is launched
     bench.engine.nan_token = None
     bench.finish()
     assert all(bench.replies[uid].failed is not None for uid in range(4)) and bench.total("corrupted") == 4
@@ -155,7 +155,7 @@ def test_a_nan_of_a_shared_prefix_ends_all_that_read_it_and_no_other() -> None:
         assert bench.replies[10 + uid].tokens == continuation([*shared, uid], 6)
 
 
-def test_what_could_never_run_is_refused_with_numbers() -> None:
+def test_request_that_can_never_run_is_refused_with_its_numbers() -> None:
     bench = SchedulerBench(num_pages=5, page_size=4, max_model_len=64)
     bench.put(
         generate(0, range(16), max_tokens=5),
@@ -179,7 +179,7 @@ def test_what_could_never_run_is_refused_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(("num_pages", "length"), [(5, 20), (40, 64)])
-def test_an_output_without_limit_may_fill_context_or_pool(num_pages: int, length: int) -> None:
+def test_output_without_limit_may_fill_the_context_or_the_kv_cache(num_pages: int, length: int) -> None:
     bench = SchedulerBench(num_pages=num_pages, page_size=4, max_model_len=64)
     bench.put(generate(0, range(16), max_tokens=0), generate(1, range(length), max_tokens=0))
     bench.finish()
@@ -189,7 +189,7 @@ def test_an_output_without_limit_may_fill_context_or_pool(num_pages: int, length
     assert refused is not None and refused.code == "context_length_exceeded"
 
 
-def test_shutdown_lets_the_step_in_flight_land() -> None:
+def test_shutdown_retires_the_step_in_flight() -> None:
     bench = SchedulerBench()
     bench.put(generate(0, [1, 2, 3], max_tokens=50))
     bench.turn()

@@ -1,4 +1,4 @@
-"""Whole lives of schedulers: random arrivals, aborts, pools and settings; every client gets what it should."""
+"""Random arrivals, aborts, pool sizes and settings: every client gets exactly its tokens and one end."""
 
 import os
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_bench import EOS, UNKNOWN, Reply, SchedulerBench, generate
-from simulated_engine import continuation, thought
+from scheduler_bench import EOS, UNPREDICTED, Reply, SchedulerBench, generate
+from simulated_engine import continuation, token_logprobs
 
 from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.messages import AbortRequest, CompiledGrammar, FinishReason, FlushCache, GenerateRequest
-from skiff_runtime.scheduler.step_planner import Planned
+from skiff_runtime.scheduler.step_planner import PlannedStep
 
 FEW_QUEUED = 40
 LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
@@ -21,7 +21,7 @@ LIVES = int(os.environ.get("SKIFF_TEST_LIVES", "700"))
 
 @dataclass(frozen=True)
 class Client:
-    """One request: when it comes, what it asks, and when it goes away (if it does)."""
+    """One request: the turn in which it arrives, its parameters, and the turn in which it is aborted, if it is."""
 
     turn: int
     prompt: tuple[int, ...]
@@ -33,11 +33,11 @@ class Client:
     priority: int
     copies: int
     admitted: int | None
-    """How many tokens its grammar admits, if it has one."""
+    """Output tokens that its grammar admits, if it has one."""
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
-    """Prompts of which many share a beginning: cuts of few stems, some with an end of their own."""
+    """Draw prompts that often share a prefix: cuts of a few stems, some with a tail of their own."""
     stems = [tuple(np.random.default_rng(seed).integers(0, EOS, 40).tolist()) for seed in range(3)]
     tails = st.lists(st.integers(0, 2), max_size=6).map(tuple)
     return st.builds(
@@ -78,7 +78,7 @@ options = st.fixed_dictionaries(
 
 
 def expected(client: Client) -> tuple[list[int], FinishReason]:
-    """The whole answer, and its end; ``RUNNING`` where its grammar ends it with an error."""
+    """Return the whole answer and its finish reason; ``RUNNING`` where its grammar ends it with an error."""
     tokens, finish = continuation(client.prompt, client.max_tokens), FinishReason.LENGTH
     if not client.ignore_eos and EOS in tokens:
         tokens, finish = tokens[: tokens.index(EOS) + 1], FinishReason.STOP
@@ -87,8 +87,8 @@ def expected(client: Client) -> tuple[list[int], FinishReason]:
     return tokens, finish
 
 
-def judge(client: Client, reply: Reply, options: dict[str, Any]) -> None:
-    """The reply has one end, and the right tokens before it."""
+def check_reply(client: Client, reply: Reply, options: dict[str, Any]) -> None:
+    """Check that the reply has one end, and the right tokens before it."""
     needed = len(client.prompt) + client.max_tokens
     if needed > options["num_pages"] * options["page_size"]:
         assert reply.failed is not None and reply.failed.status == 400 and not reply.tokens
@@ -97,7 +97,7 @@ def judge(client: Client, reply: Reply, options: dict[str, Any]) -> None:
         assert options["max_queued_tokens"] == FEW_QUEUED and reply.opened is None
         return
     tokens, finish = expected(client)
-    judge_thoughts(client, reply)
+    check_logprobs(client, reply)
     if reply.failed is not None:
         assert (reply.failed.code, reply.tokens, finish) == ("grammar_stuck", tokens, FinishReason.RUNNING)
     elif reply.finish == FinishReason.ABORT:
@@ -108,22 +108,22 @@ def judge(client: Client, reply: Reply, options: dict[str, Any]) -> None:
         assert reply.opened is not None and reply.opened.prompt_tokens == len(client.prompt)
 
 
-def judge_thoughts(client: Client, reply: Reply) -> None:
-    """Each token that was told has its log-probabilities, if they were asked for; so has the prompt."""
+def check_logprobs(client: Client, reply: Reply) -> None:
+    """Check the log-probabilities of each token and of the prompt, where they are requested."""
     if client.logprobs is None:
-        assert reply.thoughts == []
+        assert reply.logprobs == []
     else:
         sequence, start = [*client.prompt, *reply.tokens], len(client.prompt)
-        assert reply.thoughts == [
-            (sequence[i], *thought(sequence[:i], sequence[i], client.logprobs))
+        assert reply.logprobs == [
+            (sequence[i], *token_logprobs(sequence[:i], sequence[i], client.logprobs))
             for i in range(start, len(sequence))
         ]
-    told = len(reply.prompt)
-    assert told == 0 if client.prompt_logprobs is None else told == len(client.prompt) or not reply.tokens
+    sent = len(reply.prompt_logprobs)
+    assert sent == 0 if client.prompt_logprobs is None else sent == len(client.prompt) or not reply.tokens
     top = client.prompt_logprobs or 0
-    for i, each in enumerate(reply.prompt):
-        known = thought(client.prompt[:i], client.prompt[i], top) if i else UNKNOWN
-        assert each == (client.prompt[i], *known)
+    for i, each in enumerate(reply.prompt_logprobs):
+        predicted = token_logprobs(client.prompt[:i], client.prompt[i], top) if i else UNPREDICTED
+        assert each == (client.prompt[i], *predicted)
 
 
 def request(uid: int, client: Client) -> GenerateRequest:
@@ -139,9 +139,9 @@ def request(uid: int, client: Client) -> GenerateRequest:
     )
 
 
-def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) -> list[int]:
-    """Let all clients come and go, and the cache be flushed now and then; the digest after each turn."""
-    digests = []
+def run_clients(bench: SchedulerBench, population: list[Client], flushes: list[int]) -> list[int]:
+    """Run all clients, with flushes of the cache in some turns; return the lockstep checksum after each turn."""
+    checksums = []
     for turn in range(45):
         for uid, client in enumerate(population):
             if client.turn == turn:
@@ -151,20 +151,22 @@ def live(bench: SchedulerBench, population: list[Client], flushes: list[int]) ->
         if turn in flushes:
             bench.put(FlushCache(turn))
         bench.turn()
-        digests.append(bench.scheduler.digest)
+        checksums.append(bench.scheduler.checksum)
     bench.finish()
     assert [flushed.uid for flushed in bench.replies.flushed] == flushes
-    return digests
+    return checksums
 
 
 def watch_plans(bench: SchedulerBench) -> None:
-    """Let each plan be checked as it is made: no request that decodes is left out of a step, but for the preempted,
-    and no step computes more than its budget. So a prompt delays decoding by one step's budget at most. And what
-    it sets in the page table is right."""
-    batcher, slots = bench.scheduler._batcher, bench.scheduler._slots
-    make, table = batcher.plan, np.full_like(slots.pages, -1)
+    """Check each plan as it is made.
 
-    def plan() -> Planned | None:
+    Every decoding request that is not preempted has a row, and no step exceeds its token budget: so a prompt delays
+    decoding by one step's budget at most. The page-table cells that the plan sets are right.
+    """
+    planner, slots = bench.scheduler._planner, bench.scheduler._slots
+    make, table = planner.plan, np.full_like(slots.pages, -1)
+
+    def plan() -> PlannedStep | None:
         due = np.flatnonzero(slots.decoding).tolist()
         planned = make()
         if planned is None:
@@ -173,44 +175,44 @@ def watch_plans(bench: SchedulerBench) -> None:
         decoding = planned.step.slots[: planned.step.decode_rows].tolist()
         assert planned.step.lengths[: planned.step.decode_rows].tolist() == [1] * len(decoding)
         assert set(decoding) <= set(due) and len(due) - len(decoding) <= planned.preempted
-        assert planned.step.tokens <= bench.config.max_num_batched_tokens
-        judge_cells(bench, planned, table)
+        assert planned.step.num_tokens <= bench.config.max_num_batched_tokens
+        check_cells(bench, planned, table)
         return planned
 
-    batcher.plan = plan  # type: ignore[method-assign]
+    planner.plan = plan  # type: ignore[method-assign]
 
 
-def judge_cells(bench: SchedulerBench, planned: Planned, table: Int32) -> None:
-    """The plan makes of ``table``, the engine's, the pages that the requests hold.
+def check_cells(bench: SchedulerBench, planned: PlannedStep, table: Int32) -> None:
+    """Apply the plan to ``table``, the engine's page table, and check it against the pages of the requests.
 
-    But what this step computes though the cache has it, it still writes to pages of its own.
+    Pages that this step computes although the cache has them are still the requests' own.
     """
     step, slots = planned.step, bench.scheduler._slots
     table[step.page_slots, step.page_columns] = step.page_ids
     expected = slots.pages.copy()
     for (request, columns, _), own in zip(
-        bench.scheduler._batcher._rewrites.cells, planned.duplicates, strict=True
+        bench.scheduler._planner._fixups.pending, planned.duplicates, strict=True
     ):
         expected[request.slot, columns] = own
     for request in slots.requests():
-        row = slice(slots.held[request.slot])
+        row = slice(slots.num_pages[request.slot])
         assert table[request.slot, row].tolist() == expected[request.slot, row].tolist()
 
 
-def retract_after(bench: SchedulerBench, steps: list[int]) -> None:
-    """Let memory seem short after so many steps, until a request has been preempted, which then may come back at once."""
-    batcher, slots = bench.scheduler._batcher, bench.scheduler._slots
-    is_out_of_pages, preempt, due = batcher.is_out_of_pages, batcher._retract, set(steps)
+def preempt_after(bench: SchedulerBench, steps: list[int]) -> None:
+    """Simulate a lack of pages after these numbers of steps, until a request is preempted; it may return at once."""
+    planner, slots = bench.scheduler._planner, bench.scheduler._slots
+    is_out_of_pages, preempt, due = planner.is_out_of_pages, planner._preempt, set(steps)
 
-    def seems_starved() -> bool:
-        return is_out_of_pages() or (len(bench.engine.plans) in due and slots.running > 0)
+    def seems_out_of_pages() -> bool:
+        return is_out_of_pages() or (len(bench.engine.plans) in due and slots.num_running > 0)
 
-    def retract_once() -> None:
+    def preempt_once() -> None:
         due.discard(len(bench.engine.plans))
         preempt()
 
-    batcher.is_out_of_pages = seems_starved  # type: ignore[method-assign]
-    batcher._retract = retract_once  # type: ignore[method-assign]
+    planner.is_out_of_pages = seems_out_of_pages  # type: ignore[method-assign]
+    planner._preempt = preempt_once  # type: ignore[method-assign]
 
 
 @settings(max_examples=LIVES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -220,36 +222,36 @@ def test_every_client_gets_its_tokens_and_one_end(
 ) -> None:
     bench = SchedulerBench(**options)
     watch_plans(bench)
-    live(bench, population, flushes)
+    run_clients(bench, population, flushes)
     for uid, client in enumerate(population):
-        judge(client, bench.replies[uid], options)
+        check_reply(client, bench.replies[uid], options)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=options, population=crowds, steps=st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_a_retraction_after_any_step_loses_nothing(
+def test_preemption_after_any_step_loses_nothing(
     options: dict[str, Any], population: list[Client], steps: list[int]
 ) -> None:
     bench = SchedulerBench(**options)
-    retract_after(bench, steps)
+    preempt_after(bench, steps)
     watch_plans(bench)
-    live(bench, population, [])
+    run_clients(bench, population, [])
     for uid, client in enumerate(population):
-        judge(client, bench.replies[uid], options)
+        check_reply(client, bench.replies[uid], options)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=options, population=crowds, flushes=flush_turns)
-def test_two_schedulers_plan_alike(
+def test_two_schedulers_plan_in_lockstep(
     options: dict[str, Any], population: list[Client], flushes: list[int]
 ) -> None:
     ours, theirs = SchedulerBench(**options), SchedulerBench(**options)
-    assert live(ours, population, flushes) == live(theirs, population, flushes)
+    assert run_clients(ours, population, flushes) == run_clients(theirs, population, flushes)
     assert ours.replies == theirs.replies
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_small_pool_evicts_and_retracts_and_loses_nothing(overlap: bool) -> None:
+def test_small_pool_evicts_and_preempts_without_losing_tokens(overlap: bool) -> None:
     random = np.random.default_rng(5)
     bench = SchedulerBench(num_pages=30, page_size=2, disable_overlap_schedule=not overlap, max_model_len=64)
     stem = random.integers(0, EOS, 12).tolist()

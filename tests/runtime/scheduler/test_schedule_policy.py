@@ -1,4 +1,4 @@
-"""Who runs when: priorities that age, cached prefixes first, bounds on what waits, nobody starves."""
+"""Schedule policies: priorities that age, longest prefix match, bounds on overtaking and on waiting tokens."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,13 +12,13 @@ from scheduler_bench import EOS, SchedulerBench, generate
 from simulated_engine import continuation
 
 from skiff_runtime.messages import AbortRequest
-from skiff_runtime.scheduler import schedule_policy as order
-from skiff_runtime.scheduler.request import place_of
+from skiff_runtime.scheduler import schedule_policy
+from skiff_runtime.scheduler.request import make_queue_key
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A request that comes in some turn; guests of one stem share a prefix."""
+class Arrival:
+    """A request that arrives in a turn; arrivals of one stem share a prefix."""
 
     turn: int
     stem: int
@@ -29,8 +29,8 @@ class Guest:
         return [self.stem] * 8 + [uid % EOS, uid // EOS]
 
 
-guests = st.builds(
-    Guest,
+arrivals = st.builds(
+    Arrival,
     turn=st.integers(0, 12),
     stem=st.integers(0, 3),
     priority=st.integers(-2, 2),
@@ -38,14 +38,14 @@ guests = st.builds(
 )
 
 
-def opened_order(bench: SchedulerBench, population: list[Guest]) -> list[int]:
-    """Uids in the order in which they first ran."""
+def run_in_order(bench: SchedulerBench, population: list[Arrival]) -> list[int]:
+    """Run all requests; return their uids in the order in which they first ran."""
     for turn in range(13):
         bench.put(
             *(
-                generate(uid, guest.prompt(uid), max_tokens=guest.max_tokens, priority=guest.priority)
-                for uid, guest in enumerate(population)
-                if guest.turn == turn
+                generate(uid, each.prompt(uid), max_tokens=each.max_tokens, priority=each.priority)
+                for uid, each in enumerate(population)
+                if each.turn == turn
             )
         )
         bench.turn()
@@ -55,49 +55,47 @@ def opened_order(bench: SchedulerBench, population: list[Guest]) -> list[int]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    population=st.lists(guests, min_size=2, max_size=40),
+    population=st.lists(arrivals, min_size=2, max_size=40),
     slots=st.integers(1, 3),
-    schedule_policy=st.sampled_from(["fcfs", "lpm"]),
+    policy=st.sampled_from(["fcfs", "lpm"]),
     num_pages=st.sampled_from([8, 40]),
 )
-def test_nobody_is_overtaken_for_ever(
-    population: list[Guest], slots: int, schedule_policy: str, num_pages: int
-) -> None:
-    """Whoever comes later runs earlier only within the bounds that ``place_of`` and ``OVERTAKING_BATCHES`` state."""
+def test_overtaking_is_bounded(population: list[Arrival], slots: int, policy: str, num_pages: int) -> None:
+    """A later request runs earlier only within the bounds of ``make_queue_key`` and ``OVERTAKING_BATCHES``."""
     waiting = 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "OVERTAKING_BATCHES", 1)
+        patch.setattr(schedule_policy, "OVERTAKING_BATCHES", 1)
         bench = SchedulerBench(
             num_pages=num_pages,
             max_running_requests=slots,
             max_queued_requests=waiting,
             max_num_batched_tokens=8,
-            schedule_policy=schedule_policy,
+            schedule_policy=policy,
         )
-    opened = opened_order(bench, population)
+    opened = run_in_order(bench, population)
     assert sorted(opened) == list(range(len(population)))
-    arrivals = sorted(range(len(population)), key=lambda uid: (population[uid].turn, uid))
-    arrival = {uid: number for number, uid in enumerate(arrivals)}
+    by_arrival = sorted(range(len(population)), key=lambda uid: (population[uid].turn, uid))
+    arrival = {uid: number for number, uid in enumerate(by_arrival)}
     for index, uid in enumerate(opened):
-        passers = [other for other in opened[:index] if arrival[other] > arrival[uid]]
-        levels = {other: population[uid].priority - population[other].priority for other in passers}
+        overtakers = [other for other in opened[:index] if arrival[other] > arrival[uid]]
+        levels = {other: population[uid].priority - population[other].priority for other in overtakers}
         aged = [
             other
-            for other in passers
+            for other in overtakers
             if arrival[other] - arrival[uid] >= levels[other] * (slots + waiting) or not levels[other]
         ]
-        assert len(aged) <= (slots if schedule_policy == "lpm" else 0)
+        assert len(aged) <= (slots if policy == "lpm" else 0)
 
 
-def test_a_level_is_worth_so_many_arrivals() -> None:
-    def place(arrival: int, priority: int) -> tuple[int, int]:
-        return place_of(arrival=arrival, priority=priority, arrivals_per_level=10)
+def test_priority_level_is_worth_a_number_of_arrivals() -> None:
+    def key(arrival: int, priority: int) -> tuple[int, int]:
+        return make_queue_key(arrival=arrival, priority=priority, arrivals_per_level=10)
 
-    assert place(9, -1) < place(0, 0) < place(10, -1) < place(1, 0) < place(0, 1)
-    assert place(19, -2) < place(0, 0) < place(20, -2)
+    assert key(9, -1) < key(0, 0) < key(10, -1) < key(1, 0) < key(0, 1)
+    assert key(19, -2) < key(0, 0) < key(20, -2)
 
 
-def test_priority_goes_first_and_outlives_retraction() -> None:
+def test_lower_priority_value_runs_first() -> None:
     bench = SchedulerBench(max_running_requests=1)
     priorities = [0, 5, -3, 0, -3]
     bench.put(*(generate(uid, [uid], priority=priority) for uid, priority in enumerate(priorities)))
@@ -105,7 +103,7 @@ def test_priority_goes_first_and_outlives_retraction() -> None:
     assert list(bench.replies.opened) == [2, 4, 0, 3, 1]
 
 
-def test_the_least_urgent_is_retracted() -> None:
+def test_least_urgent_request_is_preempted() -> None:
     bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2)
     bench.put(generate(0, [1, 2], max_tokens=12, priority=1), generate(1, [3, 4], max_tokens=12))
     bench.finish()
@@ -115,7 +113,7 @@ def test_the_least_urgent_is_retracted() -> None:
     assert bench.replies[0].tokens == continuation([1, 2], 12)
 
 
-def test_the_longest_cached_prefix_goes_first() -> None:
+def test_lpm_runs_the_longest_cached_prefix_first() -> None:
     bench = SchedulerBench(max_running_requests=1, schedule_policy="lpm")
     stem = list(range(16))
     bench.put(generate(0, stem))
@@ -131,82 +129,82 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     assert list(bench.replies.opened) == [0, 5, 3, 2, 1, 4]
 
 
-def test_longer_prefixes_pass_only_so_often() -> None:
+def test_lpm_bounds_overtaking() -> None:
     bench = SchedulerBench(max_running_requests=1, schedule_policy="lpm")
     stem = list(range(8))
     bench.put(generate(0, stem, max_tokens=1))
     bench.finish()
-    crowd = range(2, 2 + 2 * order.OVERTAKING_BATCHES)
+    crowd = range(2, 2 + 2 * schedule_policy.OVERTAKING_BATCHES)
     bench.put(generate(1, [30], max_tokens=1), *(generate(uid, [*stem, 9], max_tokens=1) for uid in crowd))
     bench.finish()
-    assert bench.replies.opened.index(1) == 1 + order.OVERTAKING_BATCHES
+    assert bench.replies.opened.index(1) == 1 + schedule_policy.OVERTAKING_BATCHES
 
 
-def test_those_of_one_prefix_run_together_however_they_are_mixed() -> None:
-    """Of 64 requests with 16 prefixes in turn, 8 may run at a time, and have 3 of the prefixes, not 8."""
+def test_lpm_runs_requests_of_one_prefix_together() -> None:
+    """64 requests with 16 interleaved prefixes: the 8 that run at a time have 3 different prefixes, not 8."""
     bench = SchedulerBench(max_running_requests=8, schedule_policy="lpm", max_num_batched_tokens=16)
     bench.put(*(generate(uid, [uid % 16] * 8 + [20 + uid], max_tokens=3) for uid in range(64)))
     bench.finish()
     assert sorted(bench.replies.opened) == list(range(64))
-    stems = [uid % 16 for uid in bench.replies.opened[: 8 * order.OVERTAKING_BATCHES]]
+    stems = [uid % 16 for uid in bench.replies.opened[: 8 * schedule_policy.OVERTAKING_BATCHES]]
     assert all(len(set(stems[first : first + 8])) <= 3 for first in range(0, len(stems), 8)), stems
 
 
-def looks_of(bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each look at the cache finds, from now on."""
-    looks: list[int] = []
-    cache = bench.scheduler._memory.cache
-    depth = cache.depth
+def record_lookups(bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the result of each lookup in the prefix cache from now on."""
+    lookups: list[int] = []
+    cache = bench.scheduler._pool.cache
+    count_cached_pages = cache.count_cached_pages
 
-    def noted(tokens: np.ndarray, *, salt: bytes = b"") -> int:
-        looks.append(depth(tokens, salt=salt))
-        return looks[-1]
+    def count_and_record(tokens: np.ndarray, *, salt: bytes = b"") -> int:
+        lookups.append(count_cached_pages(tokens, salt=salt))
+        return lookups[-1]
 
-    monkeypatch.setattr(cache, "depth", noted)
-    return looks
+    monkeypatch.setattr(cache, "count_cached_pages", count_and_record)
+    return lookups
 
 
-def test_what_is_cached_is_looked_up_again_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot is free all the time, but there is no memory for another request."""
+def test_prefixes_are_looked_up_again_only_after_the_cache_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is always free, but there is no memory for another request."""
     bench = SchedulerBench(max_running_requests=2, num_pages=5, schedule_policy="lpm")
-    looks = looks_of(bench, monkeypatch)
+    lookups = record_lookups(bench, monkeypatch)
     bench.put(generate(0, range(8), max_tokens=9), generate(1, [1] * 12), generate(2, [2] * 12))
     seen = []
     for _ in range(8):
         bench.turn()
-        seen.append((bench.scheduler._memory.cache.changes, len(looks)))
+        seen.append((bench.scheduler._pool.cache.version, len(lookups)))
     alike = [one == other for one, other in pairwise(seen[1:]) if one[0] == other[0]]
     assert seen[0][1] > 0 and len(alike) > 3 and all(alike), seen
 
 
-def test_looks_are_bounded_by_the_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait, and however often the cache changes; and all have their turn."""
+def test_lookups_are_bounded_by_the_tokens_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds however many requests wait and however often the cache changes; all of them run."""
     bench = SchedulerBench(
         max_running_requests=4, schedule_policy="lpm", max_num_batched_tokens=32, max_queued_requests=999
     )
-    looks = looks_of(bench, monkeypatch)
-    waiting = 3 * order.MIN_LOOKUPS_PER_STEP
+    lookups = record_lookups(bench, monkeypatch)
+    waiting = 3 * schedule_policy.MIN_LOOKUPS_PER_STEP
     bench.put(*(generate(uid, [uid % 10, uid // 10, *range(6)], max_tokens=1) for uid in range(waiting)))
     bench.turn()
-    assert len(looks) == waiting, "before the first step nobody is held up"
+    assert len(lookups) == waiting, "before the first step there is nothing to delay"
     counts = []
     for _ in range(12):
-        before = len(looks)
+        before = len(lookups)
         bench.turn()
-        counts.append(len(looks) - before)
-    assert 0 < max(counts) <= order.MIN_LOOKUPS_PER_STEP + 32 // order.TOKENS_PER_LOOKUP
+        counts.append(len(lookups) - before)
+    assert 0 < max(counts) <= schedule_policy.MIN_LOOKUPS_PER_STEP + 32 // schedule_policy.TOKENS_PER_LOOKUP
     bench.finish()
     assert len(bench.replies.opened) == waiting
 
 
-def test_a_look_at_a_prefix_is_no_use_of_it() -> None:
+def test_lookup_does_not_split_nodes() -> None:
     bench = SchedulerBench(max_running_requests=1, num_pages=12, schedule_policy="lpm")
-    cache = bench.scheduler._memory.cache
+    cache = bench.scheduler._pool.cache
     bench.put(generate(0, range(16)))
     bench.finish()
     prefix = np.arange(16, dtype=np.int32)
-    before = (cache.depth(prefix), cache.depth(prefix[:7]), cache.depth(prefix[1:]))
-    assert before == (4, 1, 0)
+    counts = [cache.count_cached_pages(each) for each in (prefix, prefix[:7], prefix[1:])]
+    assert counts == [4, 1, 0]
     root = cache._root  # type: ignore[attr-defined]
     [child] = root.children.values()
     assert len(child.pages) >= 4, "nothing was split"
@@ -216,7 +214,7 @@ def refused(bench: SchedulerBench) -> dict[int, str]:
     return {uid: reply.failed.message for uid, reply in bench.replies.items() if reply.failed}
 
 
-def test_tokens_that_wait_are_bounded() -> None:
+def test_waiting_prompt_tokens_are_bounded() -> None:
     bench = SchedulerBench(max_running_requests=1, max_queued_tokens=20)
     bench.put(*(generate(uid, [uid] * 8) for uid in range(4)), generate(9, range(100)))
     bench.turn()
@@ -231,14 +229,14 @@ def test_tokens_that_wait_are_bounded() -> None:
     assert bench.stats[-1].queued_tokens == 8
     bench.put(AbortRequest(1))
     bench.turn()
-    bench.put(generate(10, range(100)))  # more than may wait, but nobody else waits
+    bench.put(generate(10, range(100)))  # more than may wait, but the queue is empty
     bench.finish()
     assert bench.replies[10].tokens == continuation(range(100), 4)
     assert bench.stats[-1].queued_tokens == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_retracted_are_never_refused(overlap: bool) -> None:
+def test_preempted_requests_are_never_refused(overlap: bool) -> None:
     bench = SchedulerBench(
         num_pages=22,
         page_size=1,
@@ -274,7 +272,7 @@ def options(**changes: Any) -> dict[str, Any]:
         (options(max_queued_tokens=1), 16, 4, True),
     ],
 )
-def test_what_fits_no_limit_is_refused_at_once_each_copy(
+def test_request_beyond_the_limits_is_refused_every_time(
     limits: dict[str, Any], prompt: int, max_tokens: int, fits: bool
 ) -> None:
     bench = SchedulerBench(**limits)
@@ -286,4 +284,4 @@ def test_what_fits_no_limit_is_refused_at_once_each_copy(
     for message in refused(bench).values():
         assert f"the prompt has {prompt} tokens" in message
     bench.finish()
-    assert bench.replies[0].ended and bench.replies[1].ended
+    assert bench.replies[0].has_ended and bench.replies[1].has_ended

@@ -1,35 +1,35 @@
-"""Log-probabilities reach who asked for them, once each, through drops, preemption and cached prefixes."""
+"""Log-probabilities reach the requests that want them, once each, through drops, preemption and cached prefixes."""
 
 import pytest
-from scheduler_bench import EOS, UNKNOWN, SchedulerBench, Thought, generate
-from simulated_engine import continuation, thought
+from scheduler_bench import EOS, UNPREDICTED, ReceivedLogprobs, SchedulerBench, generate
+from simulated_engine import continuation, token_logprobs
 
 from skiff_runtime.messages import AbortRequest, CompiledGrammar
 
 
-def thoughts(prompt: list[int], count: int, top: int) -> list[Thought]:
-    """Of a whole answer."""
+def expected_logprobs(prompt: list[int], count: int, top: int) -> list[ReceivedLogprobs]:
+    """Return the log-probabilities of a whole answer."""
     tokens = continuation(prompt, count)
-    return [(token, *thought([*prompt, *tokens[:i]], token, top)) for i, token in enumerate(tokens)]
+    return [(token, *token_logprobs([*prompt, *tokens[:i]], token, top)) for i, token in enumerate(tokens)]
 
 
-def prompt_thoughts(prompt: list[int], top: int) -> list[Thought]:
-    """Of a prompt."""
-    later = [(prompt[i], *thought(prompt[:i], prompt[i], top)) for i in range(1, len(prompt))]
-    return [(prompt[0], *UNKNOWN), *later]
+def expected_prompt_logprobs(prompt: list[int], top: int) -> list[ReceivedLogprobs]:
+    """Return the log-probabilities of a prompt."""
+    later = [(prompt[i], *token_logprobs(prompt[:i], prompt[i], top)) for i in range(1, len(prompt))]
+    return [(prompt[0], *UNPREDICTED), *later]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_each_row_gets_as_many_as_it_asked_for(overlap: bool) -> None:
+def test_each_request_gets_as_many_top_logprobs_as_requested(overlap: bool) -> None:
     bench = SchedulerBench(disable_overlap_schedule=not overlap)
     bench.put(*(generate(uid, [uid, 9], max_tokens=5, logprobs=top) for uid, top in enumerate((None, 0, 3))))
     bench.finish()
-    assert bench.replies[0].thoughts == []
-    assert bench.replies[1].thoughts == thoughts([1, 9], 5, 0)
-    assert bench.replies[2].thoughts == thoughts([2, 9], 5, 3)
+    assert bench.replies[0].logprobs == []
+    assert bench.replies[1].logprobs == expected_logprobs([1, 9], 5, 0)
+    assert bench.replies[2].logprobs == expected_logprobs([2, 9], 5, 3)
 
 
-def test_rows_in_flight_of_ended_requests_take_theirs_with_them() -> None:
+def test_logprobs_of_rows_of_ended_requests_are_dropped() -> None:
     prompt = next([a, b] for a in range(EOS) for b in range(EOS) if EOS in continuation([a, b], 6)[1:-1])
     bench = SchedulerBench()
     bench.put(
@@ -42,28 +42,28 @@ def test_rows_in_flight_of_ended_requests_take_theirs_with_them() -> None:
     bench.put(AbortRequest(2))
     bench.finish()
     ended = len(bench.replies[0].tokens)
-    assert bench.replies[0].thoughts == thoughts(prompt, ended, 1)
-    assert bench.replies[1].thoughts == thoughts([3, 4], 9, 2)
-    assert bench.replies[2].thoughts == thoughts([5], len(bench.replies[2].tokens), 2)
+    assert bench.replies[0].logprobs == expected_logprobs(prompt, ended, 1)
+    assert bench.replies[1].logprobs == expected_logprobs([3, 4], 9, 2)
+    assert bench.replies[2].logprobs == expected_logprobs([5], len(bench.replies[2].tokens), 2)
 
 
 @pytest.mark.parametrize("budget", [3, 64])
 @pytest.mark.parametrize("length", [1, 2, 17])
-def test_a_prompt_is_told_whole_though_it_is_cached(budget: int, length: int) -> None:
+def test_prompt_logprobs_cover_a_cached_prompt(budget: int, length: int) -> None:
     bench = SchedulerBench(max_num_batched_tokens=budget)
-    prompt = [(7 * place) % EOS for place in range(length)]
+    prompt = [(7 * i) % EOS for i in range(length)]
     bench.put(generate(0, prompt))
     bench.finish()
     bench.put(generate(1, prompt, prompt_logprobs=2), generate(2, [*prompt, 1]))
     bench.finish()
-    assert bench.replies[1].prompt == prompt_thoughts(prompt, 2)
+    assert bench.replies[1].prompt_logprobs == expected_prompt_logprobs(prompt, 2)
     opened = bench.replies[1].opened
     assert opened is not None and opened.cached_tokens == 0
     assert bench.replies[1].tokens == continuation(prompt, 4)
     assert bench.replies[2].tokens == continuation([*prompt, 1], 4)
 
 
-def test_what_was_told_of_a_prompt_is_told_to_the_cache_too() -> None:
+def test_prompt_computed_for_logprobs_is_cached() -> None:
     bench = SchedulerBench()
     prompt = list(range(17))
     bench.put(generate(0, prompt, prompt_logprobs=0))
@@ -77,7 +77,7 @@ def test_what_was_told_of_a_prompt_is_told_to_the_cache_too() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("disable_radix_cache", [False, True])
-def test_retraction_tells_no_token_of_a_prompt_twice(overlap: bool, disable_radix_cache: bool) -> None:
+def test_preemption_sends_no_prompt_logprobs_twice(overlap: bool, disable_radix_cache: bool) -> None:
     bench = SchedulerBench(
         num_pages=22,
         page_size=1,
@@ -92,11 +92,11 @@ def test_retraction_tells_no_token_of_a_prompt_twice(overlap: bool, disable_radi
     bench.finish()
     assert bench.total("preempted") > 0
     for uid, prompt in enumerate(prompts):
-        assert bench.replies[uid].prompt == prompt_thoughts(prompt, 1)
-        assert bench.replies[uid].thoughts == thoughts(prompt, 12, 1)
+        assert bench.replies[uid].prompt_logprobs == expected_prompt_logprobs(prompt, 1)
+        assert bench.replies[uid].logprobs == expected_logprobs(prompt, 12, 1)
 
 
-def test_a_slot_opens_with_its_grammar_each_time() -> None:
+def test_preempted_request_reopens_with_its_grammar() -> None:
     bench = SchedulerBench(num_pages=22, page_size=1, max_running_requests=2)
     grammar = CompiledGrammar(b"key", b"100")
     bench.put(generate(0, [1, 2], max_tokens=12), generate(1, [3, 4], max_tokens=12, grammar=grammar))

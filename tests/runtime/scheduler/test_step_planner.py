@@ -1,4 +1,4 @@
-"""What goes into a step: order, budget, sharing, rewriting, room made by preemption."""
+"""The step planner: order of rows, token budget, shared prefixes, page-table fixups, preemption."""
 
 import numpy as np
 import pytest
@@ -9,18 +9,18 @@ from skiff_runtime.step import StepPlan
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
-    """(slot, start, length, samples) of each row."""
+    """Return (slot, start, length, samples) of each row."""
     columns = (plan.slots, plan.starts, plan.lengths, plan.samples)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def cells(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """(slot, column, page) of each cell that the step sets."""
+    """Return (slot, column, page) of each page-table cell that the step sets."""
     columns = (plan.page_slots, plan.page_columns, plan.page_ids)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
+def test_decode_rows_come_first_and_prefill_chunks_fill_the_budget() -> None:
     bench = SchedulerBench(max_num_batched_tokens=8, disable_radix_cache=True)
     bench.put(generate(0, range(5), max_tokens=5))
     bench.turn()
@@ -43,7 +43,7 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
     assert len(waited) == 3 and min(waited) >= 0
 
 
-def test_the_longest_contexts_come_first_among_decode_rows() -> None:
+def test_decode_rows_are_sorted_by_longest_context() -> None:
     bench = SchedulerBench()
     bench.put(*(generate(uid, range(length), max_tokens=9) for uid, length in enumerate((3, 9, 1, 9, 5))))
     for _ in range(4):
@@ -53,7 +53,7 @@ def test_the_longest_contexts_come_first_among_decode_rows() -> None:
     assert [start for _, start, *_ in last] == sorted((start for _, start, *_ in last), reverse=True)
 
 
-def test_prompts_take_smaller_chunks_beside_decode_rows() -> None:
+def test_mixed_prefill_tokens_bound_the_chunks_of_mixed_steps() -> None:
     bench = SchedulerBench(max_num_batched_tokens=8, mixed_prefill_tokens=3, disable_radix_cache=True)
     bench.put(generate(0, range(7), max_tokens=3))
     bench.turn()
@@ -69,7 +69,7 @@ def test_prompts_take_smaller_chunks_beside_decode_rows() -> None:
     bench.finish()
 
 
-def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
+def test_requests_of_one_step_share_pages_of_a_common_prefix() -> None:
     bench = SchedulerBench()
     stem = list(range(16))
     bench.put(generate(0, [*stem, 20]), generate(1, [*stem, 21, 22]))
@@ -85,7 +85,7 @@ def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_prompt_cached_whole_computes_its_last_page_and_then_reads_the_cached_one(overlap: bool) -> None:
+def test_fully_cached_prompt_recomputes_its_last_page_then_reads_the_cached_one(overlap: bool) -> None:
     bench = SchedulerBench(disable_overlap_schedule=not overlap)
     prompt = list(range(8))
     bench.put(generate(0, prompt))
@@ -105,7 +105,7 @@ def test_a_prompt_cached_whole_computes_its_last_page_and_then_reads_the_cached_
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_duplicate_page_is_nobody_elses_while_its_step_writes_it(overlap: bool) -> None:
+def test_duplicate_page_is_not_reused_while_its_step_writes_it(overlap: bool) -> None:
     bench = SchedulerBench(disable_overlap_schedule=not overlap)
     prompt, other = list(range(8)), list(range(20, 29))
     bench.put(generate(0, prompt))
@@ -117,7 +117,7 @@ def test_a_duplicate_page_is_nobody_elses_while_its_step_writes_it(overlap: bool
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_rewrite_that_is_due_spares_the_next_request_in_the_slot(overlap: bool) -> None:
+def test_pending_fixup_is_dropped_when_its_slot_has_another_request(overlap: bool) -> None:
     bench = SchedulerBench(max_running_requests=1, disable_overlap_schedule=not overlap)
     prompt, other = list(range(8)), list(range(20, 29))
     bench.put(generate(0, prompt), generate(1, prompt, max_tokens=1), generate(2, other))
@@ -126,9 +126,9 @@ def test_a_rewrite_that_is_due_spares_the_next_request_in_the_slot(overlap: bool
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_rewrite_that_is_due_spares_who_comes_back_at_once(overlap: bool) -> None:
-    """Request 4 finds its last page cached, is preempted in the next plan, loses that page to others, and goes on
-    before request 3, which was preempted with it, because more of its prompt is cached."""
+def test_pending_fixup_is_dropped_when_its_request_is_preempted_and_readmitted(overlap: bool) -> None:
+    """Request 4 finds its last page cached, is preempted in the next plan, and loses that page to others. It is
+    readmitted before request 3, which was preempted with it, because more of its prompt is cached."""
     bench = SchedulerBench(
         num_pages=11, mixed_prefill_tokens=1, schedule_policy="lpm", disable_overlap_schedule=not overlap
     )
@@ -141,15 +141,15 @@ def test_a_rewrite_that_is_due_spares_who_comes_back_at_once(overlap: bool) -> N
     bench.put(generate(4, prompt, max_tokens=2))
     bench.finish()
     assert max(stats.preempted for stats in bench.stats) == 2
-    comeback = next(plan for plan in bench.engine.plans if plan.opened and len(plan.opened[0].tokens) == 17)
-    assert rows(comeback)[-1] == (comeback.opened[0].slot, 12, 1, False)
+    readmitted = next(plan for plan in bench.engine.plans if plan.opened and len(plan.opened[0].tokens) == 17)
+    assert rows(readmitted)[-1] == (readmitted.opened[0].slot, 12, 1, False)
     assert bench.replies[4].tokens == continuation(prompt, 2)
     for uid, each in prompts.items():
         assert bench.replies[uid].tokens == continuation(each, 6)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_youngest_is_retracted_and_comes_back_first(overlap: bool) -> None:
+def test_youngest_request_is_preempted_and_readmitted_first(overlap: bool) -> None:
     bench = SchedulerBench(
         num_pages=22, page_size=1, max_running_requests=2, disable_overlap_schedule=not overlap
     )
@@ -165,8 +165,8 @@ def test_the_youngest_is_retracted_and_comes_back_first(overlap: bool) -> None:
         assert bench.replies[uid].tokens == continuation(prompt, 12)
 
 
-def test_tokens_of_the_retracted_outlive_their_slots() -> None:
-    """Two wait at a time; the older comes back into the slot that the younger left."""
+def test_preempted_requests_resume_with_identical_tokens_in_other_slots() -> None:
+    """Two preempted requests wait at once; the older takes the slot that the younger had."""
     bench = SchedulerBench(num_pages=116, page_size=1, max_running_requests=3, max_model_len=128)
     bench.put(generate(0, [0], max_tokens=110))  # long enough for the estimate to fall below two thirds
     bench.finish()
@@ -179,7 +179,7 @@ def test_tokens_of_the_retracted_outlive_their_slots() -> None:
         assert bench.replies[uid].tokens == continuation([uid], length)
 
 
-def test_a_chunk_takes_only_the_memory_there_is() -> None:
+def test_prefill_chunk_is_cut_to_the_available_pages() -> None:
     bench = SchedulerBench(num_pages=8, page_size=2, disable_radix_cache=True, max_running_requests=2)
     bench.put(generate(0, [1], max_tokens=3), generate(1, range(9), max_tokens=7))
     bench.finish()
@@ -187,19 +187,19 @@ def test_a_chunk_takes_only_the_memory_there_is() -> None:
     assert bench.replies[1].tokens == continuation(range(9), 7)
 
 
-def test_slots_and_budget_bound_the_batch() -> None:
+def test_batch_is_bounded_by_slots_and_token_budget() -> None:
     random = np.random.default_rng(0)
     bench = SchedulerBench(max_running_requests=3, max_num_batched_tokens=5, num_pages=100)
     for uid in range(12):
         bench.put(generate(uid, random.integers(0, EOS, 1 + uid).tolist(), max_tokens=1 + uid % 5))
     bench.finish()
-    assert max(plan.tokens for plan in bench.engine.plans) == 5
+    assert max(plan.num_tokens for plan in bench.engine.plans) == 5
     assert max(stats.running for stats in bench.stats) == 3
-    assert all(reply.ended for reply in bench.replies.values())
+    assert all(reply.has_ended for reply in bench.replies.values())
 
 
-def test_the_result_of_a_step_is_awaited_after_the_next_is_launched() -> None:
-    """Overlap: when a step's tokens are sent, the engine has its successor already."""
+def test_overlap_awaits_a_step_after_launching_the_next() -> None:
+    """When a step's tokens are sent, the engine has the next step already."""
     ahead, behind = SchedulerBench(), SchedulerBench(disable_overlap_schedule=True)
     for bench in (ahead, behind):
         bench.put(generate(0, [1, 2, 3]))

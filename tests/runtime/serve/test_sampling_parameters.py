@@ -1,4 +1,4 @@
-"""What the parameters do to the tokens: the official client, a whole service, transformers as the oracle."""
+"""Effects of sampling parameters on the tokens: OpenAI's client, a whole service, transformers as the reference."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def logits_after(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def greedy(reference: Any, prompt: list[int], change: Callable[[torch.Tensor, list[int]], None]) -> list[int]:
-    """Greedy tokens of logits that ``change`` has changed, given the output so far."""
+    """Return the greedy tokens of logits that ``change`` has modified, given the output so far."""
     output: list[int] = []
     for _ in range(COUNT):
         logits = logits_after(reference, prompt + output)
@@ -70,7 +70,7 @@ def greedy(reference: Any, prompt: list[int], change: Callable[[torch.Tensor, li
     return output
 
 
-def test_seeded_choices_are_the_requests_with_the_following_seeds(client: OpenAI) -> None:
+def test_choices_of_a_seeded_request_use_consecutive_seeds(client: OpenAI) -> None:
     together = client.completions.create(model=NAME, prompt=PROMPT, n=3, seed=40, temperature=1.0)
     alone = [
         client.completions.create(model=NAME, prompt=PROMPT, seed=40 + n, temperature=1.0).choices[0].text
@@ -80,7 +80,7 @@ def test_seeded_choices_are_the_requests_with_the_following_seeds(client: OpenAI
     assert len(set(alone)) == 3
 
 
-def test_penalties(service: Service, reference: Any, tokenizer: Tokenizer) -> None:
+def test_penalties_match_the_reference(service: Service, reference: Any, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT).ids
 
     def presence(logits: torch.Tensor, output: list[int]) -> None:
@@ -104,11 +104,11 @@ def test_penalties(service: Service, reference: Any, tokenizer: Tokenizer) -> No
         (frequency, {"frequency_penalty": 1.5}),
         (repetition, {"repetition_penalty": 1.8}),
     ):
-        told = generate(service, prompt, **options)["token_ids"]
-        assert told == greedy(reference, prompt, change)
+        tokens = generate(service, prompt, **options)["token_ids"]
+        assert tokens == greedy(reference, prompt, change)
 
 
-def test_biases_force_and_forbid(client: OpenAI, service: Service, tokenizer: Tokenizer) -> None:
+def test_logit_bias_forces_and_forbids_tokens(client: OpenAI, service: Service, tokenizer: Tokenizer) -> None:
     boat = tokenizer.encode(" boat", add_special_tokens=False).ids[0]
     answer = client.completions.create(
         model=NAME, prompt=PROMPT, logit_bias={str(boat): 100}, max_tokens=4, temperature=1
@@ -119,19 +119,19 @@ def test_biases_force_and_forbid(client: OpenAI, service: Service, tokenizer: To
     assert first not in generate(service, prompt, logit_bias={str(first): -100})["token_ids"]
 
 
-def test_the_least_and_the_most_tokens(client: OpenAI) -> None:
-    """With the end forced by a bias, it comes as soon as it may, unless it is ignored."""
+def test_min_tokens_and_max_tokens_bound_the_output(client: OpenAI) -> None:
+    """A bias forces the end of sequence, which comes after ``min_tokens``, unless it is ignored."""
     ends: Any = {"model": NAME, "prompt": PROMPT, "logit_bias": {str(EOS_ID): 100}, "temperature": 0}
-    for least in (0, 5):
-        answer = client.completions.create(**ends, extra_body={"min_tokens": least})
+    for min_tokens in (0, 5):
+        answer = client.completions.create(**ends, extra_body={"min_tokens": min_tokens})
         assert answer.usage is not None
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", least + 1)
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", min_tokens + 1)
     answer = client.completions.create(**ends, max_tokens=7, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 7)
 
 
-def test_narrow_sampling_is_greedy(service: Service, tokenizer: Tokenizer) -> None:
+def test_top_k_1_min_p_1_and_tiny_top_p_are_greedy(service: Service, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT).ids
     plain = generate(service, prompt)["token_ids"]
     for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
@@ -139,41 +139,43 @@ def test_narrow_sampling_is_greedy(service: Service, tokenizer: Tokenizer) -> No
     assert generate(service, prompt, temperature=2.0, seed=1)["token_ids"] != plain
 
 
-def test_stops(service: Service, tokenizer: Tokenizer) -> None:
+def test_stop_tokens_and_stop_strings_end_the_output(service: Service, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT).ids
     tokens = generate(service, prompt)["token_ids"]
-    place = next(n for n in range(3, COUNT) if tokens[n] not in tokens[:n])
+    index = next(n for n in range(3, COUNT) if tokens[n] not in tokens[:n])
     for shown in (False, True):
-        told = generate(service, prompt, stop_token_ids=[tokens[place]], include_stop_str_in_output=shown)
-        assert (told["finish_reason"], told["usage"]["completion_tokens"]) == ("stop", place + 1)
-        assert told["text"] == tokenizer.decode(tokens[: place + shown])
+        answer = generate(service, prompt, stop_token_ids=[tokens[index]], include_stop_str_in_output=shown)
+        assert (answer["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", index + 1)
+        assert answer["text"] == tokenizer.decode(tokens[: index + shown])
     whole = tokenizer.decode(tokens)
     stop = whole[5:9]
     begin = whole.index(stop)
     for shown in (False, True):
-        told = generate(service, prompt, stop=[stop], include_stop_str_in_output=shown)
-        assert (told["finish_reason"], told["text"]) == ("stop", whole[: begin + len(stop) * shown])
+        answer = generate(service, prompt, stop=[stop], include_stop_str_in_output=shown)
+        assert (answer["finish_reason"], answer["text"]) == ("stop", whole[: begin + len(stop) * shown])
 
 
-def test_log_probabilities_of_the_answer(client: OpenAI, reference: Any, tokenizer: Tokenizer) -> None:
-    """They are the model's own, whatever the temperature."""
+def test_logprobs_are_the_models_own(client: OpenAI, reference: Any, tokenizer: Tokenizer) -> None:
+    """They do not depend on the temperature."""
     answer = client.completions.create(
         model=NAME, prompt=PROMPT, logprobs=5, seed=3, temperature=1.7, max_tokens=COUNT,
         extra_body={"ignore_eos": True, "skip_special_tokens": False},
     )  # fmt: skip
-    told = answer.choices[0].logprobs
-    assert told is not None and told.tokens is not None and told.token_logprobs is not None
-    assert told.top_logprobs is not None and len(told.tokens) == COUNT
-    ids = native_ids(told.tokens, tokenizer)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None and len(logprobs.tokens) == COUNT
+    ids = native_ids(logprobs.tokens, tokenizer)
     [logits] = oracle_logits(reference, [tokenizer.encode(PROMPT).ids], [ids])
     expected = logits.log_softmax(-1)
-    for row, token, value, top in zip(expected, ids, told.token_logprobs, told.top_logprobs, strict=True):
+    for row, token, value, top in zip(
+        expected, ids, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
         assert value == pytest.approx(float(row[token]), abs=2e-3)
         assert sorted(top.values())[-5:] == pytest.approx(sorted(row.topk(5).values.tolist()), abs=2e-3)
 
 
 def native_ids(tokens: list[str], tokenizer: Tokenizer) -> list[int]:
-    """The ids of tokens as completions write them."""
+    """Return the ids of tokens in the form that completions use."""
     by_text = {
         tokenizer.decode([token], skip_special_tokens=False): token
         for token in range(tokenizer.get_vocab_size())
@@ -191,7 +193,7 @@ def native_ids(tokens: list[str], tokenizer: Tokenizer) -> list[int]:
 
 
 def _byte_letters() -> list[str]:
-    """How byte-level BPE writes each byte in its vocabulary."""
+    """Return the letter that stands for each byte in a byte-level BPE vocabulary."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
@@ -200,8 +202,10 @@ def _byte_letters() -> list[str]:
 _BYTE_LETTERS: Final = _byte_letters()
 
 
-def test_log_probabilities_of_an_echoed_prompt(client: OpenAI, reference: Any, tokenizer: Tokenizer) -> None:
-    """As evaluation harnesses ask for them: token ids in, nothing generated, twice because of the prefix cache."""
+def test_logprobs_of_an_echoed_prompt_match_the_reference(
+    client: OpenAI, reference: Any, tokenizer: Tokenizer
+) -> None:
+    """As evaluation harnesses request them: token ids, nothing generated; twice, so that the prefix is cached."""
     ids = tokenizer.encode(PROMPT).ids
     [logits] = oracle_logits(reference, [ids[:1]], [ids[1:]])
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
@@ -215,7 +219,7 @@ def test_log_probabilities_of_an_echoed_prompt(client: OpenAI, reference: Any, t
         assert answer.usage is not None and answer.usage.total_tokens == len(ids)
 
 
-def test_a_chat_without_limit_fills_the_context(client: OpenAI) -> None:
+def test_chat_without_max_tokens_fills_the_context(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
     )
@@ -223,8 +227,8 @@ def test_a_chat_without_limit_fills_the_context(client: OpenAI) -> None:
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (CONTEXT, "length")
 
 
-def test_cached_tokens_and_the_user(client: OpenAI, service: Service) -> None:
-    """A prompt is cached once it was served; who asked stands in the log."""
+def test_usage_reports_cached_tokens_and_the_log_names_the_user(client: OpenAI, service: Service) -> None:
+    """A prompt is cached once it was served; the log contains the request's user."""
     for expected in (0, 32):
         answer = client.completions.create(model=NAME, prompt=[[7, 8, 9] * 12], max_tokens=1, user="walrus")
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None

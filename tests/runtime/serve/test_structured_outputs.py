@@ -1,4 +1,4 @@
-"""Structured answers of real models in a whole service: hot and senseless as they are, each finished one is valid."""
+"""Structured outputs of a whole service: sampled at a high temperature, each finished answer is valid."""
 
 import asyncio
 import json
@@ -14,29 +14,29 @@ from service import running_service
 from tiny_models import make_model
 
 TEMPERATURE = 1.5
-AT_A_TIME = 8
+CONCURRENCY = 8
 
 
-class Asker:
-    """Asks one service for answers to schemas, and validates each finished one."""
+class SchemaClient:
+    """Requests answers to schemas from one service, and validates each finished answer."""
 
     def __init__(self, url: str, name: str, max_tokens: int) -> None:
         self._client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=240)
         self._name = name
         self._max_tokens = max_tokens
-        self._turn = asyncio.Semaphore(AT_A_TIME)
+        self._limit = asyncio.Semaphore(CONCURRENCY)
         self.reasons: Counter[str] = Counter()
 
-    async def ask_all(self, schemas: dict[str, dict[str, Any]]) -> None:
-        asked = list(enumerate(schemas.items()))
+    async def request_all(self, schemas: dict[str, dict[str, Any]]) -> None:
+        numbered = list(enumerate(schemas.items()))
         await asyncio.gather(
-            *(self._ask(n, *item, stream=stream) for n, item in asked for stream in (False, True))
+            *(self._request(n, *item, stream=stream) for n, item in numbered for stream in (False, True))
         )
         await self._client.close()
 
-    async def _ask(self, seed: int, name: str, schema: dict[str, Any], *, stream: bool) -> None:
+    async def _request(self, seed: int, name: str, schema: dict[str, Any], *, stream: bool) -> None:
         named = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
-        async with self._turn:
+        async with self._limit:
             text, reason = await self._answer(stream, seed=seed, response_format=named)
         self.reasons[reason] += 1
         if reason == "stop":
@@ -61,21 +61,19 @@ class Asker:
         return text, reason
 
 
-def check_answers(
-    model: str, schemas: dict[str, dict[str, Any]], *flags: str, max_tokens: int
-) -> Counter[str]:
+def run_schemas(model: str, schemas: dict[str, dict[str, Any]], *flags: str, max_tokens: int) -> Counter[str]:
     with running_service(
         model, "--served-model-name", "m", "--grammar-timeout-seconds", "60", *flags
     ) as service:
-        asker = Asker(service.url, "m", max_tokens)
-        asyncio.run(asker.ask_all(schemas))
-        return asker.reasons
+        client = SchemaClient(service.url, "m", max_tokens)
+        asyncio.run(client.request_all(schemas))
+        return client.reasons
 
 
-def test_a_random_model_writes_valid_answers(tmp_path: Path) -> None:
+def test_random_model_generates_valid_answers(tmp_path: Path) -> None:
     schemas = dict([*varied_schemas().items()][7::33])
     flags = ("--max-num-batched-tokens", "48", "--max-total-tokens", "1024")
-    reasons = check_answers(str(make_model(tmp_path)), schemas, *flags, max_tokens=100)
+    reasons = run_schemas(str(make_model(tmp_path)), schemas, *flags, max_tokens=100)
     assert sum(reasons.values()) == 2 * len(schemas)
     assert reasons["stop"] >= len(schemas) // 2, reasons
 
@@ -84,10 +82,10 @@ def test_a_random_model_writes_valid_answers(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("model", ["demo", "random"])
-def test_two_hundred_schemas(tmp_path: Path, model: str, overlap: bool) -> None:
+def test_200_schemas_are_answered_validly(tmp_path: Path, model: str, overlap: bool) -> None:
     path = "demo://" if model == "demo" else str(make_model(tmp_path))
     flags = () if overlap else ("--disable-overlap-schedule",)
-    reasons = check_answers(path, varied_schemas(), *flags, max_tokens=400)
+    reasons = run_schemas(path, varied_schemas(), *flags, max_tokens=400)
     print(model, "overlap" if overlap else "no overlap", dict(reasons))
     assert sum(reasons.values()) == 2 * COUNT
     assert reasons["stop"] > COUNT, reasons

@@ -1,4 +1,4 @@
-"""Token batches become text batches: one terminal row a request, no state after it."""
+"""Detokenizer: token batches become text batches, with one terminal row for each request and no state after it."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_two_streams_in_one_batch(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_batch_with_two_requests_yields_text_for_each(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     one, two = ids(tokenizer, "boat")[0], ids(tokenizer, "pod")[0]
     texts, stopped = detokenizer.detokenize(
         batch([(1, one, RUNNING), (2, two, LENGTH)], opened(1), opened(2))
@@ -93,7 +93,7 @@ def test_two_streams_in_one_batch(detokenizer: Detokenizer, tokenizer: Tokenizer
     assert (stopped, len(detokenizer)) == ([], 1)
 
 
-def test_the_end_token_is_counted_but_not_shown(detokenizer: Detokenizer) -> None:
+def test_end_token_is_counted_but_not_shown(detokenizer: Detokenizer) -> None:
     texts, _ = detokenizer.detokenize(
         batch([(1, EOS_ID, STOP), (2, EOS_ID, STOP)], opened(1), opened(2, skip=False))
     )
@@ -101,14 +101,16 @@ def test_the_end_token_is_counted_but_not_shown(detokenizer: Detokenizer) -> Non
     assert [usage.completion_tokens for usage in texts.usages] == [1, 1]
 
 
-def test_special_tokens_within_an_answer_are_shown_where_asked(detokenizer: Detokenizer) -> None:
-    """Parsers of tool calls need them."""
+def test_special_tokens_are_shown_unless_skipped(detokenizer: Detokenizer) -> None:
+    """Tool-call parsers need them."""
     detokenizer.detokenize(batch([], opened(1), opened(2, skip=False)))
     texts, _ = detokenizer.detokenize(batch([(1, BOS_ID, RUNNING), (2, BOS_ID, RUNNING)]))
     assert rows(texts) == [(1, "", RUNNING), (2, "<|begin|>", RUNNING)]
 
 
-def test_stops_are_part_of_the_answer_where_asked(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_include_stop_str_shows_stop_tokens_and_strings(
+    detokenizer: Detokenizer, tokenizer: Tokenizer
+) -> None:
     word = ids(tokenizer, "boat")[0]
     text = tokenizer.decode([word])
     streams = (
@@ -125,16 +127,14 @@ def test_stops_are_part_of_the_answer_where_asked(detokenizer: Detokenizer, toke
     assert rows(texts) == [(3, "", STOP)]
 
 
-def test_a_token_that_ends_an_answer_is_not_part_of_it(
-    detokenizer: Detokenizer, tokenizer: Tokenizer
-) -> None:
+def test_stop_token_is_not_shown(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     """``stop_token_ids`` may name any token, not only special ones."""
     word = ids(tokenizer, "boat")[0]
     texts, _ = detokenizer.detokenize(batch([(1, word, STOP)], opened(1)))
     assert rows(texts) == [(1, "", STOP)]
 
 
-def test_held_bytes_are_flushed_at_the_end(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_held_back_bytes_are_flushed_at_the_end(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     first, *_ = ids(tokenizer, "😀")
     texts, _ = detokenizer.detokenize(batch([(1, first, RUNNING)], opened(1)))
     assert rows(texts) == [(1, "", RUNNING)]
@@ -142,9 +142,9 @@ def test_held_bytes_are_flushed_at_the_end(detokenizer: Detokenizer, tokenizer: 
     assert rows(texts) == [(1, "\ufffd", STOP)]
 
 
-def test_a_stop_string_ends_its_request_once(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_stop_string_ends_its_request_once(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     tokens = ids(tokenizer, "one STOP two three")
-    shown, ends, told = "", 0, []
+    shown, num_ends, aborted = "", 0, []
     for index, token in enumerate(tokens):
         texts, stopped = detokenizer.detokenize(
             batch(
@@ -154,16 +154,18 @@ def test_a_stop_string_ends_its_request_once(detokenizer: Detokenizer, tokenizer
         )
         mine = [(text, finish) for uid, text, finish in rows(texts) if uid == 1]
         shown += "".join(text for text, _ in mine)
-        ends += sum(finish == STOP for _, finish in mine)
-        told += stopped
-    assert (shown, ends, told) == ("one ", 1, [1])
+        num_ends += sum(finish == STOP for _, finish in mine)
+        aborted += stopped
+    assert (shown, num_ends, aborted) == ("one ", 1, [1])
     assert len(detokenizer) == 2
     texts, _ = detokenizer.detokenize(batch([(1, NO_TOKEN, STOP), (2, NO_TOKEN, ABORT)]))
     assert rows(texts) == [(2, "", ABORT)]
     assert len(detokenizer) == 0
 
 
-def test_a_stop_string_in_the_last_token(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_stop_string_in_the_last_token_wins_over_length(
+    detokenizer: Detokenizer, tokenizer: Tokenizer
+) -> None:
     token = ids(tokenizer, "boat")[0]
     text = tokenizer.decode([token])
     texts, stopped = detokenizer.detokenize(batch([(1, token, LENGTH)], opened(1, text[-1])))
@@ -171,7 +173,7 @@ def test_a_stop_string_in_the_last_token(detokenizer: Detokenizer, tokenizer: To
     assert (stopped, len(detokenizer)) == ([], 0)
 
 
-def test_text_held_for_a_stop_string_is_shown_at_the_end(
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end(
     detokenizer: Detokenizer, tokenizer: Tokenizer
 ) -> None:
     token = ids(tokenizer, "boat")[0]
@@ -182,13 +184,13 @@ def test_text_held_for_a_stop_string_is_shown_at_the_end(
     assert rows(texts) == [(1, text, STOP)]
 
 
-def test_a_request_that_never_ran_still_ends(detokenizer: Detokenizer) -> None:
+def test_request_that_never_ran_gets_a_terminal_row(detokenizer: Detokenizer) -> None:
     texts, _ = detokenizer.detokenize(batch([(5, NO_TOKEN, ABORT)]))
     assert rows(texts) == [(5, "", ABORT)]
     assert texts.usages == [Usage(0, 0, 0)]
 
 
-def test_failures_and_late_rows_leave_nothing(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_failed_requests_and_late_rows_leave_no_state(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     word = ids(tokenizer, "boat")[0]
     detokenizer.detokenize(batch([(1, word, RUNNING)], opened(1)))
     failure = RequestFailed(uid=1, status=400, kind="invalid_request_error", message="too long")
@@ -197,7 +199,7 @@ def test_failures_and_late_rows_leave_nothing(detokenizer: Detokenizer, tokenize
     assert (texts.failed, len(detokenizer)) == ([failure], 0)
 
 
-def test_opening_twice_keeps_the_text_so_far(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+def test_preempted_request_keeps_its_held_back_bytes(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     """A request that was preempted is opened again; its half character is not lost."""
     first, *rest = ids(tokenizer, "😀")
     detokenizer.detokenize(batch([(1, first, RUNNING)], opened(1)))
@@ -208,15 +210,13 @@ def test_opening_twice_keeps_the_text_so_far(detokenizer: Detokenizer, tokenizer
     assert shown == "😀"
 
 
-def test_no_stop_string_is_looked_for_before_min_tokens(
-    detokenizer: Detokenizer, tokenizer: Tokenizer
-) -> None:
+def test_stop_string_before_min_tokens_is_ignored(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     token = ids(tokenizer, "boat")[0]
     text = tokenizer.decode([token])
     stream = replace(opened(1, text), min_tokens=2)
-    told = []
+    results = []
     for index in range(3):
         texts, stopped = detokenizer.detokenize(batch([(1, token, RUNNING)], *([] if index else [stream])))
-        told.append((rows(texts), stopped))
-    assert told[:2] == [([(1, text, RUNNING)], [])] * 2
-    assert told[2] == ([(1, "", STOP)], [1])
+        results.append((rows(texts), stopped))
+    assert results[:2] == [([(1, text, RUNNING)], [])] * 2
+    assert results[2] == ([(1, "", STOP)], [1])

@@ -1,12 +1,10 @@
-"""Log-probabilities get the bytes of their tokens, and keep to their rows when others are dropped."""
+"""Log-probabilities get the bytes of their tokens, and stay with their rows when other rows are dropped."""
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
-from piece_tokenizer import write_piece_tokenizer
 from tiny_tokenizer import BOS_ID, EOS_ID, write_tokenizer
 from tokenizers import Tokenizer
 
@@ -26,26 +24,19 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.tokenizer.detokenizer import Detokenizer
 from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
-from skiff_runtime.vocabulary.decode_stream import Decoder, WindowDecoder
+from skiff_runtime.vocabulary.decode_stream import TokenDecoder
 from skiff_runtime.vocabulary.encoder import load_tokenizer
 
 RUNNING = FinishReason.RUNNING
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Decoder]:
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, TokenDecoder]:
     directory = tmp_path_factory.mktemp("bytes")
     write_tokenizer(directory)
     decoder = read_byte_level_decoder(directory / "tokenizer.json")
     assert decoder is not None
     return load_tokenizer(directory / "tokenizer.json"), decoder
-
-
-@pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory: Path = tmp_path_factory.mktemp("pieces")
-    write_piece_tokenizer(directory)
-    return load_tokenizer(directory / "tokenizer.json")
 
 
 def ids(values: Sequence[int]) -> bytes:
@@ -79,39 +70,20 @@ def batch(
     )
 
 
-def test_a_byte_level_token_writes_its_bytes(byte_level: tuple[Tokenizer, Decoder]) -> None:
-    tokenizer, decoder = byte_level
-    text = "Grüße 🙂 boat"
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    assert b"".join(map(decoder.token_bytes, tokens)) == text.encode()
-    assert decoder.token_bytes(EOS_ID) == b"<|end|>"
-    assert decoder.token_bytes(-1) == decoder.token_bytes(10**6) == b""
-
-
-def test_a_piece_writes_its_bytes(pieces: Tokenizer) -> None:
-    decoder = WindowDecoder(pieces)
-    text = "a b 🙂é boat"
-    tokens = pieces.encode(text, add_special_tokens=False).ids
-    for _ in range(2):
-        assert b"".join(map(decoder.token_bytes, tokens)).decode().removeprefix(" ") == text
-    special = pieces.token_to_id("<s>")
-    assert special is not None
-    assert decoder.token_bytes(special) == b"<s>"
-    assert decoder.token_bytes(-1) == decoder.token_bytes(10**6) == b""
-
-
-def test_rows_keep_their_logprobs_when_others_are_dropped(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_logprobs_stay_with_their_rows_when_others_are_dropped(
+    byte_level: tuple[Tokenizer, TokenDecoder],
+) -> None:
     tokenizer, decoder = byte_level
     word, other = tokenizer.encode("boat pod", add_special_tokens=False).ids[:2]
     detokenizer = Detokenizer(decoder)
     detokenizer.detokenize(batch([], opened(1), opened(3)))
-    told = [
+    logprobs = [
         TokenLogprobs(0, -0.5, ids([word, other]), floats([-0.5, -1.5])),
         TokenLogprobs(1, -9.0),
         TokenLogprobs(2, -2.0, ids([EOS_ID]), floats([-0.25])),
     ]
     rows = [(1, word, RUNNING), (2, word, RUNNING), (3, other, FinishReason.LENGTH)]
-    texts, _ = detokenizer.detokenize(batch(rows, logprobs=told))
+    texts, _ = detokenizer.detokenize(batch(rows, logprobs=logprobs))
     data = decoder.token_bytes
     assert np.frombuffer(texts.uids, Wire.UID).tolist() == [1, 3]
     assert texts.logprobs == [
@@ -125,24 +97,24 @@ def test_rows_keep_their_logprobs_when_others_are_dropped(byte_level: tuple[Toke
     assert texts.flushed == [Flushed(uid=7, pages=3, running=1)]
 
 
-def test_nothing_is_told_of_rows_behind_a_stop_string(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_rows_after_a_stop_string_have_no_logprobs(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     word = tokenizer.encode("boat", add_special_tokens=False).ids[0]
     detokenizer = Detokenizer(decoder)
     rows = [(1, word, RUNNING)]
-    told = [TokenLogprobs(0, -0.5)]
+    logprobs = [TokenLogprobs(0, -0.5)]
     first, stopped = detokenizer.detokenize(
-        batch(rows, opened(1, tokenizer.decode([word])[-1]), logprobs=told)
+        batch(rows, opened(1, tokenizer.decode([word])[-1]), logprobs=logprobs)
     )
     assert ([each.row for each in first.logprobs], stopped) == ([0], [1])
-    late, _ = detokenizer.detokenize(batch(rows, logprobs=told))
+    late, _ = detokenizer.detokenize(batch(rows, logprobs=logprobs))
     assert (late.texts, late.logprobs) == ([], [])
 
 
-def test_a_prompt_is_told_with_texts(byte_level: tuple[Tokenizer, Decoder]) -> None:
+def test_prompt_logprobs_get_the_bytes_of_their_tokens(byte_level: tuple[Tokenizer, TokenDecoder]) -> None:
     tokenizer, decoder = byte_level
     word, other = tokenizer.encode("boat pod", add_special_tokens=False).ids[:2]
-    run = PromptLogprobs(
+    opened_prompt = PromptLogprobs(
         uid=1,
         start=0,
         top=2,
@@ -151,15 +123,15 @@ def test_a_prompt_is_told_with_texts(byte_level: tuple[Tokenizer, Decoder]) -> N
         top_ids=ids([NO_TOKEN, NO_TOKEN, other, word]),
         top_logprobs=floats([math.nan, math.nan, -0.5, -1.0]),
     )
-    nobody = PromptLogprobs(
+    unopened_prompt = PromptLogprobs(
         uid=2, start=0, top=0, token_ids=ids([word]), logprobs=floats([-1.0]), top_ids=b"", top_logprobs=b""
     )
     texts, _ = Detokenizer(decoder).detokenize(
-        batch([(1, word, FinishReason.LENGTH)], opened(1), prompts=[run, nobody])
+        batch([(1, word, FinishReason.LENGTH)], opened(1), prompts=[opened_prompt, unopened_prompt])
     )
-    [told] = texts.prompt_logprobs
-    first, second = told.tokens
-    assert (told.uid, told.start) == (1, 0)
+    [prompt] = texts.prompt_logprobs
+    first, second = prompt.tokens
+    assert (prompt.uid, prompt.start) == (1, 0)
     assert (first.row, first.chosen.data, first.top) == (-1, b"<|begin|>", [])
     assert math.isnan(first.chosen.logprob)
     data = decoder.token_bytes

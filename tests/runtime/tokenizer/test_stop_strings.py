@@ -1,4 +1,4 @@
-"""Stop strings cut the text where a search over the whole text would, however it is cut into tokens."""
+"""Stop strings end the text where a search of the whole text would, wherever tokens divide it."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ STOPS = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=6), min_size=1,
 
 
 def naive(text: str, stops: list[str], *, include: bool = False) -> tuple[str, bool]:
-    """The text before (or with) the stop string that ends first; of several that end there, the longest."""
+    """Return the text before (or with) the stop string that ends first; of several that end there, the longest."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -30,14 +30,16 @@ def streamed(pieces: list[str], stops: list[str], *, include: bool = False) -> t
 
 @settings(max_examples=1000, deadline=None)
 @given(pieces=st.lists(LETTERS, max_size=10), stops=STOPS, include=st.booleans())
-def test_as_a_search_over_the_whole_text(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_text_equals_that_of_a_search_of_the_whole_text(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
     shown, stopped = streamed(pieces, stops, include=include)
     assert ("".join(shown), stopped) == naive("".join(pieces), stops, include=include)
 
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(LETTERS, max_size=10), stops=STOPS)
-def test_nothing_is_held_where_stop_strings_are_shown(pieces: list[str], stops: list[str]) -> None:
+def test_no_text_is_held_back_if_stop_strings_are_included(pieces: list[str], stops: list[str]) -> None:
     shown, stopped = streamed(pieces, stops, include=True)
     before = shown[: len(shown) - 1]
     assert before == pieces[: len(before)]
@@ -46,8 +48,9 @@ def test_nothing_is_held_where_stop_strings_are_shown(pieces: list[str], stops: 
 
 @settings(max_examples=500, deadline=None)
 @given(pieces=st.lists(LETTERS, max_size=10), stops=STOPS)
-def test_nothing_is_held_without_need(pieces: list[str], stops: list[str]) -> None:
-    """What is not shown yet is exactly the longest end that may begin a stop string."""
+def test_held_back_text_is_the_longest_possible_start_of_a_stop_string(
+    pieces: list[str], stops: list[str]
+) -> None:
     matcher = StopStringMatcher(tuple(stops))
     text = shown = ""
     for piece in pieces:
@@ -59,6 +62,6 @@ def test_nothing_is_held_without_need(pieces: list[str], stops: list[str]) -> No
         assert shown == text[: len(text) - held]
 
 
-def test_a_stop_string_over_three_tokens() -> None:
+def test_stop_string_across_three_tokens_is_found() -> None:
     shown, stopped = streamed(["one ##", "#", "# two"], ["####"])
     assert (shown, stopped) == (["one ", "", ""], True)

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them; what they do wrong ends one request with a clear error."""
+"""Chat templates render as in transformers, and an error in one ends a single request with a clear message."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import ChatPrompt
-from skiff_runtime.vocabulary import chat_template as template_module
+from skiff_runtime.vocabulary import chat_template
 from skiff_runtime.vocabulary.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -80,7 +80,7 @@ def test_renders_as_transformers_does(name: str, generation_prompt: bool) -> Non
         ("{% for i in range(99999) %}{{ messages[0].content * 100 }}{% endfor %}", "wrote more than"),
     ],
 )
-def test_a_faulty_template_is_quoted(source: str, says: str) -> None:
+def test_error_of_a_template_is_in_the_message(source: str, says: str) -> None:
     template = ChatTemplate(source, TOKENS)
     with pytest.raises(InvalidRequest, match=says) as caught:
         template.render(ChatPrompt(CHAT))
@@ -92,22 +92,21 @@ def test_a_faulty_template_is_quoted(source: str, says: str) -> None:
     assert len(caught.value.message) < 700
 
 
-def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_TIMEOUT_SECONDS", 0.2)
+def test_endless_template_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_SECONDS", 0.2)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(InvalidRequest, match="ran for more than"):
         ChatTemplate(loop, TOKENS).render(ChatPrompt(CHAT))
 
 
-def test_a_model_without_template() -> None:
+def test_model_without_template_is_refused() -> None:
     template = ChatTemplate(None, TOKENS)
-    assert not template.usable
+    assert not template.is_usable
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
         template.render(ChatPrompt(CHAT))
 
 
-def test_renders_leave_nothing_behind() -> None:
-    """One conversation's variables are never seen by the next."""
+def test_variables_of_one_render_are_not_visible_in_the_next() -> None:
     template = ChatTemplate(
         "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ seen }}", TOKENS
     )
@@ -137,7 +136,7 @@ def test_tools_and_options_reach_the_template_as_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "documents"])
-def test_options_override_nothing(name: str) -> None:
+def test_options_cannot_override_the_variables_of_the_request(name: str) -> None:
     prompt = ChatPrompt(CHAT, template_options={name: "mine"})
     with pytest.raises(InvalidRequest, match=f"'{name}' is no option") as caught:
         ChatTemplate(TEMPLATES["turns"], TOKENS).render(prompt)
@@ -146,7 +145,7 @@ def test_options_override_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("content", ["Once upon", " Once upon a \n ", "Hello.", "[a] {{ b }}"])
 @pytest.mark.parametrize("trims", [False, True])
-def test_the_final_message_is_continued_as_in_transformers(content: str, trims: bool) -> None:
+def test_final_message_is_continued_as_in_transformers(content: str, trims: bool) -> None:
     source = (
         TEMPLATES["turns"]
         if trims
@@ -165,7 +164,7 @@ def test_the_final_message_is_continued_as_in_transformers(content: str, trims: 
         ("{{ messages[-1].content }}", " ", "needs a final message with content"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(source: str, content: str, says: str) -> None:
+def test_final_message_that_cannot_be_continued_is_refused(source: str, content: str, says: str) -> None:
     messages = [*CHAT, {"role": "assistant", "content": content}]
     with pytest.raises(InvalidRequest, match=says) as caught:
         ChatTemplate(source, TOKENS).render(ChatPrompt(messages, continue_final_message=True))

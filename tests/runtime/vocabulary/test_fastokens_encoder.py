@@ -1,7 +1,7 @@
-"""Encoding by fastokens: the same ids as tokenizers, or not used at all."""
+"""fastokens is used only if it encodes as tokenizers does."""
 
-import builtins
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,20 @@ TEXTS = st.lists(
 
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS, special=st.booleans())
-def test_it_gives_the_same_ids(text: str, special: bool) -> None:
-    fast = FAST(text, special)
-    assert np.array_equal(fast, reference_encoder(TOKENIZER)(text, special))
+def test_ids_equal_those_of_tokenizers(text: str, special: bool) -> None:
+    assert np.array_equal(FAST(text, special), reference_encoder(TOKENIZER)(text, special))
 
 
-def _trusted() -> Any:
-    found = load_fastokens_encoder(DEMO, TOKENIZER)
-    assert found is not None, "it is not trusted with the demo model"
-    return found
+def _load_demo() -> Any:
+    encode = load_fastokens_encoder(DEMO, TOKENIZER)
+    assert encode is not None, "fastokens encodes the demo model's probe texts differently"
+    return encode
 
 
-FAST = _trusted()
+FAST = _load_demo()
 
 
-def test_a_tokenizer_that_it_encodes_differently_is_left_to_tokenizers(
+def test_tokenizer_that_fastokens_encodes_differently_is_rejected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_tokenizer(tmp_path)
@@ -54,21 +53,16 @@ def test_a_tokenizer_that_it_encodes_differently_is_left_to_tokenizers(
     assert "fastokens_rejected" in caplog.text
 
 
-def test_one_that_it_cannot_read_likewise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokenizer_that_fastokens_cannot_read_is_rejected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     assert load_fastokens_encoder(path, TOKENIZER) is None
     assert "cannot read this tokenizer" in caplog.text
 
 
-def test_without_the_package_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "fastokens":
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_missing_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)  # makes the import fail
     with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
         load_fastokens_encoder(DEMO, TOKENIZER)

@@ -1,4 +1,4 @@
-"""A rank beats while it waits for a step, and gives up on one that hangs."""
+"""The step watchdog sends heartbeats while it waits for a step, and gives up on one that hangs."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skiff_runtime.step import StepPlan, StepResult
-from skiff_runtime.worker import step_watchdog as patience
+from skiff_runtime.worker import step_watchdog
 from skiff_runtime.worker.step_watchdog import StepTimeout, StepWatchdog
 
 
@@ -45,8 +45,8 @@ def plan() -> StepPlan:
     )
 
 
-def test_a_long_step_is_no_silence(monkeypatch: pytest.MonkeyPatch, plan: StepPlan) -> None:
-    monkeypatch.setattr(patience, "HEARTBEAT_INTERVAL_SECONDS", 0.01)
+def test_heartbeats_continue_during_a_long_step(monkeypatch: pytest.MonkeyPatch, plan: StepPlan) -> None:
+    monkeypatch.setattr(step_watchdog, "HEARTBEAT_INTERVAL_SECONDS", 0.01)
     slow, beats = Slow(), list[float]()
 
     def beat() -> None:
@@ -59,7 +59,7 @@ def test_a_long_step_is_no_silence(monkeypatch: pytest.MonkeyPatch, plan: StepPl
     assert len(beats) == 5
 
 
-def test_a_step_that_hangs_is_given_up(plan: StepPlan) -> None:
+def test_hung_step_raises_step_timeout(plan: StepPlan) -> None:
     beats = list[None]()
     handle = StepWatchdog(Slow(), timeout_seconds=0.1, beat=lambda: beats.append(None)).launch(plan)
     with pytest.raises(StepTimeout, match=r"step 3, of 5 tokens in 1 rows, took longer than 0\.1 s"):
@@ -67,7 +67,7 @@ def test_a_step_that_hangs_is_given_up(plan: StepPlan) -> None:
     assert beats
 
 
-def test_a_step_that_has_run_is_not_waited_for(plan: StepPlan) -> None:
+def test_finished_step_is_not_waited_for(plan: StepPlan) -> None:
     slow, beats = Slow(), list[None]()
     slow.done.set()
     assert StepWatchdog(slow, timeout_seconds=60, beat=lambda: beats.append(None)).launch(plan).wait(0)

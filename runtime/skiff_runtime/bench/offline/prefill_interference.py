@@ -33,7 +33,7 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
 TEMPERATURE: Final = 0.6
@@ -45,10 +45,10 @@ class Clients(Channel):
     """Everybody who asked for something: notes when each of their tokens came."""
 
     def __init__(self) -> None:
-        self.arriving: list[Item] = []
+        self.arriving: list[SchedulerInput] = []
         self.times: dict[int, list[float]] = {}
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """What was put into ``arriving`` since the last turn; never blocks."""
         items, self.arriving = self.arriving, []
         return items
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if config.device == "cuda" and config.kernel_cache_dir is not None:
             cache.activate(Path(config.kernel_cache_dir), Path(scratch))
-        group = TensorParallelGroup.start(rank=0, size=1, device=config.device, run_dir=Path(scratch))
+        group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=Path(scratch))
         engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
         engine.warmup()
         _measure(engine, config, model, arguments, OFF)  # what happens for the first time happens here
@@ -143,7 +143,7 @@ def _measure(
     _turn_until(scheduler, lambda: late in clients.times)
     first = clients.times[late][0]
     clients.arriving += [AbortRequest(uid=uid) for uid in streams]
-    _turn_until(scheduler, lambda: scheduler.idle and not clients.arriving)
+    _turn_until(scheduler, lambda: scheduler.is_idle and not clients.arriving)
     quiet = _gaps(clients, streams, (clients.times[0][settled - 1], arrived))
     held = _gaps(clients, streams, (arrived, first))
     return Result(

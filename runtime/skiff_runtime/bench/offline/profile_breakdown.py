@@ -18,11 +18,11 @@ _PATTERNS: Final = (
     ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|merge_splits_kernel|\bfmha"),
     (
         "matrix work",
-        r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|_one_token|stream_k_gemm_kernel|aten::(mm|addmm|bmm|baddbmm)\b",
+        r"gemm|nvjet|cublas|cutlass|xmma|split_?k|matmul|scaled_mm|gemv|aten::(mm|addmm|bmm|baddbmm)\b",
     ),
     (
         "sampling",
-        r"_choose|chunk_maxima_kernel|partial_sums_kernel|gather_candidates_kernel|find_thresholds_kernel|apply_token_bitmask_kernel|count_tokens_kernel|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial",
+        r"chunk_maxima_kernel|partial_sums_kernel|gather_candidates_kernel|find_thresholds_kernel|apply_token_bitmask_kernel|count_tokens_kernel|sampl|top_?k|top_?p|sort|softmax|penal|gumbel|argmax|multinomial",
     ),
 )
 """In this order: the first that fits."""

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.prefix_cache import Int32
+from skiff_runtime.kvcache.radix import RadixCache
 
 PROMPT_TOKENS: Final = 8192
 PROMPTS: Final = 64
@@ -33,7 +34,7 @@ class Tree:
         self._stem = self._tokens(SHARED)
         self.prompts = [self.prompt() for _ in range(PROMPTS)]
         pages = 2 * PROMPTS * PROMPT_TOKENS // page_size
-        self.memory = PagePool(num_pages=pages, page_size=page_size, cache="radix")
+        self.memory = PagePool(pages, RadixCache(page_size))
         for prompt in self.prompts:
             self.insert(prompt)
 

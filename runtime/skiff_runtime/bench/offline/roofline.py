@@ -17,8 +17,8 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
     count_parameters,
+    estimate_weight_bytes,
     kv_bytes_per_token,
-    weight_bytes,
 )
 
 Floats = NDArray[np.float64]
@@ -74,7 +74,7 @@ def work_of(config: Config, model: ModelConfig) -> Work:
     ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     share = count_parameters(model, ranks)
-    weights = weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
+    weights = estimate_weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
     looked_up = 0 if model.tie_word_embeddings else share.embedding * element_bytes
     head = share.embedding if model.tie_word_embeddings else share.head
     cached_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else element_bytes

@@ -29,7 +29,7 @@ from skiff_runtime.grammar.spec import json_schema_grammar
 from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
 from skiff_runtime.kernels.token_bitmask import bitmask_words
 from skiff_runtime.models.config import read_model_config
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 from skiff_runtime.step import Int32
 
 EPILOG: Final = """\
@@ -143,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     ways = (0, *(arguments.threads or [each for each in (1, 2, 4, 8) if each <= cores]))
     closing = _closing(vocabulary)
     results: list[Result] = []
-    with Counter("structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps) as counter:
+    with ProgressBar(
+        "structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps
+    ) as counter:
         for name in SCHEMAS:
             grammar = _compiled(vocabulary, name)
             for rows in arguments.rows:
@@ -222,7 +224,7 @@ def _measure(
     """
     masks = np.zeros((load.rows, bitmask_words(load.grammar.tokenizer_info.vocab_size)), np.int32)
     followers = [_opened(load.grammar, mask) for mask in masks]
-    advance: Advance = BatchGrammarMatcher(masks, threads).follow if threads else _row_by_row
+    advance: Advance = BatchGrammarMatcher(masks, threads).accept if threads else _row_by_row
     generator = np.random.default_rng(load.seed)
     seconds, checksum = [], 0
     for step in range(load.steps):
@@ -233,7 +235,7 @@ def _measure(
         advance(followers, range(load.rows), tokens)
         seconds.append(perf_counter() - started)
         for row, follower in enumerate(followers):
-            if not follower.bound:  # its answer has ended: another begins
+            if not follower.is_active:  # its answer has ended: another begins
                 followers[row] = _opened(load.grammar, masks[row])
         checksum = crc32(masks.tobytes(), checksum)
         on_step()
@@ -250,7 +252,7 @@ def _opened(grammar: xgrammar.CompiledGrammar, mask: Int32) -> GrammarMatcher:
 
 def _row_by_row(followers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
     for follower, token in zip(followers, tokens, strict=True):
-        follower.follow((token,))
+        follower.accept((token,))
 
 
 def _walk(mask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:

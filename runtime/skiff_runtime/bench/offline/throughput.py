@@ -27,7 +27,7 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
 from skiff_runtime.processes.resolve import resolve
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 
 TRACE_SECONDS: Final = 120.0
 add_arguments = offline_options.add_arguments
@@ -93,7 +93,7 @@ def _run_round(llm: LLM, bench: Bench, title: str, on_half: Callable[[], None] |
     wanted, done = sum(each.output_tokens for each in samples), 0
     steps = StepTimes()
     llm.watch_steps(steps.note)
-    with Counter(title, wanted) as counter:
+    with ProgressBar(title, wanted) as counter:
 
         def note(count: int) -> None:
             nonlocal done, on_half

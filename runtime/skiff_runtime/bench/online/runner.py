@@ -14,7 +14,7 @@ from skiff_runtime.bench.online.request_record import Exchange
 from skiff_runtime.bench.workload import Sample, body
 from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_COMPLETIONS, PATH_MODELS
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.progress import Counter
+from skiff_runtime.progress import ProgressBar
 
 PATHS: Final = {"chat": PATH_CHAT_COMPLETIONS, "completions": PATH_COMPLETIONS}
 
@@ -78,7 +78,7 @@ def measure(plan: Plan, *, title: str) -> tuple[Load, float]:
 async def _measure(plan: Plan, title: str) -> tuple[Load, float]:
     target = Target(plan.url, PATHS[plan.endpoint], key=plan.key)
     dues = plan.dues()
-    with Counter(title, len(dues)) as counter:
+    with ProgressBar(title, len(dues)) as counter:
 
         def note(exchange: Exchange) -> None:
             counter.advance(tokens=exchange.output_tokens, failed=bool(exchange.failure))

@@ -9,7 +9,7 @@ import numpy as np
 from skiff_runtime.bench.online.results import Figures
 from skiff_runtime.config import Config
 from skiff_runtime.messages import GenerateRequest, SamplingSpec, TextOptions, TokenBatch, Wire, encode
-from skiff_runtime.scheduler.channel import Channel, Item
+from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.step import StepPlan, StepResult
 
@@ -42,10 +42,10 @@ class NullEngine:
 class _Wire(Channel):
     """Hands over what it was given at once; encodes what is sent, as a real one does."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[SchedulerInput]) -> None:
         self._items = list(items)
 
-    def receive(self, *, wait: bool, digest: int) -> list[Item]:
+    def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         items, self._items = self._items, []
         return items
 

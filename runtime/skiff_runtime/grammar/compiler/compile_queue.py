@@ -1,4 +1,4 @@
-"""Compilations on behalf of a tokenizer process: one after another, in a process that is watched and replaced."""
+"""Queue of grammars to compile, one after another, in a child process that is supervised and replaced."""
 
 import hashlib
 import time
@@ -25,8 +25,8 @@ Outcome = CompiledGrammar | RequestError
 
 
 @dataclass(slots=True)
-class _Task:
-    """A grammar that waits for its compilation, or is being compiled until ``deadline``."""
+class _QueuedGrammar:
+    """A grammar that waits for its compilation or is being compiled."""
 
     key: bytes
     grammar: Grammar
@@ -34,58 +34,66 @@ class _Task:
 
 
 class GrammarCompileQueue:
-    """Asks for grammars and collects them; never blocks but in ``wait``. One thread's."""
+    """Compiles grammars in order and caches them. Never blocks, except in ``compile``. Not thread-safe.
+
+    The compiler process is started for the first grammar, because many services never need one. The first grammar of
+    ``_waiting`` is the one that the process compiles, if ``_is_compiling``. ``_deadline`` limits the start of the
+    process until it is ready, and each compilation after that: a compilation cannot be interrupted, so when it takes
+    too long the process is killed, and the next grammar gets a new one.
+    """
 
     def __init__(self, launch: Launch, poller: zmq.Poller) -> None:
-        """``poller`` wakes up when a compilation has news; the owner then calls ``collect``."""
-        self._timeout = launch.config.grammar_timeout_seconds
+        """``poller`` wakes up when the compiler process sends something; the owner then calls ``pop_outcomes``."""
+        self._timeout_seconds = launch.config.grammar_timeout_seconds
         self._launch = launch
         self._poller = poller
         self._cache = GrammarCache(CACHE_BYTES)
-        self._waiting: deque[_Task] = deque()
-        self._child: CompilerClient | None = None
+        self._waiting: deque[_QueuedGrammar] = deque()
+        self._compiler: CompilerClient | None = None
         self._deadline: float | None = None
-        self._compiling = False
+        self._is_compiling = False
 
     def find(self, key: bytes) -> CompiledGrammar | None:
-        """A grammar that was compiled before."""
+        """Return a grammar that was compiled before."""
         return self._cache.get(key)
 
-    def ask(self, key: bytes, grammar: Grammar) -> None:
-        """Have a grammar compiled; ``collect`` tells the outcome. Raises ``QueueFull``."""
-        if any(task.key == key for task in self._waiting):
+    def submit(self, key: bytes, grammar: Grammar) -> None:
+        """Queue a grammar; ``pop_outcomes`` returns its outcome later. Raises ``QueueFull``."""
+        if any(queued.key == key for queued in self._waiting):
             return
         if len(self._waiting) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} grammars wait for their compilation already; retry shortly")
-        self._waiting.append(_Task(key, grammar))
+            raise QueueFull(
+                f"{MAX_WAITING} grammars are already waiting for their compilation; retry shortly"
+            )
+        self._waiting.append(_QueuedGrammar(key, grammar))
         self._advance()
 
-    def collect(self) -> list[tuple[bytes, Outcome]]:
-        """What has been decided since the last call, by key; also sees to limits of time."""
+    def pop_outcomes(self) -> list[tuple[bytes, Outcome]]:
+        """Return the outcomes since the last call, by key. Also enforces the time limits."""
         outcomes: list[tuple[bytes, Outcome]] = []
-        if self._child is not None:
-            self._serve(self._child, outcomes)
+        if self._compiler is not None:
+            self._receive(self._compiler, outcomes)
         if self._deadline is not None and time.monotonic() > self._deadline:
-            outcomes.append(self._give_up())
+            outcomes.append(self._time_out())
         self._advance()
         return outcomes
 
     def seconds_left(self) -> float | None:
-        """Until ``collect`` should be called even without news."""
+        """Return the seconds until ``pop_outcomes`` must be called even without a wake-up; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def wait(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile while the caller waits. Raises ``RequestError``."""
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar and block until it is done. Raises ``RequestError``."""
         key = grammar_key(grammar)
-        found = self.find(key)
-        if found is not None:
-            return found
-        self.ask(key, grammar)
+        cached = self.find(key)
+        if cached is not None:
+            return cached
+        self.submit(key, grammar)
         while True:
             left = self.seconds_left()
             self._poller.poll(None if left is None else int(left * 1000) + 1)
-            for told, outcome in self.collect():
-                if told != key:
+            for decided_key, outcome in self.pop_outcomes():
+                if decided_key != key:
                     continue
                 if isinstance(outcome, RequestError):
                     raise outcome
@@ -97,76 +105,78 @@ class GrammarCompileQueue:
         self._stop()
 
     def _advance(self) -> None:
-        """Give the compiler its next task, starting it where there is none."""
-        if not self._waiting or self._compiling:
+        """Send the compiler its next grammar; start the process if it does not run."""
+        if not self._waiting or self._is_compiling:
             return
-        if self._child is None:
-            self._child = CompilerClient(self._launch, self._poller)
+        if self._compiler is None:
+            self._compiler = CompilerClient(self._launch, self._poller)
             self._deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        if self._child.is_ready:
-            task = self._waiting[0]
-            task.attempts += 1
-            self._compiling = True
-            self._deadline = time.monotonic() + self._timeout
-            self._child.send(CompileTask(task.key, task.grammar))
+        if self._compiler.is_ready:
+            queued = self._waiting[0]
+            queued.attempts += 1
+            self._is_compiling = True
+            self._deadline = time.monotonic() + self._timeout_seconds
+            self._compiler.send(CompileTask(queued.key, queued.grammar))
 
-    def _serve(self, child: CompilerClient, outcomes: list[tuple[bytes, Outcome]]) -> None:
-        for done in child.receive():
-            task = self._waiting.popleft()
-            assert task.key == done.key, "results come in the order of tasks"
-            self._compiling = False
-            outcomes.append((task.key, self._outcome(done)))
-        if child.is_ready and not self._compiling:
+    def _receive(self, compiler: CompilerClient, outcomes: list[tuple[bytes, Outcome]]) -> None:
+        for result in compiler.receive():
+            queued = self._waiting.popleft()
+            assert queued.key == result.key, "results arrive in the order of tasks"
+            self._is_compiling = False
+            outcomes.append((queued.key, self._outcome_of(result)))
+        if compiler.is_ready and not self._is_compiling:
             self._deadline = None
-        if child.ended:
-            outcomes += self._lost()
+        if compiler.has_ended:
+            outcomes += self._handle_exit()
 
-    def _outcome(self, done: CompileResult) -> Outcome:
-        if done.refusal is not None:
-            return _refused(done.refusal)
-        compiled = CompiledGrammar(done.key, done.data)
+    def _outcome_of(self, result: CompileResult) -> Outcome:
+        if result.refusal is not None:
+            return _invalid_grammar(result.refusal)
+        compiled = CompiledGrammar(result.key, result.data)
         self._cache.put(compiled)
         return compiled
 
-    def _lost(self) -> list[tuple[bytes, Outcome]]:
-        """The process has ended by itself: the task that it had is tried once more."""
-        compiling, code = self._compiling, self._stop()
+    def _handle_exit(self) -> list[tuple[bytes, Outcome]]:
+        """Retry the first grammar after the process ended by itself; fail it after ``MAX_ATTEMPTS``."""
+        was_compiling, code = self._is_compiling, self._stop()
         log.warning("grammar_compiler_ended", exit_code=code)
         if not self._waiting:
             return []
-        if not compiling:
+        if not was_compiling:
+            # The process ended before it was ready, so this start is an attempt that _advance did not count.
             self._waiting[0].attempts += 1
         if self._waiting[0].attempts < MAX_ATTEMPTS:
             return []
         key = self._waiting.popleft().key
-        if compiling:
-            return [(key, _refused("the compiler failed at this grammar, twice; use a simpler one"))]
+        if was_compiling:
+            return [(key, _invalid_grammar("the compiler failed on this grammar twice; use a simpler one"))]
         return [
-            (key, InternalError("the compiler of grammars does not start; the log of the server tells more"))
+            (key, InternalError("the grammar compiler does not start; see the server's log for the reason"))
         ]
 
-    def _give_up(self) -> tuple[bytes, Outcome]:
-        compiling, key = self._compiling, self._waiting.popleft().key
+    def _time_out(self) -> tuple[bytes, Outcome]:
+        was_compiling, key = self._is_compiling, self._waiting.popleft().key
         self._stop()
-        if not compiling:
-            return key, InternalError("the compiler of grammars was not ready in time; retry later")
-        log.warning("grammar_compile_timed_out", timeout_seconds=self._timeout)
-        return key, _refused(
-            f"the grammar was not compiled within {self._timeout:g} s (--grammar-timeout-seconds); use a simpler one"
+        if not was_compiling:
+            return key, InternalError("the grammar compiler did not start in time; retry later")
+        log.warning("grammar_compile_timed_out", timeout_seconds=self._timeout_seconds)
+        return key, _invalid_grammar(
+            f"the grammar was not compiled within {self._timeout_seconds:g} s (--grammar-timeout-seconds); "
+            "use a simpler one"
         )
 
     def _stop(self) -> int | None:
-        """End the process; how it ended, where that is known."""
-        child, self._child = self._child, None
-        self._compiling = False
+        """End the process. Return its exit code, None if there was no process."""
+        compiler, self._compiler = self._compiler, None
+        self._is_compiling = False
         self._deadline = None
-        return child.close() if child is not None else None
+        return compiler.close() if compiler is not None else None
 
 
 def grammar_key(grammar: Grammar) -> bytes:
-    """Equal for equal grammars, within one service."""
+    """Return a hash of the grammar: equal grammars have equal keys, within one service."""
     return hashlib.blake2b(f"{grammar.kind}\0{grammar.source}".encode(), digest_size=16).digest()
 
 
-def _refused(reason: str) -> InvalidRequest:
+def _invalid_grammar(reason: str) -> InvalidRequest:
     return InvalidRequest(reason, code="invalid_grammar")

@@ -1,4 +1,4 @@
-"""The compiler process as its tokenizer process sees it."""
+"""Client of the compiler process: starts it, sends it tasks and receives results, without ever blocking."""
 
 import os
 import subprocess
@@ -20,14 +20,16 @@ _MODULE: Final = "skiff_runtime.grammar.compiler.compiler_process"
 
 
 class CompilerClient:
-    """Starts the process; its pipes, which never block, join the owner's poller."""
+    """Owns one compiler process. Its pipes are non-blocking and join the owner's poller."""
 
     def __init__(self, launch: Launch, poller: zmq.Poller) -> None:
         command = [sys.executable, "-m", _MODULE, str(launch.run_dir), str(os.getpid())]
+        # A session of its own keeps a terminal's Ctrl-C away; the tokenizer process ends this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self._tasks, self._results = _unblocked(self._process.stdin), _unblocked(self._process.stdout)
+        self._tasks = _set_nonblocking(self._process.stdin)
+        self._results = _set_nonblocking(self._process.stdout)
         self._poller = poller
         self._poller.register(self._results, zmq.POLLIN)
         self._writer = FrameWriter(self._tasks)
@@ -35,27 +37,27 @@ class CompilerClient:
             self._results, CompilerReady | CompileResult
         )
         self.is_ready = False
-        self.ended = False
+        self.has_ended = False
 
     def send(self, task: CompileTask) -> None:
-        """Begin to hand over a task; the rest of a long one goes with the next calls of ``receive``."""
+        """Begin to send a task. A long one is sent in parts; each call of ``receive`` sends the next."""
         self._writer.put(task)
         self._flush()
 
     def receive(self) -> list[CompileResult]:
-        """The results that are there. Sets ``is_ready`` and ``ended``."""
+        """Return the results that have arrived. Updates ``is_ready`` and ``has_ended``."""
         self._flush()
-        done = []
+        results = []
         for frame in self._reader.read():
             if isinstance(frame, CompileResult):
-                done.append(frame)
+                results.append(frame)
             else:
                 self.is_ready = True
-        self.ended = self.ended or self._reader.ended
-        return done
+        self.has_ended = self.has_ended or self._reader.ended
+        return results
 
     def close(self) -> int:
-        """End the process; its exit code."""
+        """Kill the process and return its exit code."""
         self._poller.unregister(self._results)
         if self._tasks in self._poller:
             self._poller.unregister(self._tasks)
@@ -67,18 +69,18 @@ class CompilerClient:
         return code
 
     def _flush(self) -> None:
-        """Write what the pipe takes; the poller wakes up when it takes the rest."""
+        """Write as much as the pipe accepts. The poller wakes up when it accepts the rest."""
         try:
-            waits = not self._writer.flush()
+            is_pending = not self._writer.flush()
         except BrokenPipeError:
-            waits, self.ended = False, True
-        if waits:
+            is_pending, self.has_ended = False, True
+        if is_pending:
             self._poller.register(self._tasks, zmq.POLLOUT)
         elif self._tasks in self._poller:
             self._poller.unregister(self._tasks)
 
 
-def _unblocked(pipe: IO[bytes] | None) -> int:
+def _set_nonblocking(pipe: IO[bytes] | None) -> int:
     assert pipe is not None
     os.set_blocking(pipe.fileno(), False)
     return pipe.fileno()

@@ -1,8 +1,8 @@
 """The compiler process: ``python -m skiff_runtime.grammar.compiler.compiler_process RUN_DIR PARENT``.
 
-A compilation can neither be interrupted nor trusted with memory, and xgrammar imports torch. So each tokenizer
-process keeps one such process, once it needs one, and kills it when a grammar takes too long. Tasks come through
-standard input, results go through standard output, one at a time.
+A compilation cannot be interrupted, its memory is not bounded, and xgrammar imports torch. So a tokenizer process
+compiles in this child process, which it starts for the first grammar and kills when a grammar takes too long. Tasks
+arrive through standard input and results leave through standard output, one at a time.
 """
 
 import os
@@ -26,7 +26,7 @@ from skiff_runtime.processes.launch import Launch
 
 MAX_COMPILED_BYTES: Final = 32 << 20
 MAX_COMPILE_MEMORY_BYTES: Final = 4 << 30
-"""Address space for compilations, beyond what the loaded process has."""
+"""Address space for compilations, in addition to that of the process after it has loaded."""
 _NICENESS: Final = 5
 _STDIN: Final = 0
 _STDOUT: Final = 1
@@ -34,14 +34,14 @@ _STDERR: Final = 2
 
 
 def serve(compiler: GrammarCompiler, tasks: "FrameReader[CompileTask]", results: FrameWriter) -> None:
-    """Compile until the tokenizer goes away."""
+    """Compile until the tokenizer process closes the pipe."""
     results.put(CompilerReady())
     while results.flush() and not tasks.ended:
         for task in tasks.read():
-            results.put(_compiled(compiler, task))
+            results.put(_compile(compiler, task))
 
 
-def _compiled(compiler: GrammarCompiler, task: CompileTask) -> CompileResult:
+def _compile(compiler: GrammarCompiler, task: CompileTask) -> CompileResult:
     try:
         data = compiler.compile(task.grammar)
     except InvalidRequest as error:
@@ -60,17 +60,17 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _own_stdout() -> int:
-    """Standard output for frames alone: whatever else is printed goes to standard error."""
+def _reserve_stdout() -> int:
+    """Return a descriptor of standard output for frames alone; anything printed goes to standard error from now on."""
     frames = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)
     return frames
 
 
 def main(arguments: list[str]) -> None:
-    """Run until the tokenizer process ends."""
+    """Run the compiler process: ``arguments`` are the run directory and the process id of the parent."""
     die_with_parent(int(arguments[1]))
-    frames = _own_stdout()
+    frames = _reserve_stdout()
     launch = Launch.read(Path(arguments[0]))
     log.configure("grammar", launch.config.log_level)
     os.nice(_NICENESS)

@@ -1,4 +1,4 @@
-"""Compiled grammars by key, the least recently used forgotten first."""
+"""LRU cache of compiled grammars in their serialized form."""
 
 from collections import OrderedDict
 
@@ -6,26 +6,26 @@ from skiff_runtime.messages import CompiledGrammar
 
 
 class GrammarCache:
-    """Holds at most ``limit_bytes`` of compiled data."""
+    """Holds at most ``limit_bytes`` of serialized grammars."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._held: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._limit_bytes = limit_bytes
+        self._grammars: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self.size_bytes = 0
 
     def get(self, key: bytes) -> CompiledGrammar | None:
-        """The grammar of ``key``, which counts as used now."""
-        found = self._held.get(key)
-        if found is not None:
-            self._held.move_to_end(key)
-        return found
+        """Return the grammar of ``key`` and mark it as used now."""
+        grammar = self._grammars.get(key)
+        if grammar is not None:
+            self._grammars.move_to_end(key)
+        return grammar
 
     def put(self, grammar: CompiledGrammar) -> None:
-        """Keep a grammar, unless it alone exceeds the limit."""
-        if grammar.key in self._held or len(grammar.data) > self._limit:
+        """Add a grammar, unless it alone exceeds the limit."""
+        if grammar.key in self._grammars or len(grammar.data) > self._limit_bytes:
             return
-        self._held[grammar.key] = grammar
+        self._grammars[grammar.key] = grammar
         self.size_bytes += len(grammar.data)
-        while self.size_bytes > self._limit:
-            _, oldest = self._held.popitem(last=False)
-            self.size_bytes -= len(oldest.data)
+        while self.size_bytes > self._limit_bytes:
+            _, evicted = self._grammars.popitem(last=False)
+            self.size_bytes -= len(evicted.data)

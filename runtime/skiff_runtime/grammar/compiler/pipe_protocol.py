@@ -1,4 +1,4 @@
-"""What the tokenizer and its compiler process tell each other: length-prefixed MessagePack over two pipes."""
+"""Protocol between a tokenizer process and its compiler process: length-prefixed MessagePack over two pipes."""
 
 import os
 import struct
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 class CompileTask(Struct, frozen=True, tag="task", array_like=True):
-    """tokenizer -> compiler."""
+    """tokenizer -> compiler: compile ``grammar``."""
 
     key: bytes
     grammar: Grammar
 
 
 class CompilerReady(Struct, frozen=True, tag="ready", array_like=True):
-    """compiler -> tokenizer: the vocabulary is read."""
+    """compiler -> tokenizer: the process has read the vocabulary."""
 
 
 class CompileResult(Struct, frozen=True, tag="done", array_like=True):
-    """compiler -> tokenizer: the compiled form, or why there is none."""
+    """compiler -> tokenizer: the grammar in xgrammar's serialized form, or the reason of the ``refusal``."""
 
     key: bytes
     data: bytes = b""
@@ -36,7 +36,7 @@ class CompileResult(Struct, frozen=True, tag="done", array_like=True):
 
 
 class FrameReader(Generic[T]):
-    """Frames of one kind from a pipe. ``ended``: the other side has closed it, or wrote what is no frame."""
+    """Reads frames of one type from a pipe. ``ended``: the writer closed the pipe or violated the protocol."""
 
     def __init__(self, fd: int, kind: object) -> None:
         self._fd = fd
@@ -45,7 +45,7 @@ class FrameReader(Generic[T]):
         self.ended = False
 
     def read(self) -> list[T]:
-        """The frames that one read completes; where the pipe is non-blocking, perhaps none."""
+        """Read once and return the frames that are complete; none if a non-blocking pipe is empty."""
         try:
             data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
@@ -53,10 +53,10 @@ class FrameReader(Generic[T]):
         if not data:
             self.ended = True
         self._buffer += data
-        return self._frames()
+        return self._pop_frames()
 
-    def _frames(self) -> list[T]:
-        found = []
+    def _pop_frames(self) -> list[T]:
+        frames = []
         while len(self._buffer) >= _LENGTH.size:
             [length] = _LENGTH.unpack_from(self._buffer)
             end = _LENGTH.size + length
@@ -64,25 +64,28 @@ class FrameReader(Generic[T]):
                 self.ended = True
             if length > MAX_FRAME_BYTES or len(self._buffer) < end:
                 break
-            found.append(self._decode.decode(bytes(self._buffer[_LENGTH.size : end])))
+            frames.append(self._decode.decode(bytes(self._buffer[_LENGTH.size : end])))
             del self._buffer[:end]
-        return found
+        return frames
 
 
 class FrameWriter:
-    """Frames to a pipe, which may be non-blocking."""
+    """Writes frames to a pipe, which may be non-blocking."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._buffer = memoryview(b"")
 
     def put(self, frame: Struct) -> None:
-        """Take a frame; ``flush`` writes it."""
+        """Add a frame to the buffer; ``flush`` writes it."""
         data = encode(frame)
         self._buffer = memoryview(bytes(self._buffer) + _LENGTH.pack(len(data)) + data)
 
     def flush(self) -> bool:
-        """Write on; whether all is written. Raises ``BrokenPipeError`` when nobody reads any more."""
+        """Write as much as the pipe accepts and return True if nothing is left.
+
+        Raises ``BrokenPipeError`` if the reader closed the pipe.
+        """
         while self._buffer:
             try:
                 written = os.write(self._fd, self._buffer)

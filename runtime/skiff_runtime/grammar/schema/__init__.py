@@ -1,1 +1,1 @@
-"""JSON schemas, lowered to the subset that xgrammar's grammars enforce in full."""
+"""JSON schemas: lowered to the subset that xgrammar enforces completely, and converted to EBNF."""

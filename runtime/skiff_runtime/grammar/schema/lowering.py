@@ -1,20 +1,21 @@
-"""JSON schemas rewritten so that the grammar made of them enforces every word of them.
+"""Lowering of JSON schemas: rewrites a schema so that xgrammar enforces every keyword of it.
 
-xgrammar passes over what it does not know, and over some words that it knows in company of others. So a schema
-is rewritten before xgrammar sees it: each word becomes something that is enforced, or the schema is refused
-with the word's name. What comes out accepts the same values or fewer: properties and items that a schema does
-not mention are not written, members come in the schema's order, and a string has one spelling.
+xgrammar ignores the keywords that it does not know, and some that it knows in combination with others. So each keyword
+is rewritten to something that xgrammar enforces, or the schema is refused with the keyword's name. The lowered schema
+accepts the same values or fewer: an answer has no properties and items that the schema does not mention, its properties
+are in the schema's order, and each string has one spelling.
 """
 
 from typing import Any, Final
 from urllib.parse import unquote
 
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.grammar.schema.disjoint import disjoint
-from skiff_runtime.grammar.schema.merge import constraints, merge
+from skiff_runtime.grammar.schema.disjoint import are_disjoint
+from skiff_runtime.grammar.schema.merge import merge, strip_annotations
 from skiff_runtime.grammar.schema.objects import lower_object
 from skiff_runtime.grammar.schema.types import (
     TYPE_KEYWORDS,
+    Schema,
     lower_array,
     lower_number,
     lower_string,
@@ -22,7 +23,7 @@ from skiff_runtime.grammar.schema.types import (
 )
 
 MAX_NODES: Final = 20_000
-"""Subschemas, counted as often as they are rewritten."""
+"""Subschemas, counted each time they are rewritten."""
 MAX_DEPTH: Final = 64
 _COMBINATORS: Final = ("anyOf", "oneOf")
 _KNOWN: Final = frozenset(
@@ -33,30 +34,27 @@ _KNOWN: Final = frozenset(
         "enum",
         "type",
         *_COMBINATORS,
-        *(word for words in TYPE_KEYWORDS.values() for word in words),
+        *(keyword for keywords in TYPE_KEYWORDS.values() for keyword in keywords),
     }
 )
 
-Schema = dict[str, Any]
-
 
 class UnsatisfiableSchema(InvalidRequest):
-    """No value meets this part of the schema."""
+    """No value meets this part of the schema. A branch of ``anyOf`` or ``oneOf`` may be so; then it is dropped."""
 
 
-def lower(schema: object) -> Schema:
-    """``schema`` rewritten. Raises ``InvalidRequest`` that names what cannot be enforced, and where."""
+def lower_schema(schema: object) -> Schema:
+    """Lower a JSON schema. Raises ``InvalidRequest`` that names the unenforceable keyword and its location."""
     lowering = SchemaLowering(schema)
-    found = lowering.schema(schema, "#")
+    lowered = lowering.lower(schema, "#")
     defs = lowering.definitions
-    endless = set(defs) - _finite(defs)
-    if endless:
-        raise UnsatisfiableSchema("the JSON schema refers to itself in a way that no finite value meets")
-    return {**found, "$defs": defs} if defs else found
+    if defs.keys() - _find_finite(defs):
+        raise UnsatisfiableSchema("the JSON schema refers to itself in a way that no finite value can meet")
+    return {**lowered, "$defs": defs} if defs else lowered
 
 
 class SchemaLowering:
-    """Rewrites the subschemas of one root; targets of references become ``definitions``."""
+    """Lowers the subschemas of one root. The targets of references become ``definitions``."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -65,14 +63,14 @@ class SchemaLowering:
         self._depth = 0
         self.definitions: dict[str, Schema] = {}
 
-    def schema(self, node: object, where: str) -> Schema:
-        """One subschema rewritten; ``where`` is its JSON pointer, for errors."""
+    def lower(self, node: object, location: str) -> Schema:
+        """Lower one subschema; ``location`` is its JSON pointer, for errors."""
         if node is False:
-            raise UnsatisfiableSchema(f"nothing meets the JSON schema at {where}, which is false")
+            raise UnsatisfiableSchema(f"no value meets the JSON schema at {location}, which is false")
         if node is True:
             return {}
         if not isinstance(node, dict):
-            raise InvalidRequest(f"the JSON schema at {where} must be an object or a boolean")
+            raise InvalidRequest(f"the JSON schema at {location} must be an object or a boolean")
         self._nodes += 1
         self._depth += 1
         if self._nodes > MAX_NODES or self._depth > MAX_DEPTH:
@@ -80,142 +78,148 @@ class SchemaLowering:
                 f"the JSON schema is larger than {MAX_NODES} parts or deeper than {MAX_DEPTH} levels; use a smaller one"
             )
         try:
-            return self._lower(constraints(node), where)
+            return self._lower_node(strip_annotations(node), location)
         finally:
             self._depth -= 1
 
-    def _lower(self, node: Schema, where: str) -> Schema:
-        for word in node:
-            if word not in _KNOWN:
-                raise unsupported(word, where)
+    def _lower_node(self, node: Schema, location: str) -> Schema:
+        for keyword in node:
+            if keyword not in _KNOWN:
+                raise _unsupported(keyword, location)
         if "$ref" in node and len(node) == 1:
-            return self._reference(node["$ref"], where)
+            return self._lower_reference(node["$ref"], location)
         if "$ref" in node:
-            rest = {word: value for word, value in node.items() if word != "$ref"}
-            return self.schema(merge(rest, self._inlined({"$ref": node["$ref"]}, where), where), where)
+            rest = {keyword: value for keyword, value in node.items() if keyword != "$ref"}
+            return self.lower(merge(rest, self._inline({"$ref": node["$ref"]}, location), location), location)
         if "allOf" in node:
-            return self._all_of(node, where)
-        for word in _COMBINATORS:
-            if word in node:
-                return self._any_of(node, word, where)
+            return self._lower_all_of(node, location)
+        for keyword in _COMBINATORS:
+            if keyword in node:
+                return self._lower_any_of(node, keyword, location)
         if "enum" in node or "const" in node:
-            return {"enum": select_enum_values(node, where)}
-        return self._typed(node, where)
+            return {"enum": select_enum_values(node, location)}
+        return self._lower_types(node, location)
 
-    def _typed(self, node: Schema, where: str) -> Schema:
-        """A schema of types and their words; each type takes its own words, which mean nothing to the others."""
+    def _lower_types(self, node: Schema, location: str) -> Schema:
+        """Lower a schema of types. Each type gets its own keywords; they do not constrain values of other types."""
         kinds = node.get("type")
         if kinds is None:
             kinds = [
-                kind for kind, words in TYPE_KEYWORDS.items() if kind != "integer" and words & node.keys()
+                kind
+                for kind, keywords in TYPE_KEYWORDS.items()
+                if kind != "integer" and keywords & node.keys()
             ]
         elif isinstance(kinds, str):
             kinds = [kinds]
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise InvalidRequest(f"'type' of the JSON schema at {where} must be a name or a list of names")
+            raise InvalidRequest(f"'type' of the JSON schema at {location} must be a name or a list of names")
         if "number" in kinds:
             kinds = [kind for kind in kinds if kind != "integer"]
         if not kinds:
             return {}
-        return _alternatives([self._of_type(kind, node, where) for kind in dict.fromkeys(kinds)])
+        return _alternatives([self._lower_type(kind, node, location) for kind in dict.fromkeys(kinds)])
 
-    def _of_type(self, kind: str, node: Schema, where: str) -> Schema:
+    def _lower_type(self, kind: str, node: Schema, location: str) -> Schema:
         if kind not in TYPE_KEYWORDS:
             known = ", ".join(TYPE_KEYWORDS)
             raise InvalidRequest(
-                f"the JSON schema at {where} names the type {kind[:40]!r}; types are {known}"
+                f"the JSON schema at {location} names the unknown type {kind[:40]!r}; types are {known}"
             )
-        own = {word: node[word] for word in node if word in TYPE_KEYWORDS[kind]}
+        own = {keyword: node[keyword] for keyword in node if keyword in TYPE_KEYWORDS[kind]}
         match kind:
             case "string":
-                return lower_string(own, where)
+                return lower_string(own, location)
             case "number" | "integer":
-                return lower_number(kind, own, where)
+                return lower_number(kind, own, location)
             case "array":
-                return lower_array(own, where, self.schema)
+                return lower_array(own, location, self.lower)
             case "object":
-                return lower_object(own, where, self.schema)
+                return lower_object(own, location, self.lower)
         return {"type": kind}
 
-    def _any_of(self, node: Schema, word: str, where: str) -> Schema:
-        branches = _list_of_schemas(node[word], word, where)
-        if word == "oneOf":
-            self._check_apart(branches, where)
-        rest = {other: value for other, value in node.items() if other != word}
-        found = []
+    def _lower_any_of(self, node: Schema, keyword: str, location: str) -> Schema:
+        branches = _read_schemas(node[keyword], keyword, location)
+        if keyword == "oneOf":
+            self._check_disjoint(branches, location)
+        rest = {other: value for other, value in node.items() if other != keyword}
+        lowered = []
         for index, branch in enumerate(branches):
-            place = f"{where}/{word}/{index}"
+            at = f"{location}/{keyword}/{index}"
             try:
-                whole = merge(rest, self._inlined(branch, place), place) if rest else branch
-                found.append(self.schema(whole, place))
+                whole = merge(rest, self._inline(branch, at), at) if rest else branch
+                lowered.append(self.lower(whole, at))
             except UnsatisfiableSchema:
                 continue
-        if not found:
-            raise UnsatisfiableSchema(f"nothing meets any of '{word}' of the JSON schema at {where}")
-        return _alternatives(found)
+        if not lowered:
+            raise UnsatisfiableSchema(
+                f"no value meets any branch of '{keyword}' of the JSON schema at {location}"
+            )
+        return _alternatives(lowered)
 
-    def _check_apart(self, branches: list[Any], where: str) -> None:
+    def _check_disjoint(self, branches: list[Any], location: str) -> None:
         self._nodes += len(branches) ** 2
         if self._nodes > MAX_NODES:
-            raise InvalidRequest(f"'oneOf' of the JSON schema at {where} has too many branches; use fewer")
+            raise InvalidRequest(f"'oneOf' of the JSON schema at {location} has too many branches; use fewer")
         for index, branch in enumerate(branches):
             for earlier in range(index):
-                if not disjoint(branch, branches[earlier], lambda node: self._resolved(node, where)):
+                if not are_disjoint(
+                    branch, branches[earlier], lambda node: self._follow_reference(node, location)
+                ):
                     raise InvalidRequest(
-                        f"'oneOf' of the JSON schema at {where}: one value may meet both branch {earlier} and branch "
-                        f"{index}; tell them apart by type, const, enum, bounds or a property that both require, "
+                        f"'oneOf' of the JSON schema at {location}: one value may meet both branch {earlier} and "
+                        f"branch {index}; distinguish them by type, const, enum, bounds or a property that both require, "
                         "or use 'anyOf'"
                     )
 
-    def _resolved(self, node: Any, where: str) -> Any:
-        """What a reference refers to, where it stands alone."""
+    def _follow_reference(self, node: Any, location: str) -> Any:
+        """Return the target of ``node`` if it is a reference and nothing else, otherwise ``node``."""
         for _ in range(MAX_DEPTH):
-            if not (isinstance(node, dict) and constraints(node).keys() == {"$ref"}):
+            if not (isinstance(node, dict) and strip_annotations(node).keys() == {"$ref"}):
                 return node
-            node = self._target(node["$ref"], where)
-        return True
+            node = self._find_target(node["$ref"], location)
+        return True  # a cycle: it may accept anything
 
-    def _all_of(self, node: Schema, where: str) -> Schema:
-        whole = {word: value for word, value in node.items() if word != "allOf"}
-        members = _list_of_schemas(node["allOf"], "allOf", where)
+    def _lower_all_of(self, node: Schema, location: str) -> Schema:
+        whole = {keyword: value for keyword, value in node.items() if keyword != "allOf"}
+        members = _read_schemas(node["allOf"], "allOf", location)
         if not whole and len(members) == 1:
-            return self.schema(members[0], f"{where}/allOf/0")
+            return self.lower(members[0], f"{location}/allOf/0")
         for index, member in enumerate(members):
-            place = f"{where}/allOf/{index}"
-            whole = merge(whole, self._inlined(member, place), place)
-        return self.schema(whole, where)
+            at = f"{location}/allOf/{index}"
+            whole = merge(whole, self._inline(member, at), at)
+        return self.lower(whole, location)
 
-    def _inlined(self, node: object, where: str) -> Schema:
-        """A member that is to be merged: what it refers to, and no reference itself."""
+    def _inline(self, node: object, location: str) -> Schema:
+        """Return a member to be merged, with its reference replaced by the target."""
         for _ in range(MAX_DEPTH):
             self._nodes += 1
             if node is False:
-                raise UnsatisfiableSchema(f"nothing meets the JSON schema at {where}, which is false")
+                raise UnsatisfiableSchema(f"no value meets the JSON schema at {location}, which is false")
             if node is True:
                 return {}
             if not isinstance(node, dict):
-                raise InvalidRequest(f"the JSON schema at {where} must be an object or a boolean")
-            node = constraints(node)
+                raise InvalidRequest(f"the JSON schema at {location} must be an object or a boolean")
+            node = strip_annotations(node)
             if "$ref" not in node:
                 return node
             if len(node) > 1:
-                raise unsupported("$ref", where, "beside other words, within another combination")
-            node = self._target(node["$ref"], where)
-        raise UnsatisfiableSchema(f"'$ref' of the JSON schema at {where} refers to itself")
+                raise _unsupported("$ref", location, "beside other keywords within another combination")
+            node = self._find_target(node["$ref"], location)
+        raise UnsatisfiableSchema(f"'$ref' of the JSON schema at {location} refers to itself")
 
-    def _reference(self, pointer: object, where: str) -> Schema:
-        target = self._target(pointer, where)
+    def _lower_reference(self, pointer: object, location: str) -> Schema:
+        target = self._find_target(pointer, location)
         assert isinstance(pointer, str)
         if pointer not in self._names:
             name = self._names[pointer] = f"r{len(self._names)}"
-            self.definitions[name] = {}
-            self.definitions[name] = self.schema(target, pointer)
+            self.definitions[name] = {}  # reserves the name: the target may refer to itself
+            self.definitions[name] = self.lower(target, pointer)
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
-    def _target(self, pointer: object, where: str) -> object:
+    def _find_target(self, pointer: object, location: str) -> object:
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise InvalidRequest(
-                f"'$ref' of the JSON schema at {where} must point into the schema itself, as in '#/$defs/name'"
+                f"'$ref' of the JSON schema at {location} must point into the schema itself, as in '#/$defs/name'"
             )
         node = self._root
         for part in pointer.split("/")[1:]:
@@ -226,29 +230,33 @@ class SchemaLowering:
                 node = node[int(key)]
             else:
                 raise InvalidRequest(
-                    f"'$ref' of the JSON schema at {where} points to {pointer[:80]!r}, which is not there"
+                    f"'$ref' of the JSON schema at {location} points to {pointer[:80]!r}, which does not exist"
                 )
         return node
 
 
-def unsupported(word: str, where: str, when: str = "") -> InvalidRequest:
-    """The refusal of a keyword."""
-    reason = f"is not supported {when}" if when else "is not supported"
-    return InvalidRequest(f"'{word[:60]}' of the JSON schema at {where} {reason}; remove it")
+def _unsupported(keyword: str, location: str, context: str = "") -> InvalidRequest:
+    reason = f"is not supported {context}" if context else "is not supported"
+    return InvalidRequest(f"'{keyword[:60]}' of the JSON schema at {location} {reason}; remove it")
 
 
 def _alternatives(schemas: list[Schema]) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _list_of_schemas(value: object, word: str, where: str) -> list[Any]:
+def _read_schemas(value: object, keyword: str, location: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"'{word}' of the JSON schema at {where} must be a list of schemas, not empty")
+        raise InvalidRequest(
+            f"'{keyword}' of the JSON schema at {location} must be a non-empty list of schemas"
+        )
     return value
 
 
-def _finite(definitions: dict[str, Schema]) -> set[str]:
-    """Names of the definitions that some finite value meets: the least fixed point."""
+def _find_finite(definitions: dict[str, Schema]) -> set[str]:
+    """Return the names of the definitions that some finite value meets.
+
+    They are the least fixed point: a definition is finite if its required parts refer to finite definitions only.
+    """
     finite: set[str] = set()
     while True:
         more = {

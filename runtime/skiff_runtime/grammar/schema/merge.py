@@ -1,4 +1,4 @@
-"""Two JSON schemas that must both hold, as one; words that cannot be put together exactly are refused."""
+"""Merges two JSON schemas that must both hold into one; refuses keywords that cannot be merged exactly."""
 
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ _ANNOTATIONS: Final = frozenset(
         "writeOnly",
     }
 )
-"""Words that constrain nothing. Definitions do so only where they are referred to."""
+"""Keywords that constrain nothing. Definitions constrain only where a reference uses them."""
 _NO_OPS: Final[dict[str, Any]] = {
     "uniqueItems": False,
     "minContains": 0,
@@ -35,79 +35,82 @@ _CONTEXTUAL: Final = (
     frozenset({"properties", "patternProperties", "additionalProperties", "propertyNames"}),
     frozenset({"items", "prefixItems"}),
 )
-"""Words whose meaning depends on their neighbours in the same schema."""
+"""Groups of keywords whose meaning depends on the other keywords of their group in the same schema.
+
+``additionalProperties`` of one schema, for example, excludes the ``properties`` of the other.
+"""
+_LOWER_BOUNDS: Final = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"})
+_UPPER_BOUNDS: Final = frozenset({"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"})
 
 
-def constraints(node: dict[str, Any]) -> dict[str, Any]:
-    """``node`` without annotations, extensions (``x-...``) and words at a value that allows everything."""
+def strip_annotations(node: dict[str, Any]) -> dict[str, Any]:
+    """Return ``node`` without annotations, extensions (``x-...``) and keywords with a value that allows everything."""
     return {
-        word: value
-        for word, value in node.items()
-        if word not in _ANNOTATIONS
-        and not word.startswith("x-")
-        and not (word in _NO_OPS and value is _NO_OPS[word])
+        keyword: value
+        for keyword, value in node.items()
+        if keyword not in _ANNOTATIONS
+        and not keyword.startswith("x-")
+        and not (keyword in _NO_OPS and value is _NO_OPS[keyword])
     }
 
 
-def merge(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str, Any]:
-    """What meets both. ``where`` is the place of ``other``, for errors."""
+def merge(one: dict[str, Any], other: dict[str, Any], location: str) -> dict[str, Any]:
+    """Return a schema of the values that meet both. ``location`` is that of ``other``, for errors."""
     for group in _CONTEXTUAL:
-        both = (one.keys() & group, other.keys() & group)
-        if all(both) and both[0] | both[1] != {"properties"}:
-            raise _clash(min(both[1] - {"properties"} or both[0] - {"properties"}), where)
+        mine, theirs = one.keys() & group, other.keys() & group
+        if mine and theirs and mine | theirs != {"properties"}:
+            raise _conflict(min(theirs - {"properties"} or mine - {"properties"}), location)
     whole = dict(one)
-    for word, value in other.items():
-        whole[word] = _both(word, whole[word], value, where) if word in whole else value
+    for keyword, value in other.items():
+        whole[keyword] = (
+            _merge_keyword(keyword, whole[keyword], value, location) if keyword in whole else value
+        )
     return whole
 
 
-def _both(word: str, one: Any, other: Any, where: str) -> Any:
+def _merge_keyword(keyword: str, one: Any, other: Any, location: str) -> Any:
     if one == other and type(one) is type(other):
         return one
-    if word == "required" and isinstance(one, list) and isinstance(other, list):
+    if keyword == "required" and isinstance(one, list) and isinstance(other, list):
         return one + [name for name in other if name not in one]
-    if word == "properties" and isinstance(one, dict) and isinstance(other, dict):
-        return _both_properties(one, other, where)
-    if word == "type":
-        return _both_types(one, other, where)
-    if word in ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties") and _numbers(
-        one, other
-    ):
+    if keyword == "properties" and isinstance(one, dict) and isinstance(other, dict):
+        return _merge_properties(one, other, location)
+    if keyword == "type":
+        return _merge_types(one, other, location)
+    if keyword in _LOWER_BOUNDS and _are_numbers(one, other):
         return max(one, other)
-    if word in ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties") and _numbers(
-        one, other
-    ):
+    if keyword in _UPPER_BOUNDS and _are_numbers(one, other):
         return min(one, other)
-    raise _clash(word, where)
+    raise _conflict(keyword, location)
 
 
-def _both_properties(one: dict[str, Any], other: dict[str, Any], where: str) -> dict[str, Any]:
+def _merge_properties(one: dict[str, Any], other: dict[str, Any], location: str) -> dict[str, Any]:
     whole = dict(one)
     for name, schema in other.items():
         if name in whole and whole[name] != schema:
             raise InvalidRequest(
-                f"the property {name[:60]!r} is described twice in the JSON schema, once more at {where}; describe it once"
+                f"the JSON schema describes the property {name[:60]!r} twice, the second time at {location}; describe it once"
             )
         whole[name] = schema
     return whole
 
 
-def _both_types(one: Any, other: Any, where: str) -> list[str]:
+def _merge_types(one: Any, other: Any, location: str) -> list[str]:
     mine, theirs = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
     if not isinstance(mine, list) or not isinstance(theirs, list):
-        raise _clash("type", where)
+        raise _conflict("type", location)
     common = [kind for kind in mine if kind in theirs or (kind == "integer" and "number" in theirs)]
     common += [kind for kind in theirs if kind == "integer" and "number" in mine and kind not in common]
     if not common:
-        raise InvalidRequest(f"nothing has both types of the JSON schema at {where}")
+        raise InvalidRequest(f"no value has both types of the JSON schema at {location}")
     return common
 
 
-def _numbers(*values: Any) -> bool:
+def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _clash(word: str, where: str) -> InvalidRequest:
+def _conflict(keyword: str, location: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{word}' of the JSON schema at {where} cannot be combined with what else must hold there; write one schema"
+        f"'{keyword}' of the JSON schema at {location} cannot be combined with the other constraints there; write one schema"
     )

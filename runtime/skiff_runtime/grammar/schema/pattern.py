@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, as far as they describe what stands between the quotes of a JSON string."""
+"""The ``pattern`` keyword: regular expressions for the characters between the quotes of a JSON string."""
 
 import re
 from typing import Final
@@ -7,21 +7,22 @@ from skiff_runtime.errors import InvalidRequest
 
 MAX_PATTERN_CHARACTERS: Final = 4096
 ANY_CHARACTER: Final = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-"""A character that stands for itself in a JSON string. Written out, for xgrammar's own ``.`` also takes bytes that are
-no UTF-8, each of which a client sees as U+FFFD: more characters than were counted."""
+"""A character that needs no escape in a JSON string. Used for ``.``, because xgrammar's own also accepts bytes that are
+no valid UTF-8: a client would see each of them as U+FFFD, and so more characters than the grammar counted."""
 _CLASS_LETTERS: Final = "dDsSwW"
 _META: Final = frozenset(".^$*+?()[]{}|\\")
 _PARTS: Final = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
-"""An escape, a class, or a dot."""
+"""An escape, a character class, or a dot."""
 _QUANTIFIERS: Final = ("*", "?", "{")
 _HEX_DIGITS: Final = {"x": 2, "u": 4}
 
 
 def check_pattern(pattern: object, what: str) -> str:
-    """``pattern`` as xgrammar is to see it. Raises ``InvalidRequest`` where it cannot be enforced; ``what`` names it.
+    """Check that xgrammar can enforce ``pattern``, and return it as xgrammar needs it.
 
-    An answer's string matches the pattern as a whole. It is written without escapes, so quotation marks,
-    backslashes and control characters can only be left out (by a class), not asked for.
+    The string of an answer matches the pattern as a whole and contains no escapes. So quotation marks, backslashes and
+    control characters can be excluded by a character class, but not required. Raises ``InvalidRequest``, in which
+    ``what`` names the pattern.
     """
     if not isinstance(pattern, str):
         raise InvalidRequest(f"{what} must be a string")
@@ -30,18 +31,18 @@ def check_pattern(pattern: object, what: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{what} is no valid regular expression: {error}") from None
+        raise InvalidRequest(f"{what} is not a valid regular expression: {error}") from None
     if re.search(r"\(\?(?!:)", pattern):
-        raise InvalidRequest(f"{what} uses a group (?...) that is not supported; only (?:...) is")
-    if any(_is_unwritable(character) for character in _named_characters(pattern, what)):
+        raise InvalidRequest(f"{what} uses a group (?...) that is not supported; use (?:...)")
+    if any(_is_unwritable(character) for character in _find_characters(pattern, what)):
         raise InvalidRequest(
-            f"{what} asks for a quotation mark, a backslash or a control character; that is not supported"
+            f"{what} requires a quotation mark, a backslash or a control character, which is not supported"
         )
     return _PARTS.sub(lambda part: ANY_CHARACTER if part[0] == "." else part[0], pattern)
 
 
 def literal_prefix(pattern: str) -> str:
-    """The letters with which every match begins; "" where that is not plain to see."""
+    """Return the letters with which every match begins; "" if the pattern has no evident ones."""
     if not pattern.startswith("^") or "|" in pattern:
         return ""
     end = 1
@@ -52,8 +53,8 @@ def literal_prefix(pattern: str) -> str:
     return pattern[1:end]
 
 
-def _named_characters(pattern: str, what: str) -> list[str]:
-    """Every character that the pattern names, by itself or by an escape."""
+def _find_characters(pattern: str, what: str) -> list[str]:
+    """Return every character that the pattern contains, literally or as an escape."""
     named = []
     position = 0
     while position < len(pattern):

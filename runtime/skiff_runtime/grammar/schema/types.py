@@ -1,4 +1,4 @@
-"""Strings, numbers, arrays and lists of values of a JSON schema, each word of them checked."""
+"""Strings, numbers, arrays and enumerated values of a JSON schema: checks their keywords and lowers them."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ MAX_COUNT: Final = 100_000
 MAX_EXACT_INTEGER: Final = 1 << 53
 MAX_MULTIPLE: Final = 1000
 MAX_PATTERN_LENGTH: Final = 1000
-"""Beyond, xgrammar's counted repetition is cheaper than an automaton."""
+"""For longer strings, xgrammar's counted repetition is cheaper than an automaton."""
 
 TYPE_KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(
@@ -32,7 +32,7 @@ TYPE_KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""The types of JSON, and the words that constrain each."""
+"""The types of JSON, each with the keywords that constrain it."""
 
 FORMATS: Final = frozenset(
     {
@@ -52,73 +52,78 @@ FORMATS: Final = frozenset(
         "uuid",
     }
 )
-"""Formats whose syntax is enforced (not the calendar: 2025-02-31 is a date)."""
+"""Formats that are enforced, by their syntax only: 2025-02-31 is a date."""
 
 Schema = dict[str, Any]
-Lower = Callable[[object, str], Schema]
+LowerSchema = Callable[[object, str], Schema]
+"""(schema, location) -> the lowered schema. The location is a JSON pointer, for errors."""
 
 
-def lower_string(words: Schema, where: str) -> Schema:
-    """A string's schema. Lengths become a pattern, which compiles to a tenth of the size."""
-    lengths = [word for word in ("maxLength", "minLength") if word in words]
-    chosen = [*(word for word in ("pattern", "format") if word in words), *lengths[:1]]
+def lower_string(keywords: Schema, location: str) -> Schema:
+    """Lower the schema of a string."""
+    lengths = [keyword for keyword in ("maxLength", "minLength") if keyword in keywords]
+    chosen = [*(keyword for keyword in ("pattern", "format") if keyword in keywords), *lengths[:1]]
     if len(chosen) > 1:
         raise InvalidRequest(
-            f"'{chosen[0]}' and '{chosen[1]}' of the JSON schema at {where} cannot both be enforced; keep one"
+            f"'{chosen[0]}' and '{chosen[1]}' of the JSON schema at {location} cannot both be enforced; keep one"
         )
-    if "pattern" in words:
-        pattern = check_pattern(words["pattern"], f"'pattern' of the JSON schema at {where}")
+    if "pattern" in keywords:
+        pattern = check_pattern(keywords["pattern"], f"'pattern' of the JSON schema at {location}")
         return {"type": "string", "pattern": pattern}
-    if "format" in words:
-        if not isinstance(words["format"], str) or words["format"] not in FORMATS:
+    if "format" in keywords:
+        if not isinstance(keywords["format"], str) or keywords["format"] not in FORMATS:
             raise InvalidRequest(
-                f"'format' of the JSON schema at {where} is not supported; known are {', '.join(sorted(FORMATS))}"
+                f"'format' of the JSON schema at {location} is not supported; known are {', '.join(sorted(FORMATS))}"
             )
-        return {"type": "string", "format": words["format"]}
-    return {"type": "string", **_lengths(words, where)}
+        return {"type": "string", "format": keywords["format"]}
+    return {"type": "string", **_lower_lengths(keywords, location)}
 
 
-def _lengths(words: Schema, where: str) -> Schema:
-    low, high = count(words, "minLength", where), count(words, "maxLength", where, MAX_COUNT)
+def _lower_lengths(keywords: Schema, location: str) -> Schema:
+    low = read_count(keywords, "minLength", location)
+    high = read_count(keywords, "maxLength", location, MAX_COUNT)
     if low > high:
-        raise InvalidRequest(f"'minLength' exceeds 'maxLength' in the JSON schema at {where}")
-    longest = high if "maxLength" in words else low
+        raise InvalidRequest(f"'minLength' exceeds 'maxLength' in the JSON schema at {location}")
+    longest = high if "maxLength" in keywords else low
     if longest > MAX_PATTERN_LENGTH:
-        return {word: count(words, word, where) for word in words}
-    if "maxLength" in words:
+        return {keyword: read_count(keywords, keyword, location) for keyword in keywords}
+    # As a pattern, lengths compile to a tenth of the size.
+    if "maxLength" in keywords:
         return {"pattern": f"^{ANY_CHARACTER}{{{low},{high}}}$"}
     return {"pattern": f"^{ANY_CHARACTER}{{{low},}}$"} if low else {}
 
 
-def lower_number(kind: str, words: Schema, where: str) -> Schema:
-    """A number's or an integer's schema."""
-    for word, value in words.items():
+def lower_number(kind: str, keywords: Schema, location: str) -> Schema:
+    """Lower the schema of a number or an integer."""
+    for keyword, value in keywords.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidRequest(f"'{word}' of the JSON schema at {where} must be a number")
+            raise InvalidRequest(f"'{keyword}' of the JSON schema at {location} must be a number")
         if abs(value) > MAX_EXACT_INTEGER:
             raise InvalidRequest(
-                f"'{word}' of the JSON schema at {where} is beyond 2**53, where numbers are not exact"
+                f"'{keyword}' of the JSON schema at {location} is beyond 2**53, where numbers are not exact"
             )
     bounds = (
-        _integer_bounds(words) if kind == "integer" else {w: v for w, v in words.items() if w != "multipleOf"}
+        _integer_bounds(keywords)
+        if kind == "integer"
+        else {keyword: value for keyword, value in keywords.items() if keyword != "multipleOf"}
     )
-    if "multipleOf" not in words:
+    if "multipleOf" not in keywords:
         return {"type": kind, **bounds}
-    step = words["multipleOf"]
+    step = keywords["multipleOf"]
     if kind != "integer" or bounds or step != int(step) or not 1 <= step <= MAX_MULTIPLE:
         raise InvalidRequest(
-            f"'multipleOf' of the JSON schema at {where} is supported for integers without bounds, "
+            f"'multipleOf' of the JSON schema at {location} is supported for integers without bounds, "
             f"and from 1 to {MAX_MULTIPLE}; remove it"
         )
     return {"type": kind, "multipleOf": int(step)}
 
 
-def _integer_bounds(words: Schema) -> Schema:
+def _integer_bounds(keywords: Schema) -> Schema:
     bounds: Schema = {}
-    lows = [math.ceil(words["minimum"])] if "minimum" in words else []
-    lows += [math.floor(words["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in words else []
-    highs = [math.floor(words["maximum"])] if "maximum" in words else []
-    highs += [math.ceil(words["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in words else []
+    lows = [math.ceil(keywords["minimum"])] if "minimum" in keywords else []
+    lows += [math.floor(keywords["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in keywords else []
+    highs = [math.floor(keywords["maximum"])] if "maximum" in keywords else []
+    highs += [math.ceil(keywords["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in keywords else []
     if lows:
         bounds["minimum"] = max(lows)
     if highs:
@@ -126,58 +131,59 @@ def _integer_bounds(words: Schema) -> Schema:
     return bounds
 
 
-def lower_array(words: Schema, where: str, lower: Lower) -> Schema:
-    """An array's schema. After ``prefixItems``, only what ``items`` describes is written."""
-    prefix = words.get("prefixItems", [])
-    if not isinstance(prefix, list) or isinstance(words.get("items"), list):
+def lower_array(keywords: Schema, location: str, lower: LowerSchema) -> Schema:
+    """Lower the schema of an array. After ``prefixItems``, only items that ``items`` describes are allowed."""
+    prefix = keywords.get("prefixItems", [])
+    if not isinstance(prefix, list) or isinstance(keywords.get("items"), list):
         raise InvalidRequest(
-            f"'prefixItems' of the JSON schema at {where} must be a list of schemas, and 'items' one schema"
+            f"'prefixItems' of the JSON schema at {location} must be a list of schemas, and 'items' one schema"
         )
-    low, high = count(words, "minItems", where), count(words, "maxItems", where, MAX_COUNT)
-    rest = words.get("items", not prefix)
-    prefix = prefix[:high] if "maxItems" in words else prefix
-    if rest is False or ("maxItems" in words and high <= len(prefix)):
+    low = read_count(keywords, "minItems", location)
+    high = read_count(keywords, "maxItems", location, MAX_COUNT)
+    rest = keywords.get("items", not prefix)
+    prefix = prefix[:high] if "maxItems" in keywords else prefix
+    if rest is False or ("maxItems" in keywords and high <= len(prefix)):
         rest, high = False, min(high, len(prefix))
     if low > high:
-        raise InvalidRequest(f"'minItems' exceeds the items that the JSON schema at {where} allows")
+        raise InvalidRequest(f"'minItems' exceeds the items that the JSON schema at {location} allows")
     found: Schema = {"type": "array", "minItems": low}
     if prefix:
-        found["prefixItems"] = [lower(item, f"{where}/prefixItems/{i}") for i, item in enumerate(prefix)]
+        found["prefixItems"] = [lower(item, f"{location}/prefixItems/{i}") for i, item in enumerate(prefix)]
     if rest is False and not prefix:
         return {"type": "array", "maxItems": 0}
-    found["items"] = False if rest is False else lower(rest, f"{where}/items")
-    if rest is not False and "maxItems" in words:
+    found["items"] = False if rest is False else lower(rest, f"{location}/items")
+    if rest is not False and "maxItems" in keywords:
         found["maxItems"] = high
     return found
 
 
-def select_enum_values(node: Schema, where: str) -> list[Any]:
-    """The values of ``enum`` or ``const`` that the schema's ``type`` allows."""
-    for word in node:
-        if word not in ("enum", "const", "type"):
+def select_enum_values(node: Schema, location: str) -> list[Any]:
+    """Return the values of ``enum`` or ``const`` that the schema's ``type`` allows."""
+    for keyword in node:
+        if keyword not in ("enum", "const", "type"):
             raise InvalidRequest(
-                f"'{word}' beside 'enum' or 'const' in the JSON schema at {where} is not supported; remove it"
+                f"'{keyword}' beside 'enum' or 'const' in the JSON schema at {location} is not supported; remove it"
             )
     values = node.get("enum", [node.get("const")])
     if not isinstance(values, list) or not values:
-        raise InvalidRequest(f"'enum' of the JSON schema at {where} must be a list of values, not empty")
+        raise InvalidRequest(f"'enum' of the JSON schema at {location} must be a non-empty list of values")
     if "enum" in node and "const" in node:
-        values = [value for value in values if _same(value, node["const"])]
+        values = [value for value in values if is_same_value(value, node["const"])]
     kinds = node.get("type", list(TYPE_KEYWORDS))
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    fitting = [value for value in values if any(is_a(value, kind) for kind in kinds)]
+    fitting = [value for value in values if any(has_type(value, kind) for kind in kinds)]
     if not fitting:
         raise InvalidRequest(
-            f"no value of 'enum' or 'const' in the JSON schema at {where} has the wanted type"
+            f"no value of 'enum' or 'const' in the JSON schema at {location} has the required type"
         )
     for value in fitting:
-        _check_exact(value, where)
+        _check_exact(value, location)
     return fitting
 
 
-def count(words: Schema, word: str, where: str, otherwise: int = 0) -> int:
-    """A word whose value is a whole number from 0 to ``MAX_COUNT``."""
-    value = words.get(word, otherwise)
+def read_count(keywords: Schema, keyword: str, location: str, default: int = 0) -> int:
+    """Return the value of ``keyword``, which must be a whole number from 0 to ``MAX_COUNT``."""
+    value = keywords.get(keyword, default)
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -185,13 +191,13 @@ def count(words: Schema, word: str, where: str, otherwise: int = 0) -> int:
         or not 0 <= value <= MAX_COUNT
     ):
         raise InvalidRequest(
-            f"'{word}' of the JSON schema at {where} must be a whole number from 0 to {MAX_COUNT}"
+            f"'{keyword}' of the JSON schema at {location} must be a whole number from 0 to {MAX_COUNT}"
         )
     return int(value)
 
 
-def is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type of JSON's."""
+def has_type(value: Any, kind: Any) -> bool:
+    """Return True if ``value`` has the JSON type ``kind``."""
     match value:
         case bool():
             return bool(kind == "boolean")
@@ -208,15 +214,16 @@ def is_a(value: Any, kind: Any) -> bool:
     return bool(kind == "object")
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same_value(one: Any, other: Any) -> bool:
+    """Return True if both are the same JSON value. (In Python, True == 1.)"""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _check_exact(value: Any, where: str) -> None:
-    """Refuse what would not be written as it stands."""
+def _check_exact(value: Any, location: str) -> None:
+    """Raise ``InvalidRequest`` if a number in ``value`` would not be written exactly."""
     if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MAX_EXACT_INTEGER):
         raise InvalidRequest(
-            f"a number of 'enum' or 'const' in the JSON schema at {where} is beyond 2**53; use a smaller one"
+            f"a number of 'enum' or 'const' in the JSON schema at {location} is beyond 2**53; use a smaller one"
         )
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_exact(part, where)
+        _check_exact(part, location)

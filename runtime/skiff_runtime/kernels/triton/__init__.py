@@ -1,2 +1,5 @@
-"""Triton kernels for GPUs. Imported where a tensor is on one, never on a machine without; each has its reference in
-the module of the same name one level up, and gives the same numbers but for the order of sums."""
+"""Triton kernels for GPUs, each with the function that launches it.
+
+Imported where a tensor is on a GPU, never on a machine without Triton. The functions have their references in the modules above, and
+return the same numbers but for the order of sums.
+"""

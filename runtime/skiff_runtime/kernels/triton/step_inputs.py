@@ -1,4 +1,10 @@
-"""A step's inputs from the device's own tables."""
+"""The inputs of a step's model run, gathered from the token table and the page table on the device.
+
+So no token has to come to the host and back between two steps.
+"""
+
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 import triton
@@ -11,17 +17,25 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     wait_for_dependencies,
 )
 
-BLOCK = 256
+BLOCK: Final = 256
+"""Tokens, cells or pages that a program handles at a time; not compared with others."""
 
 
 @triton.jit(do_not_specialize=["count"])
-def _write_cells(
+def write_cells_kernel(
     table: tl.tensor,
     cells: tl.tensor,
     stride: tl.tensor,
     count: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Write one block of cells.
+
+    Grid: (blocks of BLOCK cells).
+
+    table               int32, rows ``stride`` apart, changed in place
+    cells               int32 [3, count]: rows, columns, values
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     row = tl.load(cells + index, inside, 0).to(tl.int64)
@@ -31,9 +45,11 @@ def _write_cells(
 
 
 def write_cells(table: torch.Tensor, cells: torch.Tensor) -> None:
-    """Set cells of an int32 table: ``cells`` int32[3, N] are rows, columns and values; no cell may be named twice."""
+    """Do what ``kernels.step_inputs.write_cells`` does."""
     count = cells.shape[1]
-    _write_cells[(triton.cdiv(count, BLOCK),)](table, cells, table.stride(0), count, BLOCK=BLOCK, num_warps=4)
+    write_cells_kernel[(triton.cdiv(count, BLOCK),)](
+        table, cells, table.stride(0), count, BLOCK=BLOCK, num_warps=4
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths", "offsets"])
@@ -43,26 +59,40 @@ def prepare_inputs_kernel(
     lengths: tl.tensor,
     offsets: tl.tensor,
     tokens: tl.tensor,
-    pages: tl.tensor,
+    page_table: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
     slot_mapping: tl.tensor,
-    contexts: tl.tensor,
+    seq_lens: tl.tensor,
     block_table: tl.tensor,
     tokens_stride: tl.tensor,
-    pages_stride: tl.tensor,
+    page_table_stride: tl.tensor,
     block_table_stride: tl.tensor,
-    nobody: tl.tensor,
+    padding_slot: tl.tensor,
     PAGE: tl.constexpr,
     DECODE: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Write the inputs of one block of one row's tokens.
+
+    Grid: (rows, blocks of BLOCK tokens of the longest row). The first program of a row also writes its length and, with COPY, its pages.
+
+    slots, starts       int32 [rows]: the row's slot, and the position of its first token in this step
+    lengths, offsets    int32 [rows]: its tokens in this step, and the place of the first among all; with DECODE every row has one
+                        token and these are not read
+    tokens              int32 [slots, n], rows ``tokens_stride`` apart: the token table
+    page_table          int32 [slots, P], rows ``page_table_stride`` apart
+    token_ids, positions  int32 [T], written
+    slot_mapping        int64 [T], written: the token's place in the KV pool, -1 for tokens of ``padding_slot``
+    seq_lens            int32 [rows], written: start + length
+    block_table         int32 [rows, P], rows ``block_table_stride`` apart, written with COPY: the pages of each row
+    """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     row = tl.program_id(0)
-    part = tl.program_id(1)
+    block = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
     if DECODE:
@@ -70,87 +100,83 @@ def prepare_inputs_kernel(
         length = 1
         offset = row
     else:
-        index = part * BLOCK + tl.arange(0, BLOCK)
+        index = block * BLOCK + tl.arange(0, BLOCK)
         length = tl.load(lengths + row)
         offset = tl.load(offsets + row)
     inside = index < length
     position = start + index
     token = tl.load(tokens + slot * tokens_stride + position, inside, 0)
-    page = tl.load(pages + slot * pages_stride + position // PAGE, inside, 0)
-    location = tl.where(slot == nobody, -1, page.to(tl.int64) * PAGE + position % PAGE)
+    page = tl.load(page_table + slot * page_table_stride + position // PAGE, inside, 0)
+    location = tl.where(slot == padding_slot, -1, page.to(tl.int64) * PAGE + position % PAGE)
     tl.store(token_ids + offset + index, token, inside)
     tl.store(positions + offset + index, position, inside)
     tl.store(slot_mapping + offset + index, location, inside)
-    if part == 0:
-        tl.store(contexts + row, start + length)
+    if block == 0:
+        tl.store(seq_lens + row, start + length)
         if COPY:
-            held = tl.cdiv(start + length, PAGE)
-            for first in range(0, held, BLOCK):
+            num_pages = tl.cdiv(start + length, PAGE)
+            for first in range(0, num_pages, BLOCK):
                 column = first + tl.arange(0, BLOCK)
-                source = pages + slot * pages_stride + column
+                source = page_table + slot * page_table_stride + column
                 target = block_table + row.to(tl.int64) * block_table_stride + column
-                tl.store(target, tl.load(source, column < held, 0), column < held)
+                tl.store(target, tl.load(source, column < num_pages, 0), column < num_pages)
 
 
-def prepare_decode_inputs(
+def fill_decode_inputs(
     rows: torch.Tensor,
     tokens: torch.Tensor,
-    pages: torch.Tensor,
+    page_table: torch.Tensor,
     page_size: int,
-    made: StepInputs,
+    inputs: StepInputs,
     block_table: torch.Tensor | None,
 ) -> None:
-    """As ``fill_mixed_inputs``, for rows of one token each: ``rows`` int32[2, R] are slots and starts."""
+    """Fill ``inputs`` of rows of one token each, as ``kernels.step_inputs.prepare_decode_inputs`` does."""
     slots, starts = rows.unbind()
-    _launch(slots, starts, starts, starts, 1, tokens, pages, page_size, made, block_table, decode=True)
+    _launch(
+        (slots, starts, starts, starts), 1, tokens, page_table, page_size, inputs, block_table, decode=True
+    )
 
 
 def fill_mixed_inputs(
     rows: torch.Tensor,
-    longest: int,
+    max_len: int,
     tokens: torch.Tensor,
-    pages: torch.Tensor,
+    page_table: torch.Tensor,
     page_size: int,
-    made: StepInputs,
+    inputs: StepInputs,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Fill ``made`` as ``kernels.inputs.step_inputs`` does."""
-    slots, starts, lengths, offsets = rows.unbind()
-    _launch(
-        slots, starts, lengths, offsets, longest, tokens, pages, page_size, made, block_table, decode=False
-    )
+    """Fill ``inputs`` of rows of up to ``max_len`` tokens, as ``kernels.step_inputs.prepare_inputs`` does."""
+    _launch(rows.unbind(), max_len, tokens, page_table, page_size, inputs, block_table, decode=False)
 
 
 def _launch(
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    offsets: torch.Tensor,
-    longest: int,
+    columns: Sequence[torch.Tensor],
+    max_len: int,
     tokens: torch.Tensor,
-    pages: torch.Tensor,
+    page_table: torch.Tensor,
     page_size: int,
-    made: StepInputs,
+    inputs: StepInputs,
     block_table: torch.Tensor | None,
     *,
     decode: bool,
 ) -> None:
-    table = pages if block_table is None else block_table
-    prepare_inputs_kernel[(slots.shape[0], triton.cdiv(longest, BLOCK))](
-        slots,
-        starts,
-        lengths,
-        offsets,
+    """Launch ``prepare_inputs_kernel``; ``columns`` are slots, starts, lengths and offsets."""
+    # Without a block table the kernel never reads the argument; the page table stands in for it.
+    target = page_table if block_table is None else block_table
+    slots = columns[0]
+    prepare_inputs_kernel[(slots.shape[0], triton.cdiv(max_len, BLOCK))](
+        *columns,
         tokens,
-        pages,
-        made.token_ids,
-        made.positions,
-        made.slot_mapping,
-        made.contexts,
-        table,
+        page_table,
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.seq_lens,
+        target,
         tokens.stride(0),
-        pages.stride(0),
-        table.stride(0),
+        page_table.stride(0),
+        target.stride(0),
         tokens.shape[0] - 1,
         PAGE=page_size,
         DECODE=decode,
@@ -162,27 +188,41 @@ def _launch(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _gather_pages(
-    table: tl.tensor,
+def gather_pages_kernel(
+    page_table: tl.tensor,
     slots: tl.tensor,
     indptr: tl.tensor,
     pages: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Copy the pages of one row.
+
+    Grid: (rows).
+
+    page_table          int32 [slots, P], rows ``stride`` apart
+    slots               int32 [rows]
+    indptr              int32 [rows + 1]: where the pages of each row begin among all
+    pages               int32 [indptr[rows]], written
+    """
     row = tl.program_id(0)
     first = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - first
-    source = table + tl.load(slots + row).to(tl.int64) * stride
+    source = page_table + tl.load(slots + row).to(tl.int64) * stride
     for at in range(0, count, BLOCK):
         column = at + tl.arange(0, BLOCK)
         tl.store(pages + first + column, tl.load(source + column, column < count, 0), column < count)
 
 
 def gather_pages(
-    table: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, *, total: int
+    page_table: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, *, total: int
 ) -> torch.Tensor:
-    """The first pages of each of ``slots`` [R], one after another: int32[total], cut at ``indptr`` int32[R + 1]."""
-    pages = torch.empty(total, dtype=torch.int32, device=table.device)
-    _gather_pages[(len(slots),)](table, slots, indptr, pages, table.stride(0), BLOCK=BLOCK, num_warps=4)
+    """Return the first pages of each of ``slots`` [R], one after another, as FlashInfer wants them: int32 [total].
+
+    Row i has ``indptr[i + 1] - indptr[i]`` pages; ``indptr`` is int32 [R + 1].
+    """
+    pages = torch.empty(total, dtype=torch.int32, device=page_table.device)
+    gather_pages_kernel[(len(slots),)](
+        page_table, slots, indptr, pages, page_table.stride(0), BLOCK=BLOCK, num_warps=4
+    )
     return pages

@@ -1,34 +1,62 @@
-"""Kernels for attention of one token a row over the paged cache without a plan: all that depends on a row stands in
-device tables, so graphs can hold their launches.
+"""Decode attention: one query token a row over the paged KV cache, without a plan made on the host.
 
-Each row's context is cut into parts, whose softmax states are merged after (Dao et al., 2023, "Flash-Decoding").
-Nothing here depends on the page size but where K and V are found, so results are the same for any. What groups of rows
-have in common is read once for the group, as parts of each of its rows (as in Juravsky et al., 2024, "Hydragen").
+The problem: few rows leave most of a GPU idle if each program reads a whole context, and a launch that is captured in a CUDA graph
+cannot depend on the lengths of contexts. The idea (Flash-Decoding, Dao et al., 2023): every row's context is cut into the same
+number of splits, chosen from what is known at capture; each program computes the softmax state of one split and
+``merge_splits_kernel`` merges them. All that depends on a row (length, page table, shared prefix) is read from tables on the device.
+
+Rows of a group that share a prefix read it once, as additional splits of each of its rows (cascade attention: Hydragen, Juravsky
+et al., 2024; FlashInfer): ``shared_prefix_attention_kernel`` computes them for up to ``max_group_rows`` rows at a time.
+
+Invariant: the page size changes only where K and V are found, so results are the same, to the bit, for any.
 """
 
+from typing import Any, Final
+
+import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.triton.attention.attend import attend
-from skiff_runtime.kernels.triton.runtime.dependent_launch import launch_dependents, wait_for_dependencies
+from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, max_prefix_splits
+from skiff_runtime.kernels.triton.attention.attention_loop import (
+    FEW_QUERIES,
+    LOG2_E,
+    attention_loop,
+    padded_head_dim,
+)
+from skiff_runtime.kernels.triton.fp8.dequantize import supports_fp8_ptx
+from skiff_runtime.kernels.triton.runtime.cached_launch import CachedLaunch, LayerKV
+from skiff_runtime.kernels.triton.runtime.dependent_launch import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
+from skiff_runtime.kernels.tuning import WIDE_HEAD_DIM, AttentionTile, DecodeAttentionTuning, tuning_for
+
+EXACT_TILE: Final = AttentionTile(tokens=32, warps=4, stages=2)
+WIDE_EXACT_TILE: Final = AttentionTile(tokens=16, warps=4, stages=1)
+"""For float32, of a size that fits GPUs with little shared memory."""
 
 
-@triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["slots", "skipped"])
-def decode_rows(
+@triton.jit(
+    do_not_specialize=["splits", "max_splits"], do_not_specialize_on_alignment=["slots", "prefix_lens"]
+)
+def decode_attention_kernel(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
-    pages: tl.tensor,
-    contexts: tl.tensor,
-    skipped: tl.tensor,
+    page_table: tl.tensor,
+    seq_lens: tl.tensor,
+    prefix_lens: tl.tensor,
     output: tl.tensor,
-    parts: tl.tensor,
-    weights: tl.tensor,
+    partials: tl.tensor,
+    lse: tl.tensor,
     scale: tl.tensor,
-    pages_stride: tl.tensor,
+    page_table_stride: tl.tensor,
     splits: tl.tensor,
-    places: tl.tensor,
+    max_splits: tl.tensor,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -36,62 +64,81 @@ def decode_rows(
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SKIPS: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr,
+    HAS_PREFIXES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One part of a row, of what no group reads for it."""
+    """Compute one split of one row's attention over the tokens that no shared-prefix group covers.
+
+    Grid: (KV heads, splits, rows). Each program serves the GROUP query heads of one KV head.
+
+    queries             [rows, KV * GROUP, DIM]
+    keys, values        [tokens of the pool, KV, DIM], in the type of the queries or in FP8
+    slots               int32 [rows]: the row's line of the page table
+    page_table          int32 [slots, pages], lines ``page_table_stride`` apart
+    seq_lens            int32 [rows]: the tokens that the row attends to
+    prefix_lens         int32 [rows]: the first tokens, which the row's group reads; only with HAS_PREFIXES
+    output              [rows, KV * GROUP, DIM]: written with SINGLE_SPLIT
+    partials            float32 [rows, KV * GROUP, max_splits, DIM]: written otherwise, normalized by their own weights
+    lse                 float32 [rows, KV * GROUP, max_splits]: their log-sum-exp to base 2, -inf for an empty split
+    scale               log2(e) / sqrt(DIM)
+    splits              the splits of a row, without those of its prefix; ``max_splits`` counts both
+    GROUP_BLOCK, DIM_BLOCK  GROUP and DIM rounded up to what a tile holds
+    BLOCK, PRECISION, USE_PTX  as ``attention_loop`` takes them
+    """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    context = tl.load(contexts + row)
-    skip = tl.load(skipped + row) if SKIPS else 0
-    share = tl.cdiv(tl.cdiv(context - skip, splits), BLOCK) * BLOCK
-    begin = skip + split * share
-    end = tl.minimum(begin + share, context)
-    table = pages + tl.load(slots + row).to(tl.int64) * pages_stride
+    seq_len = tl.load(seq_lens + row)
+    prefix_len = tl.load(prefix_lens + row) if HAS_PREFIXES else 0
+    # Whole blocks for each split, so that only the last one computes for padding.
+    split_len = tl.cdiv(tl.cdiv(seq_len - prefix_len, splits), BLOCK) * BLOCK
+    begin = prefix_len + split * split_len
+    end = tl.minimum(begin + split_len, seq_len)
+    row_pages = page_table + tl.load(slots + row).to(tl.int64) * page_table_stride
     group = tl.arange(0, GROUP_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
     head = row * (KV * GROUP) + kv_head * GROUP + group
     used = (group < GROUP)[:, None] & (column < DIM)[None, :]
     query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
-    mixed, total, highest = attend(
-        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, USE_PTX
+    acc, l_i, m_i = attention_loop(
+        query, keys, values, row_pages, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, USE_PTX
     )
-    if WHOLE:
-        tl.store(output + head[:, None] * DIM + column[None, :], mixed / total[:, None], used)
+    if SINGLE_SPLIT:
+        tl.store(output + head[:, None] * DIM + column[None, :], acc / l_i[:, None], used)
     else:
-        some = begin < end
-        mixed = mixed / total[:, None]
-        weight = tl.where(some, highest + tl.log2(total), -float("inf"))
-        at = head * places + split
-        tl.store(parts + at[:, None] * DIM + column[None, :], mixed, used & some)
-        tl.store(weights + at, weight, group < GROUP)
+        # Empty splits of short rows divide zero by zero; their partials stay unwritten and their weight is zero.
+        not_empty = begin < end
+        acc = acc / l_i[:, None]
+        split_lse = tl.where(not_empty, m_i + tl.log2(l_i), -float("inf"))
+        at = head * max_splits + split
+        tl.store(partials + at[:, None] * DIM + column[None, :], acc, used & not_empty)
+        tl.store(lse + at, split_lse, group < GROUP)
 
 
 @triton.jit(
-    do_not_specialize=["splits", "places", "room"],
-    do_not_specialize_on_alignment=["slots", "order", "items"],
+    do_not_specialize=["splits", "max_splits", "num_items"],
+    do_not_specialize_on_alignment=["slots", "row_order", "work_items"],
 )
 def shared_prefix_attention_kernel(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
-    pages: tl.tensor,
-    order: tl.tensor,
-    items: tl.tensor,
-    parts: tl.tensor,
-    weights: tl.tensor,
+    page_table: tl.tensor,
+    row_order: tl.tensor,
+    work_items: tl.tensor,
+    partials: tl.tensor,
+    lse: tl.tensor,
     scale: tl.tensor,
-    pages_stride: tl.tensor,
+    page_table_stride: tl.tensor,
     splits: tl.tensor,
-    places: tl.tensor,
-    room: tl.tensor,
+    max_splits: tl.tensor,
+    num_items: tl.tensor,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
@@ -104,45 +151,83 @@ def shared_prefix_attention_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A part of what some rows have in common, for all of them at once, in a tile that is not much too large."""
+    """Compute one split of a shared prefix for all rows of one work item.
+
+    Grid: (KV heads, num_items). A program takes the queries of all its rows for one KV head as one tile, of FEW query heads where
+    they fit and of MANY otherwise, and reads K and V once for all of them. Programs of unused work items return at once.
+
+    row_order           int32 [rows]: row numbers, group by group
+    work_items          int32 [5, num_items], see ``SharedPrefixes``; the page table line is that of the item's first row
+    partials, lse       as in ``decode_attention_kernel``; split s of a prefix is written to place ``splits + s`` of each row
+
+    The other arguments are those of ``decode_attention_kernel``.
+    """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
-    item = items + tl.program_id(1)
+    item = work_items + tl.program_id(1)
     count = tl.load(item)
     if count == 0:
         return
-    rows = order + tl.load(item + room)
-    begin = tl.load(item + 2 * room)
-    end = tl.load(item + 3 * room)
-    place = splits + tl.load(item + 4 * room)
-    table = pages + tl.load(slots + tl.load(rows)).to(tl.int64) * pages_stride
+    rows = row_order + tl.load(item + num_items)
+    begin = tl.load(item + 2 * num_items)
+    end = tl.load(item + 3 * num_items)
+    split = splits + tl.load(item + 4 * num_items)
+    row_pages = page_table + tl.load(slots + tl.load(rows)).to(tl.int64) * page_table_stride
     if count * GROUP <= FEW:
-        _read_prefix(
-            *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
+        _attend_to_prefix(
+            *(
+                queries,
+                keys,
+                values,
+                row_pages,
+                rows,
+                count,
+                begin,
+                end,
+                partials,
+                lse,
+                scale,
+                max_splits,
+                split,
+            ),
             *(KV, GROUP, FEW, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION, USE_PTX),
         )
     else:
-        _read_prefix(
-            *(queries, keys, values, table, rows, count, begin, end, parts, weights, scale, places, place),
+        _attend_to_prefix(
+            *(
+                queries,
+                keys,
+                values,
+                row_pages,
+                rows,
+                count,
+                begin,
+                end,
+                partials,
+                lse,
+                scale,
+                max_splits,
+                split,
+            ),
             *(KV, GROUP, MANY, DIM, DIM_BLOCK, PAGE, BLOCK, PRECISION, USE_PTX),
         )
 
 
 @triton.jit
-def _read_prefix(
+def _attend_to_prefix(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    table: tl.tensor,
+    row_pages: tl.tensor,
     rows: tl.tensor,
     count: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    parts: tl.tensor,
-    weights: tl.tensor,
+    partials: tl.tensor,
+    lse: tl.tensor,
     scale: tl.tensor,
-    places: tl.tensor,
-    place: tl.tensor,
+    max_splits: tl.tensor,
+    split: tl.tensor,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -153,49 +238,222 @@ def _read_prefix(
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
 ) -> None:
-    """The same, when ``HEADS`` query heads are enough for one KV head of ``count`` rows."""
+    """Attend with the query heads of ``count`` rows, at most HEADS of one KV head, to the tokens from ``begin`` to ``end``."""
     kv_head = tl.program_id(0)
     lane = tl.arange(0, HEADS)
     column = tl.arange(0, DIM_BLOCK)
-    inside = lane < count * GROUP
-    row = tl.load(rows + lane // GROUP, inside, 0).to(tl.int64)
+    in_item = lane < count * GROUP
+    row = tl.load(rows + lane // GROUP, in_item, 0).to(tl.int64)
     head = row * (KV * GROUP) + kv_head * GROUP + lane % GROUP
-    used = inside[:, None] & (column < DIM)[None, :]
+    used = in_item[:, None] & (column < DIM)[None, :]
     query = tl.load(queries + head[:, None] * DIM + column[None, :], used, 0.0)
-    mixed, total, highest = attend(
-        query, keys, values, table, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, USE_PTX
+    acc, l_i, m_i = attention_loop(
+        query, keys, values, row_pages, begin, end, kv_head, scale, KV, DIM, PAGE, BLOCK, PRECISION, USE_PTX
     )
-    at = head * places + place
-    tl.store(parts + at[:, None] * DIM + column[None, :], mixed / total[:, None], used)
-    tl.store(weights + at, highest + tl.log2(total), inside)
+    at = head * max_splits + split
+    tl.store(partials + at[:, None] * DIM + column[None, :], acc / l_i[:, None], used)
+    tl.store(lse + at, m_i + tl.log2(l_i), in_item)
 
 
-@triton.jit(do_not_specialize=["splits", "places"], do_not_specialize_on_alignment=["held"])
+@triton.jit(do_not_specialize=["splits", "max_splits"], do_not_specialize_on_alignment=["prefix_splits"])
 def merge_splits_kernel(
-    parts: tl.tensor,
-    weights: tl.tensor,
-    held: tl.tensor,
+    partials: tl.tensor,
+    lse: tl.tensor,
+    prefix_splits: tl.tensor,
     output: tl.tensor,
     splits: tl.tensor,
-    places: tl.tensor,
+    max_splits: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
-    SKIPS: tl.constexpr,
+    HAS_PREFIXES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Merge the splits of one query head of one row, weighted by their log-sum-exps.
+
+    Grid: (rows * HEADS), one warp each.
+
+    partials            float32 [rows, HEADS, max_splits, DIM]
+    lse                 float32 [rows, HEADS, max_splits], to base 2
+    prefix_splits       int32 [rows]: the splits of the row's shared prefix, behind its own; only with HAS_PREFIXES
+    output              [rows, HEADS, DIM], in the type of the model
+    SPLITS_BLOCK        ``max_splits`` rounded up to a power of two
+    """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
     count = splits
-    if SKIPS:
-        count += tl.load(held + head // HEADS)
-    weight = tl.load(weights + head * places + split, split < count, -float("inf"))
-    share = tl.exp2(weight - tl.max(weight, 0))
-    inside = (weight > -float("inf"))[:, None] & (column < DIM)[None, :]
-    part = tl.load(parts + (head * places + split[:, None]) * DIM + column[None, :], inside, 0.0)
-    mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
-    tl.store(output + head * DIM + column, mixed, column < DIM)
+    if HAS_PREFIXES:
+        count += tl.load(prefix_splits + head // HEADS)
+    split_lse = tl.load(lse + head * max_splits + split, split < count, -float("inf"))
+    weight = tl.exp2(split_lse - tl.max(split_lse, 0))
+    used = (split_lse > -float("inf"))[:, None] & (column < DIM)[None, :]
+    partial = tl.load(partials + (head * max_splits + split[:, None]) * DIM + column[None, :], used, 0.0)
+    merged = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(output + head * DIM + column, merged, column < DIM)
+
+
+def choose_num_splits(rows: int, kv_heads: int, max_seq_len: int, tuning: DecodeAttentionTuning) -> int:
+    """Return the splits of each row of a launch: enough for ``target_programs``, from what is known at capture."""
+    wanted = round(tuning.target_programs / (rows * kv_heads))
+    return max(1, min(wanted, tuning.max_splits, -(-max_seq_len // tuning.min_split_tokens)))
+
+
+def find_row_counts_by_variant(
+    device: torch.device,
+    limit: int,
+    kv_heads: int,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    *,
+    shared: bool = False,
+) -> list[int]:
+    """Return the least number of rows, of up to ``limit``, for each set of compiled kernels that steps launch.
+
+    For ahead-of-time compilation: to launch these steps compiles every variant. ``shared``: with shared prefixes.
+    """
+    tuning = tuning_for(device).decode_attention
+    found: dict[tuple[Any, ...], int] = {}
+    for rows in range(2 if shared else 1, limit + 1):
+        splits = choose_num_splits(rows, kv_heads, max_seq_len, tuning)
+        tile = _decode_tile(dtype, kv_dtype, padded_head_dim(dim), splits, rows, tuning)
+        max_splits = splits + max_prefix_splits(rows) if shared else splits
+        found.setdefault((triton.next_power_of_2(max_splits), *tile.values()), rows)
+    return list(found.values())
+
+
+def max_group_rows(device: torch.device, heads: int, kv_heads: int) -> int:
+    """Return how many rows read a shared prefix together, at most."""
+    return max(1, tuning_for(device).decode_attention.max_group_heads // (heads // kv_heads))
+
+
+class DecodeAttention:
+    """The launches of one step's decode attention, prepared once and repeated in each layer."""
+
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        pool: LayerKV,
+        slots: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        max_seq_len: int,
+        shared: SharedPrefixes | None = None,
+    ) -> None:
+        """Prepare launches for ``queries`` [R, heads, d] and the ``pool`` of one layer; those of other layers must be alike.
+
+        Row i attends to the first ``seq_lens[i]`` tokens of ``slots[i]``, both int32 [R]; ``page_table`` is int32 [slots, P].
+        ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than the contexts of its rows.
+        """
+        (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
+        tuning = tuning_for(queries.device).decode_attention
+        dim_block, group = padded_head_dim(dim), heads // kv
+        splits = choose_num_splits(rows, kv, max_seq_len, tuning)
+        max_splits = splits if shared is None else splits + shared.max_splits
+        self._shared, self._max_splits = shared, max_splits
+        self._tables = slots, page_table
+        # Without shared prefixes the kernels never read these arguments; any int32 tensor stands in for them.
+        self._rows = seq_lens, seq_lens if shared is None else shared.prefix_lens
+        self._prefix_splits = seq_lens if shared is None else shared.prefix_splits
+        numbers = LOG2_E * dim**-0.5, page_table.stride(0), splits, max_splits
+        pdl = pdl_options(queries.device)
+        sizes: dict[str, Any] = {
+            "KV": kv,
+            "GROUP": group,
+            "DIM": dim,
+            "DIM_BLOCK": dim_block,
+            "PAGE": page_size,
+        }
+        sizes["USE_PTX"] = supports_fp8_ptx(queries.device)
+        if shared is not None:
+            num_items = shared.work_items.shape[1]
+            self._attend_to_prefixes = CachedLaunch(
+                shared_prefix_attention_kernel,
+                (kv, num_items, 1),
+                *(*numbers, num_items),
+                FEW=max(tuning.few_group_heads, triton.next_power_of_2(group)),
+                MANY=max(tuning.max_group_heads, triton.next_power_of_2(group)),
+                **sizes,
+                **_prefix_tile(queries.dtype, dim_block, tuning),
+                **pdl,
+            )
+        self._attend_to_rows = CachedLaunch(
+            decode_attention_kernel,
+            (kv, splits, rows),
+            *numbers,
+            GROUP_BLOCK=max(FEW_QUERIES.value, triton.next_power_of_2(group)),
+            SINGLE_SPLIT=max_splits == 1,
+            HAS_PREFIXES=shared is not None,
+            **sizes,
+            **_decode_tile(queries.dtype, pool[0].dtype, dim_block, splits, rows, tuning),
+            **pdl,
+        )
+        if max_splits > 1:
+            self._merge = CachedLaunch(
+                merge_splits_kernel,
+                (rows * heads, 1, 1),
+                *(splits, max_splits),
+                HEADS=heads,
+                DIM=dim,
+                DIM_BLOCK=dim_block,
+                SPLITS_BLOCK=triton.next_power_of_2(max_splits),
+                HAS_PREFIXES=shared is not None,
+                num_warps=1,
+                **pdl,
+            )
+
+    def __call__(self, queries: torch.Tensor, pool: LayerKV, output: torch.Tensor) -> None:
+        """Attend with ``queries`` to one layer's ``pool``; write the result, of the same shape, to ``output``."""
+        if self._max_splits == 1:
+            self._attend_to_rows(queries, *pool, *self._tables, *self._rows, output, output, output)
+            return
+        (rows, heads, dim), device = queries.shape, queries.device
+        partials = torch.empty((rows, heads, self._max_splits, dim), dtype=torch.float32, device=device)
+        lse = torch.empty((rows, heads, self._max_splits), dtype=torch.float32, device=device)
+        shared = self._shared
+        if shared is not None:
+            self._attend_to_prefixes(
+                queries, *pool, *self._tables, shared.row_order, shared.work_items, partials, lse
+            )
+        self._attend_to_rows(queries, *pool, *self._tables, *self._rows, output, partials, lse)
+        self._merge(partials, lse, self._prefix_splits, output)
+
+
+def _decode_tile(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim_block: int,
+    splits: int,
+    rows: int,
+    tuning: DecodeAttentionTuning,
+) -> dict[str, Any]:
+    """Return the tile of ``decode_attention_kernel``, as launch options."""
+    if dtype == torch.float32:
+        return _exact_tile(dim_block)
+    if dim_block > WIDE_HEAD_DIM:
+        return _options(tuning.wide_tile)
+    if rows > tuning.few_rows and splits <= tuning.few_splits:
+        return _options(tuning.throughput_tile)
+    return _options(tuning.fp8_latency_tile if kv_dtype == E4M3 else tuning.latency_tile)
+
+
+def _prefix_tile(dtype: torch.dtype, dim_block: int, tuning: DecodeAttentionTuning) -> dict[str, Any]:
+    """Return the tile of ``shared_prefix_attention_kernel``, as launch options."""
+    if dtype == torch.float32:
+        return _exact_tile(dim_block)
+    return _options(tuning.wide_prefix_tile if dim_block > WIDE_HEAD_DIM else tuning.prefix_tile)
+
+
+def _exact_tile(dim_block: int) -> dict[str, Any]:
+    return _options(WIDE_EXACT_TILE if dim_block > WIDE_HEAD_DIM else EXACT_TILE, precision="ieee")
+
+
+def _options(tile: AttentionTile, precision: str = "tf32") -> dict[str, Any]:
+    return {"BLOCK": tile.tokens, "PRECISION": precision, "num_warps": tile.warps, "num_stages": tile.stages}

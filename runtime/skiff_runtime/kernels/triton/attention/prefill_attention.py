@@ -1,20 +1,29 @@
-"""Attention of chunks of prompts over the paged cache without a plan: what a launch needs stands in device tables."""
+"""Causal attention of prompt chunks over the paged KV cache, without a plan made on the host.
+
+FlashAttention's loop (Dao et al., 2022) with one difference: K and V are found through the page table. It is used where a step
+has so few tokens that FlashInfer's planning and launching takes longer than its kernels, and wherever FlashInfer is not.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.triton.attention.places import paged_kv_offsets
-from skiff_runtime.kernels.triton.attention.softmax import LOG2_E, init_online_softmax, online_softmax_update
-from skiff_runtime.kernels.triton.attention.tiles import padded_head_dim
+from skiff_runtime.kernels.triton.attention.attention_loop import (
+    LOG2_E,
+    init_online_softmax,
+    online_softmax_update,
+    padded_head_dim,
+    paged_kv_offsets,
+)
 from skiff_runtime.kernels.triton.runtime.cached_launch import CachedLaunch, LayerKV
+from skiff_runtime.kernels.tuning import WIDE_HEAD_DIM, tuning_for
 
 
 @triton.jit(
     do_not_specialize=["skipped"],
     do_not_specialize_on_alignment=["slots", "starts", "lengths", "offsets"],
 )
-def _prefill(
+def prefill_attention_kernel(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -22,96 +31,107 @@ def _prefill(
     starts: tl.tensor,
     lengths: tl.tensor,
     offsets: tl.tensor,
-    pages: tl.tensor,
+    page_table: tl.tensor,
     output: tl.tensor,
     skipped: tl.tensor,
     scale: tl.tensor,
-    pages_stride: tl.tensor,
+    page_table_stride: tl.tensor,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """Attend with QUERY_BLOCK tokens of one chunk, for one query head, to all tokens up to themselves.
+
+    Grid: (blocks of QUERY_BLOCK tokens of the longest chunk, HEADS, chunks). Programs behind the end of their chunk return at
+    once. The last blocks of a chunk, which read most, start first.
+
+    queries, output     [T, HEADS, DIM], the tokens of all chunks one after another
+    keys, values        [tokens of the pool, KV, DIM], in the type of the queries or in FP8; the chunks' own tokens are in there
+    slots               int32 [chunks]: the chunk's line of the page table
+    starts, lengths     int32 [chunks]: the tokens in the cache before the chunk, and the chunk's own
+    offsets             int32 [chunks]: the chunk's first token among the step's, of which the first ``skipped`` are no queries
+    page_table          int32 [slots, pages], lines ``page_table_stride`` apart
+    scale               log2(e) / sqrt(DIM)
+    BLOCK               KV tokens of one iteration
+    """
     chunk = tl.program_id(2)
     head = tl.program_id(1)
     length = tl.load(lengths + chunk)
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERY_BLOCK
     if at >= length:
         return
     start = tl.load(starts + chunk)
-    table = pages + tl.load(slots + chunk).to(tl.int64) * pages_stride
+    row_pages = page_table + tl.load(slots + chunk).to(tl.int64) * page_table_stride
     kv_head = head // (HEADS // KV)
-    index = at + tl.arange(0, ROWS)
+    index = at + tl.arange(0, QUERY_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
-    place_of = ((tl.load(offsets + chunk) - skipped + index).to(tl.int64) * HEADS + head) * DIM
+    query_offset = ((tl.load(offsets + chunk) - skipped + index).to(tl.int64) * HEADS + head) * DIM
     used = (index < length)[:, None] & (column < DIM)[None, :]
-    query = tl.load(queries + place_of[:, None] + column[None, :], used, 0.0)
-    mixed = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    total, highest = init_online_softmax(ROWS)
-    end = start + tl.minimum(at + ROWS, length)
+    query = tl.load(queries + query_offset[:, None] + column[None, :], used, 0.0)
+    acc = tl.zeros((QUERY_BLOCK, DIM_BLOCK), tl.float32)
+    l_i, m_i = init_online_softmax(QUERY_BLOCK)
+    end = start + tl.minimum(at + QUERY_BLOCK, length)
     for first in range(0, end, BLOCK):
-        token, seen, place = paged_kv_offsets(first, end, table, kv_head, KV, DIM, PAGE, BLOCK)
-        key = tl.load(keys + place[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
+        token, seen, offset = paged_kv_offsets(first, end, row_pages, kv_head, KV, DIM, PAGE, BLOCK)
+        key = tl.load(keys + offset[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
-        past = seen[None, :] & (token[None, :] <= start + index[:, None])
-        share, kept, total, highest = online_softmax_update(score, past, total, highest, 1)
+        causal = seen[None, :] & (token[None, :] <= start + index[:, None])
+        weight, alpha, l_i, m_i = online_softmax_update(score, causal, l_i, m_i, 1)
         value = tl.load(
-            values + place[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
+            values + offset[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
         )
-        mixed = tl.dot(
-            share.to(query.dtype), value.to(query.dtype), mixed * kept[:, None], input_precision=PRECISION
+        acc = tl.dot(
+            weight.to(query.dtype), value.to(query.dtype), acc * alpha[:, None], input_precision=PRECISION
         )
-    tl.store(output + place_of[:, None] + column[None, :], mixed / total[:, None], used)
+    tl.store(output + query_offset[:, None] + column[None, :], acc / l_i[:, None], used)
 
 
-class Prefill:
-    """Causal attention of chunks of prompts over all that their slots hold up to themselves.
-
-    What a step launches in each of its layers is found out once.
-    """
+class PrefillAttention:
+    """The launch of one step's prefill attention, prepared once and repeated in each layer."""
 
     def __init__(
         self,
         queries: torch.Tensor,
         pool: LayerKV,
         rows: torch.Tensor,
-        pages: torch.Tensor,
+        page_table: torch.Tensor,
         page_size: int,
         *,
-        longest: int,
+        max_chunk_len: int,
         skipped: int,
     ) -> None:
-        """For ``queries`` [T, heads, d] and a ``pool`` of one layer, and such as are like them.
+        """Prepare the launch for ``queries`` [T, heads, d] and the ``pool`` of one layer; those of other layers must be alike.
 
-        ``rows`` int32[4, R] are slots, starts, lengths (``longest`` at most) and first tokens; the latter count ``skipped``
-        tokens that are not among the queries. ``pages`` int32[slots, P] is the page table.
+        ``rows`` int32 [4, chunks] are slots, starts, lengths (at most ``max_chunk_len``) and the offsets of the chunks' first tokens
+        in the step, whose first ``skipped`` tokens are not among the queries. ``page_table`` is int32 [slots, P].
         """
         heads, dim = queries.shape[1:]
         exact = queries.dtype == torch.float32
-        dims = padded_head_dim(dim)
-        small = exact or dims > 128
-        block = 32 if small else 128
-        self._tables = *rows.unbind(), pages
+        dim_block = padded_head_dim(dim)
+        tuning = tuning_for(queries.device)
+        tile = tuning.wide_prefill_tile if exact or dim_block > WIDE_HEAD_DIM else tuning.prefill_tile
+        self._tables = *rows.unbind(), page_table
         self._launch = CachedLaunch(
-            _prefill,
-            (triton.cdiv(longest, block), heads, rows.shape[1]),
-            *(skipped, LOG2_E * dim**-0.5, pages.stride(0)),
+            prefill_attention_kernel,
+            (triton.cdiv(max_chunk_len, tile.queries), heads, rows.shape[1]),
+            *(skipped, LOG2_E * dim**-0.5, page_table.stride(0)),
             HEADS=heads,
             KV=pool[0].shape[1],
             DIM=dim,
-            DIM_BLOCK=dims,
+            DIM_BLOCK=dim_block,
             PAGE=page_size,
-            ROWS=block,
-            BLOCK=32 if small else 64,
+            QUERY_BLOCK=tile.queries,
+            BLOCK=tile.tokens,
             PRECISION="ieee" if exact else "tf32",
-            num_warps=4,
-            num_stages=2 if small else 3,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
 
     def __call__(self, queries: torch.Tensor, pool: LayerKV, output: torch.Tensor) -> None:
-        """Attend with ``queries`` in a layer whose K and V are ``pool``; ``output`` has the shape of the former."""
+        """Attend with ``queries`` to one layer's ``pool``; write the result, of the same shape, to ``output``."""
         self._launch(queries, *pool, *self._tables, output)

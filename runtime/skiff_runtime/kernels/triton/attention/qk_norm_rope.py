@@ -1,4 +1,4 @@
-"""From the product of query, key and value to queries ready to attend, and keys and values in the cache: one launch."""
+"""QK-norm, RoPE and the store into the KV cache, fused into one launch between the QKV product and attention."""
 
 import torch
 import triton
@@ -9,21 +9,19 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
-
-HEADS = 8
-"""Heads of a token that one program works on."""
+from skiff_runtime.kernels.tuning import tuning_for
 
 
 @triton.jit
-def _place(
+def qk_norm_rope_store_kv_kernel(
     qkv: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    table: tl.tensor,
+    cos_sin: tl.tensor,
     positions: tl.tensor,
     slot_mapping: tl.tensor,
-    weights: tl.tensor,
+    norm_weights: tl.tensor,
     eps: tl.tensor,
     qkv_stride: tl.tensor,
     QUERY: tl.constexpr,
@@ -35,76 +33,97 @@ def _place(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Normalize, rotate and store HEADS of one token's heads.
+
+    Grid: (tokens, blocks of HEADS among the QUERY + 2 * KV heads). Components i and i + DIM / 2 of a head rotate together (GPT-NeoX
+    style), so a program holds the two halves of its heads apart. Value heads are copied unchanged. Every result is rounded to the
+    type of the model where the reference, which works step by step, would round it.
+
+    qkv                 [tokens, (QUERY + 2 * KV) * DIM], rows ``qkv_stride`` apart: query heads, then keys, then values
+    queries             [tokens, QUERY, DIM], written
+    keys, values        [tokens of the pool, KV, DIM], written; in the type of qkv or in FP8, which saturates
+    cos_sin             [positions, 2, DIM], in the type of qkv: the cosines and the sines of each angle, which stand there twice
+    positions           int32 [tokens]
+    slot_mapping        int64 [tokens]: the place in the pool; K and V of a token with -1 (padding) go nowhere
+    norm_weights        [2, DIM]: of queries and of keys; not read without NORM
+    eps                 float, of the norm
+    HALF, HALF_BLOCK    DIM / 2, and that rounded up to a power of two
+    """
     launch_dependents(PDL)
-    kind = queries.dtype.element_ty
+    dtype = queries.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, HALF_BLOCK)[None, :]
-    inside = (head < QUERY + 2 * KV) & (column < HALF)
+    used = (head < QUERY + 2 * KV) & (column < HALF)
     if NORM:
-        weight = weights + tl.where(head < QUERY, 0, DIM) + column
-        weight_low = tl.load(weight, inside, 0.0).to(tl.float32)
-        weight_high = tl.load(weight + HALF, inside, 0.0).to(tl.float32)
+        weight = norm_weights + tl.where(head < QUERY, 0, DIM) + column
+        weight_low = tl.load(weight, used, 0.0).to(tl.float32)
+        weight_high = tl.load(weight + HALF, used, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
-    # All that is read is asked for at once: one wait for memory, not four.
-    angle = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
+    # All loads are issued before the first result is used, so that the program waits for memory once and not four times.
+    angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
     location = tl.load(slot_mapping + token).to(tl.int64)
     source = qkv + token * qkv_stride + head * DIM + column
-    low = tl.load(source, inside, 0.0).to(tl.float32)
-    high = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+    low = tl.load(source, used, 0.0).to(tl.float32)
+    high = tl.load(source + HALF, used, 0.0).to(tl.float32)
     cosine = tl.load(angle, column < HALF, 0.0).to(tl.float32)
     sine = tl.load(angle + DIM + HALF, column < HALF, 0.0).to(tl.float32)
     is_value = head >= QUERY + KV
-    turned_low, turned_high = low, high
+    normed_low, normed_high = low, high
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
-        turned_low = (low * scale).to(kind).to(tl.float32) * weight_low
-        turned_high = (high * scale).to(kind).to(tl.float32) * weight_high
-        turned_low = turned_low.to(kind).to(tl.float32)
-        turned_high = turned_high.to(kind).to(tl.float32)
-    first = (turned_low * cosine).to(kind).to(tl.float32) - (turned_high * sine).to(kind).to(tl.float32)
-    second = (turned_high * cosine).to(kind).to(tl.float32) + (turned_low * sine).to(kind).to(tl.float32)
-    low = tl.where(is_value, low, first).to(kind)
-    high = tl.where(is_value, high, second).to(kind)
-    is_query = inside & (head < QUERY)
+        normed_low = (low * scale).to(dtype).to(tl.float32) * weight_low
+        normed_high = (high * scale).to(dtype).to(tl.float32) * weight_high
+        normed_low = normed_low.to(dtype).to(tl.float32)
+        normed_high = normed_high.to(dtype).to(tl.float32)
+    rotated_low = (normed_low * cosine).to(dtype).to(tl.float32) - (normed_high * sine).to(dtype).to(
+        tl.float32
+    )
+    rotated_high = (normed_high * cosine).to(dtype).to(tl.float32) + (normed_low * sine).to(dtype).to(
+        tl.float32
+    )
+    low = tl.where(is_value, low, rotated_low).to(dtype)
+    high = tl.where(is_value, high, rotated_high).to(dtype)
+    is_query = used & (head < QUERY)
     target = queries + token * (QUERY * DIM) + head * DIM + column
     tl.store(target, low, is_query)
     tl.store(target + HALF, high, is_query)
-    is_kept = inside & (location >= 0)
-    place = location * (KV * DIM) + column
-    target = keys + place + (head - QUERY) * DIM
-    is_key = is_kept & (head >= QUERY) & (head < QUERY + KV)
+    is_stored = used & (location >= 0)
+    offset = location * (KV * DIM) + column
+    target = keys + offset + (head - QUERY) * DIM
+    is_key = is_stored & (head >= QUERY) & (head < QUERY + KV)
     tl.store(target, low.to(keys.dtype.element_ty), is_key)
     tl.store(target + HALF, high.to(keys.dtype.element_ty), is_key)
-    target = values + place + (head - QUERY - KV) * DIM
-    tl.store(target, low.to(values.dtype.element_ty), is_kept & is_value)
-    tl.store(target + HALF, high.to(values.dtype.element_ty), is_kept & is_value)
+    target = values + offset + (head - QUERY - KV) * DIM
+    tl.store(target, low.to(values.dtype.element_ty), is_stored & is_value)
+    tl.store(target + HALF, high.to(values.dtype.element_ty), is_stored & is_value)
 
 
 def qk_norm_rope_store_kv(
     qkv: torch.Tensor,
-    table: torch.Tensor,
+    cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    weights: torch.Tensor | None,
+    norm_weights: torch.Tensor | None,
     eps: float,
     pool: tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """As ``kernels.heads.qk_norm_rope_store_kv``; a token with a location below 0 leaves nothing in the pool."""
+    """Do what ``kernels.qk_norm_rope.qk_norm_rope_store_kv`` does; tokens whose slot mapping is negative are not stored."""
     tokens = qkv.shape[0]
     kv, dim = pool[0].shape[1:]
     query = qkv.shape[1] // dim - 2 * kv
+    heads = tuning_for(qkv.device).qk_norm_rope_heads
     queries = torch.empty((tokens, query, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        _place[(tokens, triton.cdiv(query + 2 * kv, HEADS))](
+        qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(query + 2 * kv, heads))](
             qkv,
             queries,
             pool[0],
             pool[1],
-            table,
+            cos_sin,
             positions,
             slot_mapping,
-            qkv if weights is None else weights,
+            qkv if norm_weights is None else norm_weights,
             eps,
             qkv.stride(0),
             QUERY=query,
@@ -112,8 +131,8 @@ def qk_norm_rope_store_kv(
             DIM=dim,
             HALF=dim // 2,
             HALF_BLOCK=triton.next_power_of_2(dim // 2),
-            HEADS=HEADS,
-            NORM=weights is not None,
+            HEADS=heads,
+            NORM=norm_weights is not None,
             num_warps=2,
             **pdl_options(qkv.device),
         )

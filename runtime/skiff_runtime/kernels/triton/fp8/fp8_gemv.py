@@ -1,38 +1,32 @@
-"""The product of one token with a matrix in e4m3, as ``gemv`` is for matrices in the model's type.
+"""FP8 GEMV: the product of one token with an FP8 weight, nearly as fast as the weight can be read.
 
-What is to be done with a number must take less time than to read it, so eight at a time are widened to float16,
-multiplied with activations in float16, and added up there, two by two; such sums are added in float32.
+Like ``triton.linear.gemv``, with one more problem: reading a byte takes so little time that what is done with it counts. So eight
+weights at a time are dequantized to float16, multiplied by float16 activations and added up in fours there; these sums are added in
+float32. To dequantize each weight to float32 by itself takes three instructions, and 29.6 µs instead of 23.5 for 5120 x 17408 on an
+H200.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.e4m3 import Matrix, QuantizedActivations
+from skiff_runtime.kernels.fp8 import FP8Weight, QuantizedActivations
 from skiff_runtime.kernels.triton.fp8.dequantize import dot_fp8x8, supports_fp8_ptx
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
     pdl_options,
     wait_for_dependencies,
 )
+from skiff_runtime.kernels.tuning import FP8GemvTile, tuning_for
 
 EIGHT: Final = tl.constexpr(8)
-LONG: Final = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How much of a pair of rows one program works on at a time."""
-
-    columns: int
-    warps: int = 1
+"""FP8 numbers in an int64, in which they are loaded."""
 
 
 @triton.jit
-def _one_token(
+def fp8_gemv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     x_scale: tl.tensor,
@@ -43,75 +37,94 @@ def _one_token(
     outputs: tl.tensor,
     INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Multiply one token with two adjacent rows of the weight, COLUMNS columns at a time.
+
+    Grid: (pairs of rows). The first columns of the weight, which no kernel writes, are loaded before the kernel ahead has ended.
+
+    x                   float16 [INPUTS]: FP8 values divided by ``FP16_DOWNSCALE``
+    weight              FP8 [outputs, INPUTS], rows ``weight_stride`` apart; INPUTS is a multiple of 8
+    x_scale             float32 [1]
+    scales              float32 [outputs]
+    bias                [outputs]; not read without HAS_BIAS
+    output              [outputs], written, in the type of the model
+    """
     launch_dependents(PDL)
     EIGHTS: tl.constexpr = INPUTS // EIGHT
     RUN: tl.constexpr = COLUMNS // EIGHT
     row = tl.program_id(0) * 2
     other = tl.minimum(row + 1, outputs - 1)
-    given = x.to(tl.pointer_type(tl.int64))
+    x = x.to(tl.pointer_type(tl.int64))
     source = (weight + row.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
-    beside = (weight + other.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
+    other_source = (weight + other.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
     run = tl.arange(0, RUN)
     inside = run < EIGHTS
-    ahead = tl.load(source + run, inside, 0)
-    ahead_beside = tl.load(beside + run, inside, 0)
+    first_weights = tl.load(source + run, inside, 0)
+    other_first_weights = tl.load(other_source + run, inside, 0)
     wait_for_dependencies(PDL)
-    some, more = tl.load(given + 2 * run, inside, 0), tl.load(given + 2 * run + 1, inside, 0)
-    total = dot_fp8x8(ahead, some, more, USE_PTX)
-    total_beside = dot_fp8x8(ahead_beside, some, more, USE_PTX)
+    x_low, x_high = tl.load(x + 2 * run, inside, 0), tl.load(x + 2 * run + 1, inside, 0)
+    acc = dot_fp8x8(first_weights, x_low, x_high, USE_PTX)
+    other_acc = dot_fp8x8(other_first_weights, x_low, x_high, USE_PTX)
     for first in range(RUN, EIGHTS, RUN):
-        place = first + run
-        inside = place < EIGHTS
-        some, more = tl.load(given + 2 * place, inside, 0), tl.load(given + 2 * place + 1, inside, 0)
-        total += dot_fp8x8(tl.load(source + place, inside, 0), some, more, USE_PTX)
-        total_beside += dot_fp8x8(tl.load(beside + place, inside, 0), some, more, USE_PTX)
+        at = first + run
+        inside = at < EIGHTS
+        x_low, x_high = tl.load(x + 2 * at, inside, 0), tl.load(x + 2 * at + 1, inside, 0)
+        acc += dot_fp8x8(tl.load(source + at, inside, 0), x_low, x_high, USE_PTX)
+        other_acc += dot_fp8x8(tl.load(other_source + at, inside, 0), x_low, x_high, USE_PTX)
     scale = tl.load(x_scale)
-    _finish(total, scale, scales, bias, output, row, outputs, BIASED)
-    _finish(total_beside, scale, scales, bias, output, row + 1, outputs, BIASED)
+    _store_output(acc, scale, scales, bias, output, row, outputs, HAS_BIAS)
+    _store_output(other_acc, scale, scales, bias, output, row + 1, outputs, HAS_BIAS)
 
 
 @triton.jit
-def _finish(
-    total: tl.tensor,
+def _store_output(
+    acc: tl.tensor,
     scale: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
     output: tl.tensor,
     row: tl.tensor,
     outputs: tl.tensor,
-    BIASED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ) -> None:
+    """Add up one row's sums, scale them, add the bias and store the output, if there is such a row."""
     inside = row < outputs
-    product = tl.sum(total, 0) * (scale * tl.load(scales + row, inside, 0.0))
-    if BIASED:
+    product = tl.sum(acc, 0) * (scale * tl.load(scales + row, inside, 0.0))
+    if HAS_BIAS:
         product += tl.load(bias + row, inside, 0.0).to(tl.float32)
     tl.store(output + row, product.to(output.dtype.element_ty), inside)
 
 
-def tile_of(inputs: int) -> Tile:
-    """The tile that was fastest on an H200, or nearly."""
-    return Tile(2048, warps=2) if inputs > LONG else Tile(1024)
-
-
-def short_gemv(
-    x: QuantizedActivations, weight: Matrix, bias: torch.Tensor | None = None, *, tile: Tile | None = None
+def fp8_gemv(
+    x: QuantizedActivations,
+    weight: FP8Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: FP8GemvTile | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs] in float16 (``QuantizedActivations`` says how) times weight [outputs, inputs], plus bias [outputs]; [1, outputs]."""
+    """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
+
+    The values of ``x`` are those of a single token: float16, see ``QuantizedActivations``. ``tile`` replaces the tuned one.
+    """
     outputs, inputs = weight.values.shape
-    tile = tile or tile_of(inputs)
+    tile = tile or _choose_tile(inputs, x.values.device)
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.values.device)
-    _one_token[(triton.cdiv(outputs, 2),)](
+    fp8_gemv_kernel[(triton.cdiv(outputs, 2),)](
         *(x.values, weight.values, x.scales, weight.scales, weight.scales if bias is None else bias),
         *(output, weight.values.stride(0), outputs),
         INPUTS=inputs,
         COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
-        BIASED=bias is not None,
+        HAS_BIAS=bias is not None,
         USE_PTX=supports_fp8_ptx(x.values.device),
         num_warps=tile.warps,
         **pdl_options(x.values.device),
     )
     return output
+
+
+def _choose_tile(inputs: int, device: torch.device) -> FP8GemvTile:
+    tuning = tuning_for(device).fp8_gemv
+    return tuning.tile if inputs <= tuning.short_inputs else tuning.long_tile

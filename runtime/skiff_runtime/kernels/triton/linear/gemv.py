@@ -1,13 +1,11 @@
-"""The product of one token with a matrix, as fast as the matrix can be read.
+"""GEMV: the product of one token with a weight, as fast as the weight can be read.
 
-A program multiplies one or two rows of the matrix in runs of columns, and sums in float32: many programs read at
-a time, and every byte of the matrix is read once, the first ones before the activations are there. Rows are not made
-one block of two dimensions, for which Triton would pass the activations through shared memory. For two tokens and more,
-the GPU's library is within a few percent of the rate of copies.
+A program multiplies one row of the weight, or two adjacent ones, in runs of columns and adds up in float32. Many programs read at a
+time, every byte of the weight is read once, and the first run of it is loaded before the kernel ahead has ended. The two rows are kept
+as two vectors: as one block of two dimensions, Triton would pass the activations through shared memory.
+
+From two tokens on, the GPU's library reads weights at nearly the rate of copies.
 """
-
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 import triton
@@ -18,22 +16,11 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
-
-MAX_OUTPUTS: Final = 65536
-"""Beyond (output heads), the library reads as fast as we do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program works on at a time: one row, or a pair of them."""
-
-    columns: int
-    pair: bool = False
-    warps: int = 4
+from skiff_runtime.kernels.tuning import GemvTile, tuning_for
 
 
 @triton.jit
-def _one_token(
+def gemv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -43,50 +30,52 @@ def _one_token(
     INPUTS: tl.constexpr,
     PAIR: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Multiply one token with one row of the weight, or with two adjacent ones.
+
+    Grid: (rows of the weight, or with PAIR pairs of them).
+
+    x                   [INPUTS], contiguous
+    weight              [outputs, INPUTS], rows ``weight_stride`` apart
+    bias                [outputs]; not read without HAS_BIAS
+    output              [outputs], written
+    COLUMNS             columns of one iteration
+    """
     launch_dependents(PDL)
     row = tl.program_id(0) * 2 if PAIR else tl.program_id(0)
     other = tl.minimum(row + 1, outputs - 1)
     run = tl.arange(0, COLUMNS)
     inside = run < INPUTS
     source = weight + row.to(tl.int64) * weight_stride
-    beside = weight + other.to(tl.int64) * weight_stride
-    ahead = tl.load(source + run, inside, 0.0).to(tl.float32)
-    added = tl.load(bias + row).to(tl.float32) if BIASED else 0.0
+    other_source = weight + other.to(tl.int64) * weight_stride
+    first_weights = tl.load(source + run, inside, 0.0).to(tl.float32)
+    added = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     if PAIR:
-        ahead_beside = tl.load(beside + run, inside, 0.0).to(tl.float32)
-        added_beside = tl.load(bias + other).to(tl.float32) if BIASED else 0.0
+        other_first_weights = tl.load(other_source + run, inside, 0.0).to(tl.float32)
+        other_added = tl.load(bias + other).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_dependencies(PDL)
-    given = tl.load(x + run, inside, 0.0).to(tl.float32)
-    total = given * ahead
+    x_values = tl.load(x + run, inside, 0.0).to(tl.float32)
+    acc = x_values * first_weights
     if PAIR:
-        total_beside = given * ahead_beside
+        other_acc = x_values * other_first_weights
     for first in range(COLUMNS, INPUTS, COLUMNS):
         column = first + run
         inside = column < INPUTS
-        given = tl.load(x + column, inside, 0.0).to(tl.float32)
-        total += given * tl.load(source + column, inside, 0.0).to(tl.float32)
+        x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
+        acc += x_values * tl.load(source + column, inside, 0.0).to(tl.float32)
         if PAIR:
-            total_beside += given * tl.load(beside + column, inside, 0.0).to(tl.float32)
-    kind = output.dtype.element_ty
-    tl.store(output + row, (tl.sum(total, 0) + added).to(kind))
+            other_acc += x_values * tl.load(other_source + column, inside, 0.0).to(tl.float32)
+    dtype = output.dtype.element_ty
+    tl.store(output + row, (tl.sum(acc, 0) + added).to(dtype))
     if PAIR:
-        tl.store(output + row + 1, (tl.sum(total_beside, 0) + added_beside).to(kind), row + 1 < outputs)
+        tl.store(output + row + 1, (tl.sum(other_acc, 0) + other_added).to(dtype), row + 1 < outputs)
 
 
-def pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``gemv`` was faster than the library's product on an H200."""
-    return x.shape[0] == 1 and weight.shape[0] <= MAX_OUTPUTS
-
-
-def tile_of(weight: torch.Tensor) -> Tile:
-    """The tile that was fastest on an H200, or nearly."""
-    inputs = weight.shape[1]
-    if inputs <= 2048 or inputs > 16384:
-        return Tile(columns=1024, pair=True)
-    return Tile(columns=2048 if inputs % 2048 == 0 else 1024)
+def is_profitable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether ``gemv`` is faster at this product than the library."""
+    return x.shape[0] == 1 and weight.shape[0] <= tuning_for(x.device).gemv.max_outputs
 
 
 def gemv(
@@ -94,13 +83,13 @@ def gemv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tile: Tile | None = None,
+    tile: GemvTile | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs] times weight [outputs, inputs], plus bias [outputs]; [1, outputs]."""
+    """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs]. ``tile`` replaces the tuned one."""
     inputs, outputs = x.shape[1], weight.shape[0]
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    tile = tile or tile_of(weight)
-    _one_token[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
+    tile = tile or _choose_tile(weight)
+    gemv_kernel[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -110,8 +99,16 @@ def gemv(
         INPUTS=inputs,
         PAIR=tile.pair,
         COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
-        BIASED=bias is not None,
+        HAS_BIAS=bias is not None,
         num_warps=tile.warps,
         **pdl_options(x.device),
     )
     return output
+
+
+def _choose_tile(weight: torch.Tensor) -> GemvTile:
+    tuning, inputs = tuning_for(weight.device).gemv, weight.shape[1]
+    if inputs <= tuning.short_inputs or inputs > tuning.long_inputs:
+        return tuning.edge_tile
+    # Half a run at the end of each row would be loaded for nothing.
+    return tuning.tile if inputs % tuning.tile.columns == 0 else tuning.uneven_tile

@@ -1,4 +1,4 @@
-"""RMS normalization of rows, with or without the sum before it."""
+"""RMSNorm of rows, with or without the addition of a residual before it."""
 
 import torch
 import triton
@@ -23,9 +23,21 @@ def rms_norm_kernel(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUM: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Normalize one row, held in registers; with ADD, after adding the residual.
+
+    Grid: (rows). The weight, which no kernel writes, is loaded before the kernel ahead has ended. The normalized row is rounded to the
+    type of the model before it is multiplied by the weight, as the reference rounds it.
+
+    x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; the residual is not read without ADD
+    weight              [WIDTH]
+    normed              [rows, WIDTH], written
+    total               [rows, WIDTH], written with ADD: the sum, in the type of the model
+    eps                 float
+    BLOCK               WIDTH rounded up to a power of two
+    """
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -33,7 +45,7 @@ def rms_norm_kernel(
     weights = tl.load(weight + columns, inside, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
     value = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
-    if SUM:
+    if ADD:
         value += tl.load(residual + row * residual_stride + columns, inside, 0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * WIDTH + columns, rounded, inside)
@@ -44,18 +56,18 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As ``kernels.norm.rms_norm`` of x [T, n] with a weight [n]."""
+    """Do what ``kernels.rms_norm.rms_norm`` does, for x [T, n] and a weight [n]."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, normed, normed, eps, summed=False)
+    _launch(x, x, weight, normed, normed, eps, add=False)
     return normed
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``kernels.norm.add_rms_norm``."""
+    """Do what ``kernels.rms_norm.add_rms_norm`` does."""
     normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, residual, weight, normed, total, eps, summed=True)
+    _launch(x, residual, weight, normed, total, eps, add=True)
     return normed, total
 
 
@@ -67,7 +79,7 @@ def _launch(
     total: torch.Tensor,
     eps: float,
     *,
-    summed: bool,
+    add: bool,
 ) -> None:
     rows, width = x.shape
     if rows == 0:
@@ -84,7 +96,7 @@ def _launch(
         eps,
         WIDTH=width,
         BLOCK=block,
-        SUM=summed,
+        ADD=add,
         num_warps=min(16, max(1, block // 512)),
         **pdl_options(x.device),
     )

@@ -1,4 +1,6 @@
-"""Gated activations."""
+"""SwiGLU's product: silu of the gates times the factors."""
+
+from typing import Final
 
 import torch
 import triton
@@ -10,7 +12,8 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     wait_for_dependencies,
 )
 
-BLOCK = 1024
+BLOCK: Final = 1024
+"""Elements of a row that one program computes; not compared with others."""
 
 
 @triton.jit
@@ -22,27 +25,34 @@ def silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Compute one block of one row.
+
+    Grid: (rows, blocks of BLOCK elements).
+
+    gate_up             [rows, 2 * WIDTH], rows ``stride`` apart: gates, then the factors
+    output              [rows, WIDTH], written
+    """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = silu_mul(gate_up + row * stride, columns, WIDTH)
+    value = load_silu_and_mul(gate_up + row * stride, columns, WIDTH)
     tl.store(output + row * WIDTH + columns, value, columns < WIDTH)
 
 
 @triton.jit
-def silu_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Of some columns of a row that holds ``WIDTH`` gates and as many numbers beside them, in the row's type; 0 beyond."""
+def load_silu_and_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return the product at ``columns`` of a row of WIDTH gates and as many factors, in the row's type; 0 from WIDTH on."""
     inside = columns < WIDTH
-    kind = row.dtype.element_ty
+    dtype = row.dtype.element_ty
     gate = tl.load(row + columns, inside, 0.0).to(tl.float32)
     up = tl.load(row + WIDTH + columns, inside, 0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return (active * up).to(kind)
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (active * up).to(dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As ``kernels.activation.silu_and_mul``."""
+    """Do what ``kernels.activation.silu_and_mul`` does."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:

@@ -1,19 +1,22 @@
-"""Keys by which Triton finds what is compiled, made the same in every process.
+"""Triton's cache keys of all kernels, computed in one order, so that every process finds what another compiled.
 
-A function's key holds the constants of functions that it calls, but only of those whose own keys were asked for before (Triton
-3.6). So whatever was launched first, in the process that compiled and in this one, would decide what is found.
+A kernel's key contains the constants of the functions that it calls, but only of those whose own keys were computed before (Triton
+3.6). So the first kernel to be launched, in the process that compiled and in the one that starts, would decide which keys are found.
 """
 
 from importlib import import_module
 from pkgutil import walk_packages
 
-from skiff_runtime.kernels import triton as fused
+from skiff_runtime.kernels import triton
 from skiff_runtime.kernels.triton_internals import JITFunction
 
 
 def compute_cache_keys() -> dict[str, str]:
-    """Ask for the keys of all functions here, in one order; before anything is launched. Tell them."""
-    names = sorted(each.name for each in walk_packages(fused.__path__, f"{fused.__name__}."))
+    """Compute the keys of all Triton functions in the order of their modules' names; return them by qualified name.
+
+    Must run before anything is launched.
+    """
+    names = sorted(each.name for each in walk_packages(triton.__path__, f"{triton.__name__}."))
     modules = [import_module(name) for name in names]
     return {
         f"{module.__name__}.{name}": value.cache_key

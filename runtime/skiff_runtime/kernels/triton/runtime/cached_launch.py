@@ -1,5 +1,8 @@
-"""Launches of one kernel time after time, with less work for the host than Triton's own way, which looks at every
-argument each time to choose among what it has compiled."""
+"""Repeated launches of one kernel with less work for the host.
+
+Triton looks at every argument of every launch to choose among the variants that it has compiled. Attention in
+steps with prompts is not captured in a CUDA graph; there that was a tenth of the engine thread's work for Qwen3-0.6B.
+"""
 
 from typing import Any, Final
 
@@ -7,34 +10,35 @@ import torch
 import triton
 
 ALIGNMENT: Final = 16
-"""Bytes; a kernel compiled for tensors that begin at a multiple of it cannot take others."""
+"""Bytes. Triton compiles a variant for tensors whose addresses are multiples of it, and that variant cannot take others."""
 
 Grid = tuple[int, int, int]
 LayerKV = tuple[torch.Tensor, torch.Tensor]
-"""K and V of a layer, each [tokens of the pool, kv_heads, d]."""
+"""K and V of one layer's pool, each [tokens of the pool, kv_heads, d]."""
 
 
 class CachedLaunch:
-    """A kernel with all that stays: its ``numbers``, and its ``options``, which are constants, warps and the like.
+    """A kernel with its grid, its numbers and its options; a call adds the tensors.
 
-    What is compiled at the first launch is launched directly from then on, with tensors of the same types that begin at
-    such places as the first ones did. A kernel's parameters are tensors, numbers and constants, in this order.
+    The parameters of the kernel must be tensors, numbers and constexprs, in this order. The first call launches through Triton and keeps
+    the compiled kernel; later calls launch that directly, if their tensors are aligned like the first ones. Their types must be the same.
     """
 
     def __init__(self, kernel: triton.JITFunction, grid: Grid, *numbers: float, **options: Any) -> None:
+        """``options`` are the constexprs and launch options such as ``num_warps``, by name."""
         self._kernel = kernel
         self._grid = grid
         self._numbers = numbers
         self._options = options
-        self._constants = tuple(options[name] for name in kernel.arg_names if name in options)
+        self._constexprs = tuple(options[name] for name in kernel.arg_names if name in options)
         self._compiled: Any = None
-        self._places: list[bool] = []
+        self._aligned: list[bool] = []
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        places = [each.data_ptr() % ALIGNMENT == 0 for each in tensors]
-        if self._compiled is not None and places == self._places:
-            self._compiled[self._grid](*tensors, *self._numbers, *self._constants)
+        aligned = [each.data_ptr() % ALIGNMENT == 0 for each in tensors]
+        if self._compiled is not None and aligned == self._aligned:
+            self._compiled[self._grid](*tensors, *self._numbers, *self._constexprs)
             return
-        # None where kernels are interpreted.
+        # Triton's interpreter returns None: there, every launch takes this way.
         self._compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        self._places = places
+        self._aligned = aligned

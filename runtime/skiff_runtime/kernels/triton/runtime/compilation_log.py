@@ -1,4 +1,4 @@
-"""Kernels that Triton compiles, in the log: ahead of a start they are its progress, in a start they are what was not prebuilt."""
+"""Log events for kernels that Triton compiles: the progress of ``skiff prebuild``, and at a start, what was not prebuilt."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from skiff_runtime.kernels.triton_internals import knobs
 
 
 def log_compilations() -> None:
-    """From now on, log each kernel that is compiled because it is in no cache."""
+    """Log each kernel that is compiled from now on because no cache contains it."""
     knobs.compilation.listener = _log
 
 

@@ -1,0 +1,368 @@
+"""Tuned numbers of the GPU kernels, and of the thresholds that choose between them, keyed by device.
+
+Each number stands beside the measurement that chose it. Unless a comment says otherwise, a measurement was made on one
+NVIDIA H200 with Triton 3.6, in a CUDA graph, over inputs that no cache holds. ``skiff tune`` measures the candidates on
+the GPU at hand and prints an entry for ``TUNINGS``.
+
+The key is the compute capability and not the name of the GPU: ``skiff prebuild`` compiles kernels on machines that have
+no GPU, where the capability is all that is known, and a start must find exactly what was compiled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+WIDE_HEAD_DIM: Final = 128
+"""Heads with more dimensions than this take smaller attention tiles: the usual ones exceed the shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """The KV tokens of one loop iteration, the warps of a program and the stages of its software pipeline."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAttentionTuning:
+    """Numbers of ``triton.attention.decode_attention``."""
+
+    target_programs: int
+    """The programs of a launch, from which the number of splits of each row follows."""
+    max_splits: int
+    min_split_tokens: int
+    """The tokens of the longest possible context that justify one more split."""
+    max_group_heads: int
+    """The query heads of one KV head that read a shared prefix together."""
+    few_group_heads: int
+    """Groups of at most this many query heads take a smaller tile."""
+    few_rows: int
+    few_splits: int
+    """A launch with more than ``few_rows`` rows in at most ``few_splits`` splits takes ``throughput_tile``."""
+    throughput_tile: AttentionTile
+    latency_tile: AttentionTile
+    fp8_latency_tile: AttentionTile
+    wide_tile: AttentionTile
+    """For heads of more than ``WIDE_HEAD_DIM`` dimensions."""
+    prefix_tile: AttentionTile
+    wide_prefix_tile: AttentionTile
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttentionTile:
+    """The query tokens of a program, and what an ``AttentionTile`` has."""
+
+    queries: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """The columns of one loop iteration, for one row of the weight or for two adjacent ones, and the warps."""
+
+    columns: int
+    pair: bool = False
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemvTuning:
+    """Numbers of ``triton.linear.gemv``."""
+
+    max_outputs: int
+    """Weights with more rows (output heads) are left to the library."""
+    short_inputs: int
+    long_inputs: int
+    edge_tile: GemvTile
+    """For weights of at most ``short_inputs`` or more than ``long_inputs`` columns."""
+    tile: GemvTile
+    """For those between, where its columns divide the weight's."""
+    uneven_tile: GemvTile
+    """For those between, where they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class FP8GemvTile:
+    """The columns of one loop iteration, for two adjacent rows of the weight, and the warps."""
+
+    columns: int
+    warps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8GemvTuning:
+    """Numbers of ``triton.fp8.fp8_gemv``."""
+
+    short_inputs: int
+    tile: FP8GemvTile
+    """For weights of at most ``short_inputs`` columns."""
+    long_tile: FP8GemvTile
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKTile:
+    """The inputs of one loop iteration, the stages of its pipeline, the programs of a launch and their warps.
+
+    ``programs`` None is one for each multiprocessor.
+    """
+
+    inputs: int
+    stages: int
+    programs: int | None = None
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKRule:
+    """A tile for products of at most ``max_tokens`` tokens and, where given, at most ``max_inputs`` inputs."""
+
+    max_tokens: int
+    max_inputs: int | None
+    tile: StreamKTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKTuning:
+    """Numbers of ``triton.fp8.stream_k_gemm``."""
+
+    max_tokens: int
+    """The library's product is faster with more tokens than this."""
+    max_tokens_of_tall: int
+    """The same for weights with more than twice as many inputs as outputs, of which the library makes few tiles."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKTopPTuning:
+    """Numbers of ``triton.sampling.top_k_top_p``."""
+
+    chunk: int
+    """The logits of a row that one iteration of a program counts and sums up."""
+    block: int
+    """The logits of a chunk that are in registers at a time."""
+    max_programs: int
+    """The programs of a launch: more fill the GPU no better and take longer to start for rows without a search."""
+    min_programs_of_row: int
+    max_candidates: int
+    """The logits of a row that are gathered; where more are left by the first pass, the whole row is searched again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixTuning:
+    """Thresholds from which ``engine.shared_prefix`` reads a prefix once for several rows."""
+
+    min_rows: int
+    """The smallest step that is captured with shared prefixes."""
+    min_saved_tokens: int
+    min_saved_fraction: float
+    """The reads of KV tokens that a step must save: this many, and this fraction of all."""
+    min_split_tokens: int
+    """The tokens of a prefix that justify one more split."""
+    long_tokens: int
+    long_fraction: float
+    long_means: int
+    """A row is split like a shared prefix where it reads at least ``long_tokens`` alone, ``long_fraction`` of all tokens, and
+    ``long_means`` times the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChoiceTuning:
+    """Numbers by which steps with prompts choose between FlashInfer's prefill and ``triton.attention.prefill_attention``.
+
+    FlashInfer's takes the host longer to launch, and the GPU less time where there are many tokens.
+    """
+
+    launch_seconds: float
+    """Host time for one layer of a step with prompts, most of it FlashInfer's launch."""
+    bytes_per_second: float
+    """The rate at which weights are read."""
+    flops_per_second: float
+    """The rate of products with two-byte weights; those with one-byte weights have twice that."""
+    max_tokens: int
+    """With more tokens our kernel loses more time on the GPU than it saves on the host."""
+    long_context: int
+    """From this many tokens of context on, attention is slow on the GPU whatever the number of queries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """All tuned numbers of one kind of GPU."""
+
+    measured_on: str
+    decode_attention: DecodeAttentionTuning
+    prefill_tile: PrefillAttentionTile
+    wide_prefill_tile: PrefillAttentionTile
+    """For heads of more than ``WIDE_HEAD_DIM`` dimensions, and for float32."""
+    qk_norm_rope_heads: int
+    """The heads of a token that one program normalizes, rotates and stores."""
+    gemv: GemvTuning
+    fp8_gemv: FP8GemvTuning
+    stream_k: StreamKTuning
+    single_row_chunk: int
+    single_row_warps: int
+    """The elements of a single row that one program of ``silu_and_mul_quantize`` takes, and its warps."""
+    sampling_block: int
+    sampling_warps: int
+    """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
+    top_k_top_p: TopKTopPTuning
+    shared_prefix: SharedPrefixTuning
+    prefill_choice: PrefillChoiceTuning
+
+
+HOPPER: Final = Tuning(
+    measured_on="NVIDIA H200",
+    decode_attention=DecodeAttentionTuning(
+        # µs a layer by splits, longest contexts first, merge included: 40/8 heads, 137 rows of 100 to 1,700 tokens: 128.9 with
+        # one, 136.4 with two, 138.8 with three; 48 rows: 56.4 with two, 59.6 with six; 16 rows: 24.3 with three or six, 26.2
+        # with sixteen. 700 programs are the best, or within 3% of it, for 16 to 160 rows; 2,200 were used before.
+        target_programs=700,
+        # With 64 splits instead of 16 (--max-model-len 131072) a step of Llama-3.1-8B at batch 1 takes 4.00 instead of 3.99 ms.
+        max_splits=64,
+        # One row of 450 tokens: 16 splits 1.206 ms a step of eight layers of Llama-3.1-8B, 8 splits 1.206, 4 splits 1.216.
+        min_split_tokens=256,
+        # µs a layer over 256 rows that share 2,048 tokens and have 192 of their own, by the query heads of a tile, 32/8 heads:
+        # 16 groups of 16 rows: 16 heads 169, 32 170, 64 140, 128 173; 1 group of 256: 161, 163, 133.
+        max_group_heads=64,
+        # The same with 64 groups of 4 rows: 16 heads 207, 32 233, 64 252.
+        few_group_heads=16,
+        few_rows=4,
+        few_splits=4,
+        # 16/8, 32/8 and 40/8 heads, 256 rows of 100 to 2,048 tokens: the best of ten tiles, 4.2 TB/s; 64 tokens by 2 or 4 warps
+        # are 2% to 5% behind, 8 warps 7%. FP8, 256 rows: 96.7 µs, 64 by 2 98.1, 128 by 8 129.5.
+        throughput_tile=AttentionTile(tokens=128, warps=4, stages=3),
+        # Chosen by whole steps of batch 1 (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230. 64 tokens by
+        # 2 warps in 3 stages is faster by itself (5.1 instead of 5.4 µs) and slower in a step (1.206; 1.271), because its
+        # 96 KiB of shared memory are not free beside the kernel ahead.
+        latency_tile=AttentionTile(tokens=64, warps=4, stages=2),
+        # FP8 cache, 40/8 heads, 32 rows of 600 to 2,000 tokens: 34.9 µs, 128 tokens by 4 warps 36.8; one row: 4.7 and 5.4.
+        fp8_latency_tile=AttentionTile(tokens=64, warps=2, stages=3),
+        # Not compared with others: the largest that fit.
+        wide_tile=AttentionTile(tokens=32, warps=4, stages=3),
+        # The fastest tile for each number of query heads in the table of max_group_heads.
+        prefix_tile=AttentionTile(tokens=64, warps=4, stages=3),
+        wide_prefix_tile=AttentionTile(tokens=32, warps=4, stages=2),
+    ),
+    # Not compared with others since FlashInfer's kernels took long prompts over.
+    prefill_tile=PrefillAttentionTile(queries=128, tokens=64, warps=4, stages=3),
+    wide_prefill_tile=PrefillAttentionTile(queries=32, tokens=32, warps=4, stages=2),
+    # µs by 4, 8, 16, 32 heads: 40/8 heads, 16,384 tokens: 279, 143, 144, 184; 256 rows: 5.4, 3.9, 4.0 (not measured with 32).
+    qk_norm_rope_heads=8,
+    gemv=GemvTuning(
+        # 151,936 outputs: the library reads at the rate of copies, too.
+        max_outputs=65536,
+        short_inputs=2048,
+        long_inputs=16384,
+        # µs, cuBLAS and ours: 1024 x 2048 12.7, 3.0; 6144 x 1024 5.9, 4.9; 5120 x 17408 49.8, 42.5.
+        edge_tile=GemvTile(columns=1024, pair=True),
+        # µs for the products of a layer of Llama-3.1-8B: 105.2; 1,024 columns by 2 or 1 warps 107.3, 107.8; 512 by one 108.4;
+        # pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
+        tile=GemvTile(columns=2048),
+        uneven_tile=GemvTile(columns=1024),
+    ),
+    fp8_gemv=FP8GemvTuning(
+        short_inputs=8192,
+        # µs, columns and warps 512, 1; 1,024, 1; 1,024, 2; 2,048, 2: 7168 x 5120 11.8, 10.7, 11.2, 11.4; 34816 x 5120 44.4, 42.2,
+        # 42.8, 43.4. Single rows instead of pairs take 10% to 25% longer.
+        tile=FP8GemvTile(columns=1024, warps=1),
+        # The same: 5120 x 17408 31.1, 27.4, 30.6, 23.5; 4096 x 14336 19.5, 20.3, -, 17.2.
+        long_tile=FP8GemvTile(columns=2048, warps=2),
+    ),
+    stream_k=StreamKTuning(
+        # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9; 96 135.9,
+        # 138.7.
+        max_tokens=64,
+        # 5120 x 17408 with 128 tokens: 50.1, 37.6. With 192 and 256 tokens ours takes 22% to 40% longer.
+        max_tokens_of_tall=128,
+        # The best of those tried. Two or three programs a multiprocessor take 2% to 3% longer; loads by TMA take as long up to 64
+        # tokens and up to 14% less with 128.
+        rules=(
+            StreamKRule(16, None, StreamKTile(inputs=512, stages=4)),
+            StreamKRule(64, 4095, StreamKTile(inputs=512, stages=3)),
+            StreamKRule(16, None, StreamKTile(inputs=256, stages=8)),
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=7)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(128, None, StreamKTile(inputs=256, stages=4)),
+            StreamKRule(128, None, StreamKTile(inputs=128, stages=6)),
+        ),
+    ),
+    # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were not compared.
+    single_row_chunk=1024,
+    single_row_warps=4,
+    # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67; 4,096, 8 71;
+    # 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few rows.
+    sampling_block=2048,
+    sampling_warps=4,
+    top_k_top_p=TopKTopPTuning(
+        # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of 1,024 by 4 warps
+        # 25, 298 where 2,048 by 8 take 21, 361.
+        chunk=8192,
+        block=1024,
+        # µs of a step in which no row requests either, 1 and 256 rows: 3.1, 6.7.
+        max_programs=1024,
+        min_programs_of_row=4,
+        max_candidates=4096,
+    ),
+    shared_prefix=SharedPrefixTuning(
+        min_rows=16,
+        # The extra launches take about as long as these reads.
+        min_saved_tokens=4096,
+        min_saved_fraction=0.1,
+        min_split_tokens=256,
+        # µs a layer, 32/8 heads, one row of 30,000 tokens among rows of 700, as a row and split: 32 rows 204, 77; 128 rows 617,
+        # 174; 256 rows 639, 312.
+        long_tokens=2048,
+        long_fraction=1 / 32,
+        long_means=4,
+    ),
+    prefill_choice=PrefillChoiceTuning(
+        # Samples of the engine's thread: most of the host time of a step with prompts is FlashInfer's launch.
+        launch_seconds=75e-6,
+        bytes_per_second=4e12,
+        flops_per_second=6e14,
+        # Qwen3-0.6B, steps with prompts at 16 requests/s, FlashInfer and ours: 6.5 and 5.5 ms.
+        max_tokens=1024,
+        long_context=4096,
+    ),
+)
+"""Of compute capability 9.0 (H100, H200), measured on an H200."""
+
+TUNINGS: Final[dict[int, Tuning]] = {90: HOPPER}
+"""By compute capability; 90 is 9.0."""
+DEFAULT: Final = HOPPER
+"""For GPUs on which nothing was measured, and for Triton's interpreter."""
+
+_overrides: Final[list[Tuning]] = []
+
+
+def tuning_for(device: "torch.device") -> Tuning:
+    """Return the tuned numbers of ``device``."""
+    return _overrides[-1] if _overrides else _lookup(device)
+
+
+@cache
+def _lookup(device: "torch.device") -> Tuning:
+    if device.type != "cuda":
+        return DEFAULT
+    from skiff_runtime.kernels.triton.runtime.device_properties import compute_capability
+
+    return TUNINGS.get(compute_capability(device), DEFAULT)
+
+
+@contextmanager
+def overridden(tuning: Tuning) -> Iterator[None]:
+    """Let every device take ``tuning`` for a while, in all threads: for ``skiff tune`` and for tests."""
+    _overrides.append(tuning)
+    try:
+        yield
+    finally:
+        _overrides.pop()

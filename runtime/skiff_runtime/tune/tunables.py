@@ -1,0 +1,499 @@
+"""The tuned numbers that ``skiff tune`` measures: their candidates, and the workloads that judge them.
+
+Shapes are those of served models: Qwen3-0.6B (16/8 heads), Llama-3.1-8B (32/8), Qwen3-14B (40/8). Numbers that only a whole service can
+judge (``shared_prefix``, ``prefill_choice``) are not among them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from skiff_runtime.engine.shared_prefix import cut
+from skiff_runtime.kernels.fp8 import (
+    E4M3,
+    FP8Weight,
+    QuantizedActivations,
+    empty_fp8_weight,
+    quantize_activations,
+    silu_and_mul_quantize,
+)
+from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
+from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
+from skiff_runtime.kernels.torch_internals import scaled_mm
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
+from skiff_runtime.kernels.triton.fp8.stream_k_gemm import stream_k_gemm
+from skiff_runtime.kernels.triton.linear.gemv import gemv
+from skiff_runtime.kernels.triton.sampling.top_k_top_p import find_thresholds
+from skiff_runtime.kernels.tuning import (
+    AttentionTile,
+    FP8GemvTile,
+    GemvTile,
+    PrefillAttentionTile,
+    StreamKTile,
+)
+from skiff_runtime.tune.measure import Launch, Tunable, Workload
+
+CACHE_BYTES: Final = 256 << 20
+"""More than any GPU's L2 cache: inputs of this size in turn find nothing of themselves there."""
+DTYPE: Final = torch.bfloat16
+PAGE_SIZE: Final = 16
+VOCAB_SIZE: Final = 151_936
+MAX_SEQ_LEN: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Query and KV heads of a layer, and their dimensions."""
+
+    query: int
+    kv: int = 8
+    dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} heads"
+
+
+SMALL, MIDDLE, LARGE = _Heads(16), _Heads(32), _Heads(40)
+
+
+def _sets(bytes_each: int) -> int:
+    """Return how many sets of inputs of this size are needed to exceed the cache."""
+    return max(2, -(-CACHE_BYTES // bytes_each))
+
+
+def _upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    source = torch.from_numpy(values)
+    return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+
+
+def _decode(
+    heads: _Heads, rows: int, low: int, high: int, *, fp8: bool = False, prefix_rows: int = 0
+) -> Workload:
+    """Decode attention of rows of ``low`` to ``high`` tokens, the longest first, as the scheduler orders them.
+
+    With ``prefix_rows``, groups of so many rows share their first ``low`` tokens.
+    """
+    shared_tokens = low // PAGE_SIZE * PAGE_SIZE if prefix_rows else 0
+    lengths = np.random.default_rng(0).integers(max(low, shared_tokens + 1), high, rows, endpoint=True)
+    longest_first = -np.sort(-lengths).astype(np.int32)
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        pages = np.cumsum(-(-longest_first // PAGE_SIZE))
+        table = np.zeros((rows, MAX_SEQ_LEN // PAGE_SIZE), np.int32)
+        for row, end in enumerate(pages):
+            count = -(-int(longest_first[row]) // PAGE_SIZE)
+            table[row, :count] = np.arange(end - count, end)
+        groups = np.arange(rows, dtype=np.int32) // max(1, prefix_rows)
+        columns = shared_tokens // PAGE_SIZE
+        table[:, :columns] = table[groups * max(1, prefix_rows), :columns]
+        queries = torch.randn(rows, heads.query, heads.dim, dtype=DTYPE, device=device)
+        kv_dtype = E4M3 if fp8 else DTYPE
+        pool_shape = (int(pages[-1]) * PAGE_SIZE, heads.kv, heads.dim)
+        pool_bytes = 2 * int(np.prod(pool_shape)) * kv_dtype.itemsize
+        pools = [
+            (
+                torch.randn(pool_shape, device=device).to(kv_dtype),
+                torch.randn(pool_shape, device=device).to(kv_dtype),
+            )
+            for _ in range(_sets(pool_bytes))
+        ]
+        slots = torch.arange(rows, dtype=torch.int32, device=device)
+        tables = slots, _upload(table, device), _upload(longest_first, device)
+        output = torch.empty_like(queries)
+
+        def make_launches() -> Sequence[Launch]:
+            shared = None
+            if prefix_rows:
+                members = max_group_rows(device, heads.query, heads.kv)
+                tokens = np.full(rows, shared_tokens, np.int32)
+                packed = _upload(cut(groups, tokens, members=members, rows=rows), device)
+                shared = unpack_shared_prefixes(packed, rows)
+            attend = DecodeAttention(
+                queries, pools[0], *tables, PAGE_SIZE, max_seq_len=MAX_SEQ_LEN, shared=shared
+            )
+            return [partial(attend, queries, pool, output) for pool in pools]
+
+        return make_launches
+
+    cache = ", FP8 cache" if fp8 else ""
+    prefix = f" in groups of {prefix_rows} that share {low}" if prefix_rows else ""
+    return Workload(f"{heads}, {rows} rows of {low} to {high} tokens{prefix}{cache}", prepare)
+
+
+def _decode_layer(heads: _Heads, hidden: int, length: int, *, fp8: bool = False) -> Workload:
+    """Decode attention of one row between the two products beside it.
+
+    A tile may be fast by itself and slow in a step, because its shared memory is not free while the kernel ahead still runs.
+    """
+    attention = _decode(heads, 1, length, length, fp8=fp8)
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        make_attention = attention.prepare(device)
+        outputs, inner = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
+        x, y = (torch.randn(1, inputs, dtype=DTYPE, device=device) for inputs in (hidden, inner))
+        count = _sets(2 * (outputs * hidden + hidden * inner))
+        ahead = [torch.randn(outputs, hidden, dtype=DTYPE, device=device) for _ in range(count)]
+        behind = [torch.randn(hidden, inner, dtype=DTYPE, device=device) for _ in range(count)]
+
+        def make_launches() -> Sequence[Launch]:
+            attend = make_attention()
+
+            def run(index: int) -> None:
+                gemv(x, ahead[index])
+                attend[index % len(attend)]()
+                gemv(y, behind[index])
+
+            return [partial(run, index) for index in range(count)]
+
+        return make_launches
+
+    return Workload(f"{attention.name}, with the products beside it", prepare)
+
+
+def _prefill(heads: _Heads, tokens: int, start: int) -> Workload:
+    """Prefill attention of one chunk of ``tokens`` tokens after ``start`` cached ones."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        pages = -(-(start + tokens) // PAGE_SIZE)
+        queries = torch.randn(tokens, heads.query, heads.dim, dtype=DTYPE, device=device)
+        shape = (pages * PAGE_SIZE, heads.kv, heads.dim)
+        pools = [
+            (torch.randn(shape, dtype=DTYPE, device=device), torch.randn(shape, dtype=DTYPE, device=device))
+            for _ in range(8)
+        ]
+        rows = _upload(np.array([[0], [start], [tokens], [0]], np.int32), device)
+        table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        output = torch.empty_like(queries)
+
+        def make_launches() -> Sequence[Launch]:
+            attend = PrefillAttention(
+                queries, pools[0], rows, table, PAGE_SIZE, max_chunk_len=tokens, skipped=0
+            )
+            return [partial(attend, queries, pool, output) for pool in pools]
+
+        return make_launches
+
+    return Workload(f"{heads}, {tokens} tokens after {start}", prepare)
+
+
+def _heads(heads: _Heads, tokens: int) -> Workload:
+    """QK-norm, RoPE and KV store."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        width = (heads.query + 2 * heads.kv) * heads.dim
+        qkvs = [
+            torch.randn(tokens, width, dtype=DTYPE, device=device) for _ in range(_sets(2 * tokens * width))
+        ]
+        cos_sin = torch.randn(4096, 2, heads.dim, dtype=DTYPE, device=device)
+        weights = torch.randn(2, heads.dim, dtype=DTYPE, device=device)
+        places = torch.arange(tokens, device=device)
+        positions = (places % 4096).int()
+        shape = (tokens, heads.kv, heads.dim)
+        pool = torch.empty(shape, dtype=DTYPE, device=device), torch.empty(shape, dtype=DTYPE, device=device)
+        return lambda: [
+            partial(qk_norm_rope_store_kv, qkv, cos_sin, positions, weights, 1e-6, pool, places)
+            for qkv in qkvs
+        ]
+
+    return Workload(f"{heads}, {tokens} tokens", prepare)
+
+
+def _weights(outputs: int, inputs: int, device: torch.device) -> list[torch.Tensor]:
+    return [
+        torch.randn(outputs, inputs, dtype=DTYPE, device=device) for _ in range(_sets(2 * outputs * inputs))
+    ]
+
+
+def _fp8_weights(outputs: int, inputs: int, device: torch.device) -> list[FP8Weight]:
+    weights = [empty_fp8_weight(outputs, inputs, device) for _ in range(_sets(outputs * inputs))]
+    for weight in weights:
+        weight.values.view(torch.uint8).random_(0, 0x70)  # finite numbers, none of them negative
+        weight.scales.fill_(1e-3)
+    return weights
+
+
+def _gemv(outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = _weights(outputs, inputs, device)
+        return lambda: [partial(gemv, x, weight) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _gemv_or_library(outputs: int, inputs: int) -> Workload:
+    """The GEMV, and the library's product."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = _weights(outputs, inputs, device)
+        return lambda: [
+            lambda: [gemv(x, weight) for weight in weights],
+            lambda: [F.linear(x, weight) for weight in weights],
+        ]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _fp8_gemv(outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [partial(fp8_gemv, x, weight) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _stream_k(tokens: int, outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_activations(torch.randn(tokens, inputs, dtype=DTYPE, device=device))
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [partial(stream_k_gemm, x, weight) for weight in weights]
+
+    return Workload(f"{tokens} tokens, {outputs} x {inputs}", prepare)
+
+
+def _stream_k_or_library(tokens: int, *shapes: tuple[int, int]) -> Workload:
+    """The stream-K products of a layer, and the library's."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        work = [
+            (
+                quantize_activations(torch.randn(tokens, inputs, dtype=DTYPE, device=device)),
+                _fp8_weights(outputs, inputs, device),
+            )
+            for outputs, inputs in shapes
+        ]
+        return lambda: [
+            lambda: [stream_k_gemm(x, weight) for x, weights in work for weight in weights],
+            lambda: [_library_product(x, weight) for x, weights in work for weight in weights],
+        ]
+
+    return Workload(
+        f"{tokens} tokens, " + ", ".join(f"{rows} x {columns}" for rows, columns in shapes), prepare
+    )
+
+
+def _library_product(x: QuantizedActivations, weight: FP8Weight) -> torch.Tensor:
+    product: torch.Tensor = scaled_mm(
+        x.values,
+        weight.values.T,
+        scale_a=x.scales,
+        scale_b=weight.scales.T,
+        out_dtype=DTYPE,
+        use_fast_accum=True,
+    )
+    return product
+
+
+def _single_row(width: int) -> Workload:
+    """SwiGLU's product of one token, quantized."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        rows = torch.randn(64, 1, 2 * width, dtype=DTYPE, device=device)
+        return lambda: [partial(silu_and_mul_quantize, row) for row in rows]
+
+    return Workload(f"{width} elements", prepare)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Logits in turn, and the tables that sampling reads."""
+
+    logits: Sequence[torch.Tensor]
+    slots: torch.Tensor
+    seeds: torch.Tensor
+    params: torch.Tensor
+
+
+def _make_logits(rows: int, spread: float, params: tuple[float, ...], device: torch.device) -> _Logits:
+    logits = [
+        spread * torch.randn(rows, VOCAB_SIZE, dtype=DTYPE, device=device)
+        for _ in range(_sets(2 * rows * VOCAB_SIZE))
+    ]
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    return _Logits(
+        logits[:64],
+        slots,
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        _upload(np.tile(np.array(params, np.float32), (rows, 1)), device),
+    )
+
+
+def _sampling(rows: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        made = _make_logits(rows, 3.0, (0.6, 0, 1, 0), device)
+        return lambda: [
+            partial(sample_tokens, logits, made.slots, made.slots, made.seeds, made.params)
+            for logits in made.logits
+        ]
+
+    return Workload(f"{rows} rows of {VOCAB_SIZE} logits", prepare)
+
+
+def _thresholds(rows: int, spread: float) -> Workload:
+    """Thresholds of top_p 0.95; a spread of 3 is usual, one of 8 peaked, as of a trained model."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        made = _make_logits(rows, spread, (0.6, 0, 0.95, 0), device)
+        return lambda: [partial(find_thresholds, logits, made.slots, made.params) for logits in made.logits]
+
+    return Workload(f"{rows} rows, spread {spread:g}", prepare)
+
+
+LATENCY_TILES: Final = (
+    AttentionTile(32, warps=2, stages=3),
+    AttentionTile(32, warps=4, stages=3),
+    AttentionTile(64, warps=2, stages=3),
+    AttentionTile(64, warps=4, stages=1),
+    AttentionTile(64, warps=4, stages=2),
+)
+THROUGHPUT_TILES: Final = (
+    AttentionTile(64, warps=2, stages=3),
+    AttentionTile(64, warps=4, stages=3),
+    AttentionTile(128, warps=4, stages=2),
+    AttentionTile(128, warps=4, stages=3),
+    AttentionTile(128, warps=8, stages=3),
+)
+GEMV_TILES: Final = tuple(
+    GemvTile(columns, pair=pair, warps=warps)
+    for columns in (512, 1024, 2048)
+    for pair in (False, True)
+    for warps in (2, 4)
+)
+FP8_GEMV_TILES: Final = tuple(
+    FP8GemvTile(columns, warps)
+    for columns, warps in ((256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))
+)
+STREAM_K_BLOCKS: Final = {512: (2, 3, 4), 256: (4, 6, 7, 8), 128: (4, 6, 8)}
+"""Stages by inputs of a block."""
+STREAM_K_WORK: Final = (
+    (16, 7168, 5120, 512),
+    (64, 6144, 1024, 512),
+    (16, 5632, 2816, 256),
+    (32, 7168, 5120, 256),
+    (64, 7168, 5120, 256),
+    (128, 5120, 17408, 256),
+    (64, 4864, 896, 128),
+)
+"""For each rule of ``StreamKTuning.rules``: tokens, outputs, inputs, and the largest block that divides the inputs."""
+LAYER: Final = ((7168, 5120), (5120, 5120), (34816, 5120))
+TALL: Final = ((5120, 17408),)
+TOKEN_COUNTS: Final = (16, 32, 48, 64, 96, 128)
+OUTPUT_COUNTS: Final = (8192, 16384, 32768, 65536, 131072)
+
+TUNABLES: Final = (
+    Tunable(
+        "decode_attention.throughput_tile",
+        THROUGHPUT_TILES,
+        (
+            _decode(MIDDLE, 256, 100, 2048),
+            _decode(LARGE, 137, 100, 1700),
+            _decode(LARGE, 137, 100, 1700, fp8=True),
+        ),
+    ),
+    Tunable(
+        "decode_attention.target_programs",
+        (350, 700, 1400, 2200),
+        (_decode(LARGE, 137, 100, 1700), _decode(MIDDLE, 64, 500, 1500), _decode(MIDDLE, 32, 4000, 8000)),
+    ),
+    Tunable(
+        "decode_attention.latency_tile",
+        LATENCY_TILES,
+        (_decode_layer(MIDDLE, 4096, 450), _decode_layer(LARGE, 5120, 1900)),
+    ),
+    Tunable(
+        "decode_attention.fp8_latency_tile",
+        LATENCY_TILES,
+        (_decode_layer(LARGE, 5120, 450, fp8=True), _decode(LARGE, 32, 600, 2000, fp8=True)),
+    ),
+    Tunable(
+        "decode_attention.max_group_heads",
+        (32, 64, 128),
+        (_decode(MIDDLE, 256, 2048, 2240, prefix_rows=16), _decode(LARGE, 256, 2048, 2240, prefix_rows=16)),
+    ),
+    Tunable(
+        "decode_attention.prefix_tile",
+        (
+            AttentionTile(32, warps=4, stages=3),
+            AttentionTile(64, warps=4, stages=2),
+            AttentionTile(64, warps=4, stages=3),
+        ),
+        (_decode(MIDDLE, 256, 2048, 2240, prefix_rows=16), _decode(MIDDLE, 256, 2048, 2240, prefix_rows=4)),
+    ),
+    Tunable(
+        "prefill_tile",
+        (
+            PrefillAttentionTile(64, tokens=64, warps=4, stages=3),
+            PrefillAttentionTile(128, tokens=64, warps=4, stages=3),
+            PrefillAttentionTile(128, tokens=64, warps=8, stages=3),
+            PrefillAttentionTile(128, tokens=128, warps=8, stages=2),
+        ),
+        (_prefill(SMALL, 256, 0), _prefill(SMALL, 1024, 0), _prefill(MIDDLE, 128, 2048)),
+    ),
+    Tunable("qk_norm_rope_heads", (4, 8, 16, 32), (_heads(LARGE, 256), _heads(LARGE, 16_384))),
+    Tunable("gemv.edge_tile", GEMV_TILES, (_gemv(4096, 1024), _gemv(1024, 2048), _gemv(5120, 17_408))),
+    Tunable("gemv.tile", GEMV_TILES, (_gemv(6144, 4096), _gemv(28_672, 4096), _gemv(4096, 14_336))),
+    Tunable("gemv.uneven_tile", GEMV_TILES, (_gemv(7168, 5120), _gemv(34_816, 5120), _gemv(1024, 3072))),
+    Tunable(
+        "gemv.max_outputs",
+        OUTPUT_COUNTS,
+        tuple(_gemv_or_library(count, 4096) for count in OUTPUT_COUNTS),
+        True,
+    ),
+    Tunable(
+        "fp8_gemv.tile",
+        FP8_GEMV_TILES,
+        (_fp8_gemv(7168, 5120), _fp8_gemv(34_816, 5120), _fp8_gemv(6144, 4096)),
+    ),
+    Tunable("fp8_gemv.long_tile", FP8_GEMV_TILES, (_fp8_gemv(5120, 17_408), _fp8_gemv(4096, 14_336))),
+    *(
+        Tunable(
+            f"stream_k.rules.{index}.tile",
+            tuple(
+                StreamKTile(size, stages)
+                for size in STREAM_K_BLOCKS
+                if size <= most
+                for stages in STREAM_K_BLOCKS[size]
+            ),
+            (_stream_k(tokens, outputs, inputs),),
+        )
+        for index, (tokens, outputs, inputs, most) in enumerate(STREAM_K_WORK)
+    ),
+    Tunable(
+        "stream_k.max_tokens",
+        TOKEN_COUNTS,
+        tuple(_stream_k_or_library(count, *LAYER) for count in TOKEN_COUNTS),
+        True,
+    ),
+    Tunable(
+        "stream_k.max_tokens_of_tall",
+        TOKEN_COUNTS,
+        tuple(_stream_k_or_library(count, *TALL) for count in TOKEN_COUNTS),
+        True,
+    ),
+    Tunable("single_row_chunk", (512, 1024, 2048), (_single_row(3072), _single_row(17_408))),
+    Tunable("single_row_warps", (2, 4, 8), (_single_row(3072), _single_row(17_408))),
+    Tunable("sampling_block", (1024, 2048, 4096, 8192), (_sampling(1), _sampling(256))),
+    Tunable("sampling_warps", (4, 8), (_sampling(1), _sampling(256))),
+    Tunable(
+        "top_k_top_p.chunk",
+        (4096, 8192, 16_384),
+        (_thresholds(1, 8.0), _thresholds(32, 3.0), _thresholds(256, 8.0)),
+    ),
+    Tunable(
+        "top_k_top_p.block",
+        (512, 1024, 2048),
+        (_thresholds(1, 8.0), _thresholds(32, 3.0), _thresholds(256, 8.0)),
+    ),
+    Tunable("top_k_top_p.max_programs", (512, 1024, 2048), (_thresholds(32, 3.0), _thresholds(256, 8.0))),
+)

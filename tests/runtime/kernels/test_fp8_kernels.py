@@ -1,0 +1,178 @@
+"""The FP8 kernels against float64 and their reference: quantization, GEMV and stream-K GEMM, odd shapes, every element written."""
+
+import math
+
+import pytest
+import torch
+from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+
+from skiff_runtime.kernels import fp8 as reference
+from skiff_runtime.kernels.fp8 import (
+    E4M3,
+    FP8_MAX,
+    FP16_DOWNSCALE,
+    FP8Weight,
+    QuantizedActivations,
+    empty_fp8_weight,
+    quantize_rows,
+)
+from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
+from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, tuning_for
+
+TYPES = (torch.float32, HALF)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def make_weight(outputs: int, inputs: int) -> FP8Weight:
+    weight = empty_fp8_weight(outputs, inputs, DEVICE)
+    values, scales = quantize_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
+    weight.values.copy_(values)
+    weight.scales.copy_(scales)
+    return weight
+
+
+def exact_product(
+    x: QuantizedActivations, weight: FP8Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    product = (x.values.double() * x.scales.double()) @ (weight.values.double() * weight.scales.double()).T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (48, 208), (37, 1312), (16, 4096)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+    x = quantize.quantize_activations(noise(1, inputs, dtype=dtype) * 30)
+    values = x.values.float() * FP16_DOWNSCALE
+    assert x.values.dtype == torch.float16 and torch.equal(values.to(E4M3).float(), values)
+    weight = make_weight(outputs, inputs)
+    added = noise(outputs, dtype=dtype, seed=2) if bias else None
+    for tile in (FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
+        product = fp8_gemv(x, weight, added, tile=tile)
+        assert product.shape == (1, outputs) and product.dtype == dtype
+        # On a GPU some sums are made in float16.
+        tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        assert error(product, exact_product(x, weight, added)) < tolerance
+
+
+def test_fp8_gemv_of_the_largest_numbers_does_not_overflow() -> None:
+    x = quantize.quantize_activations(torch.full((1, 256), 1e4, device=DEVICE, dtype=torch.float32))
+    weight = make_weight(16, 256)
+    weight.values.copy_(torch.full((16, 256), FP8_MAX).to(E4M3))
+    assert error(fp8_gemv(x, weight), 1e4 * 256 * FP8_MAX * weight.scales.T) < 1e-3
+
+
+TILES = [
+    StreamKTile(128, stages=2, programs=1),
+    StreamKTile(128, stages=3, programs=7),
+    StreamKTile(256, stages=2, programs=9),
+    StreamKTile(128, stages=2, programs=500),
+]
+"""One program takes everything; programs share tiles or take several; every program has one block."""
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 33])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_stream_k_gemm_equals_the_product_and_leaves_counters_zero(
+    tokens: int, tile: StreamKTile, bias: bool
+) -> None:
+    weight = make_weight(192, 1280)
+    added = noise(192, dtype=torch.float32, seed=2) if bias else None
+    x = QuantizedActivations(*quantize_rows(noise(tokens, 1280, dtype=torch.float32)), torch.float32)
+    for _ in range(2):
+        product = stream_k_gemm.stream_k_gemm(x, weight, added, tile=tile)
+        assert product.shape == (tokens, 192) and product.dtype == torch.float32
+        assert error(product, exact_product(x, weight, added)) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
+        assert not weight.tile_counters.any()
+
+
+def test_stream_k_gemm_is_deterministic() -> None:
+    """Whichever program comes last adds the parts of a tile up in the order of the inputs."""
+    weight = make_weight(128, 4096)
+    x = QuantizedActivations(*quantize_rows(noise(5, 4096, dtype=torch.float32)), HALF)
+    tile = StreamKTile(128, stages=2, programs=13)
+    first = stream_k_gemm.stream_k_gemm(x, weight, tile=tile)
+    for _ in range(3 if DEVICE.type == "cpu" else 200):
+        assert torch.equal(stream_k_gemm.stream_k_gemm(x, weight, tile=tile), first)
+
+
+@pytest.mark.parametrize(
+    "tokens, outputs, inputs, expected",
+    [
+        (2, 64, 128, True),
+        (64, 128, 128, True),
+        (65, 128, 128, False),
+        (128, 64, 256, True),
+        (129, 64, 256, False),
+        (2, 96, 256, False),
+        (2, 64, 192, False),
+    ],
+)
+def test_stream_k_is_profitable_by_shape_and_where_the_gpu_has_room(
+    tokens: int, outputs: int, inputs: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = QuantizedActivations(torch.empty(tokens, inputs), torch.empty(tokens, 1), HALF)
+    weight = make_weight(outputs, inputs)
+    for capability, shared, fits in ((90, 227, True), (120, 50, False), (88, 227, False), (0, 227, False)):
+        monkeypatch.setattr(stream_k_gemm, "compute_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(stream_k_gemm, "max_shared_memory_bytes", lambda _, found=shared: found << 10)
+        assert stream_k_gemm.is_profitable(x, weight) is (expected and fits)
+
+
+def assert_quantized_alike(found: QuantizedActivations, expected: QuantizedActivations) -> None:
+    """Compare but for the last bits, in which the sums of norms and the exponentials of activations may differ."""
+    downscale = FP16_DOWNSCALE if len(found.scales) == 1 else 1.0
+    torch.testing.assert_close(found.scales.cpu(), expected.scales * downscale, rtol=1e-2, atol=0)
+    values = found.values.float().cpu() * found.scales.cpu()
+    wide = expected.values.float() * expected.scales
+    assert ((values - wide).abs() <= wide.abs() / 7 + expected.scales / 256).all()
+    near = (values - wide).abs() <= wide.abs() / 100
+    assert near.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 16), (5, 300), (3, 1025)])
+def test_quantized_activations_equal_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    values = noise(rows, 2 * width, dtype=dtype)[:, :width]
+    if rows > 1:
+        values[0] = 0
+    found = quantize.quantize_activations(values)
+    assert found.dtype == dtype
+    assert_quantized_alike(found, reference.quantize_activations(values.cpu()))
+    scales = quantize_rows(values.cpu())[1] * (FP16_DOWNSCALE if rows == 1 else 1)
+    assert torch.equal(found.scales.cpu(), scales)
+
+
+SINGLE_ROW_CHUNK = tuning_for(DEVICE).single_row_chunk
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "rows, width", [(1, 64), (1, 3 * SINGLE_ROW_CHUNK + 70), (4, 700), (2, 512), (3, 1088)]
+)
+def test_fused_quantization_equals_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual = noise(rows, 2 * width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
+    weight = noise(width, dtype=dtype, seed=2)
+    x[0, width - 1] = x[-1, 0] = 20  # the largest of a row, and so its scale, may be at either end
+    for bound in (math.inf, 0.75):
+        assert_quantized_alike(
+            quantize.silu_and_mul_quantize(x, bound), reference.silu_and_mul_quantize(x.cpu(), bound)
+        )
+        found, total = quantize.add_rms_norm_quantize(x[:, :width], residual, weight, 1e-5, bound)
+        expected, expected_total = reference.add_rms_norm_quantize(
+            x[:, :width].cpu(), residual.cpu(), weight.cpu(), 1e-5, bound
+        )
+        assert_quantized_alike(found, expected)
+        assert torch.equal(total.cpu(), expected_total)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_bound_clamps_larger_rows_and_leaves_the_others_their_scale(rows: int) -> None:
+    values = noise(rows, 300, dtype=torch.float32)
+    values[0] *= 10
+    values[1:] /= 10
+    found = quantize.quantize_activations(values, 2.0)
+    assert_quantized_alike(found, reference.quantize_activations(values.cpu().clamp(-2, 2)))

@@ -1,0 +1,68 @@
+"""The table of tuned numbers: chosen by device, overridden for measurements, and valid for the kernels that read it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skiff_runtime.kernels import tuning
+from skiff_runtime.kernels.tuning import DEFAULT, HOPPER, TUNINGS, Tuning, overridden, tuning_for
+
+CPU = torch.device("cpu")
+
+
+def test_devices_without_a_table_take_the_default() -> None:
+    assert tuning_for(CPU) is DEFAULT
+
+
+def test_a_gpu_takes_the_table_of_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = pytest.importorskip("skiff_runtime.kernels.triton.runtime.device_properties")
+    other = replace(HOPPER, measured_on="another GPU")
+    monkeypatch.setitem(TUNINGS, 120, other)
+    for capability, expected in ((90, HOPPER), (120, other), (80, DEFAULT)):
+        monkeypatch.setattr(properties, "compute_capability", lambda _, found=capability: found)
+        tuning._lookup.cache_clear()
+        assert tuning_for(torch.device("cuda", 0)) is expected
+    tuning._lookup.cache_clear()
+
+
+def test_override_ends_with_its_context_even_after_an_error() -> None:
+    first, second = replace(DEFAULT, sampling_block=64), replace(DEFAULT, sampling_block=128)
+    with overridden(first):
+        with pytest.raises(ValueError), overridden(second):
+            assert tuning_for(CPU) is second
+            raise ValueError
+        assert tuning_for(CPU) is first
+    assert tuning_for(CPU) is DEFAULT
+
+
+@pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
+def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
+    """Triton supports no other sizes."""
+    decode = table.decode_attention
+    tiles = [decode.throughput_tile, decode.latency_tile, decode.fp8_latency_tile, decode.wide_tile]
+    tiles += [decode.prefix_tile, decode.wide_prefix_tile]
+    sizes = [tile.tokens for tile in tiles] + [decode.max_group_heads, decode.few_group_heads]
+    sizes += [
+        each for tile in (table.prefill_tile, table.wide_prefill_tile) for each in (tile.queries, tile.tokens)
+    ]
+    sizes += [tile.columns for tile in (table.gemv.edge_tile, table.gemv.tile, table.gemv.uneven_tile)]
+    sizes += [tile.columns for tile in (table.fp8_gemv.tile, table.fp8_gemv.long_tile)]
+    sizes += [rule.tile.inputs for rule in table.stream_k.rules]
+    search = table.top_k_top_p
+    sizes += [search.chunk, search.block, search.max_candidates]
+    sizes += [table.qk_norm_rope_heads, table.single_row_chunk, table.sampling_block]
+    assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
+def test_every_profitable_stream_k_product_has_a_tile(table: Tuning) -> None:
+    most = max(table.stream_k.max_tokens, table.stream_k.max_tokens_of_tall)
+    for inputs in range(128, 8192, 128):
+        for tokens in range(1, most + 1):
+            assert any(
+                tokens <= rule.max_tokens
+                and (rule.max_inputs is None or inputs <= rule.max_inputs)
+                and inputs % rule.tile.inputs == 0
+                for rule in table.stream_k.rules
+            ), (tokens, inputs)

@@ -1,0 +1,89 @@
+"""Startup: phases in the log, and failures with one error that says what to change and an exit code."""
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from service import running_service, wait_until
+from tiny_models import make_model
+
+from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE, PHASES
+
+
+def truncate_weights(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def remove_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def break_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"model": ')
+
+
+def break_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+
+def keep(_model: Path) -> None:
+    """Change nothing."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "code", "message"),
+    [
+        (keep, ["--page-size", "x"], EXIT_USAGE, "--page-size must be a whole number, not 'x'"),
+        (keep, ["--max-model-len", "100000"], EXIT_USAGE, "--max-model-len 100000 exceeds"),
+        (keep, ["--tp", "3"], EXIT_USAGE, "--tp 3 does not divide"),
+        (break_config, [], EXIT_USAGE, "config.json is not valid JSON"),
+        (truncate_weights, [], EXIT_STARTUP_FAILED, "model.safetensors is truncated or corrupt"),
+        (remove_weights, [], EXIT_STARTUP_FAILED, "contains no weights"),
+        (break_tokenizer, [], EXIT_STARTUP_FAILED, "tokenizer.json cannot be read as a tokenizer"),
+        (keep, ["--max-total-tokens", "1000000000000"], EXIT_STARTUP_FAILED, "MiB are free; lower it"),
+        (keep, ["--host", "192.0.2.1"], EXIT_STARTUP_FAILED, "choose another --host or --port"),
+    ],
+)
+def test_startup_failure_names_its_cause(
+    tmp_path: Path, damage: Callable[[Path], None], flags: list[str], code: int, message: str
+) -> None:
+    model = make_model(tmp_path, shard_size="10MB")
+    damage(model)
+    with running_service(model, *flags, ready=False) as service:
+        assert service.wait_exit() == code
+        assert message in service.log_text()
+        assert "Traceback" not in service.log_text()
+
+
+def test_start_phases_are_logged_and_timed_and_ipv6_is_served(tmp_path: Path) -> None:
+    with running_service(make_model(tmp_path), "--tp", "2", "--host", "::1") as service:
+        assert service.url.startswith("http://[::1]:")
+        seconds_of_phases = service.http.get(service.url + "/server_info").json()["start_phase_seconds"]
+        text = service.log_text()
+    assert list(seconds_of_phases) == [phase for phase in PHASES if phase != "ready"]
+    [served] = re.findall(r" service_ready .*seconds=(\S+)", text)
+    for rank in ("rank0", "rank1"):
+        logged = re.findall(rf" supervisor phase_started process={rank} phase=(\w+) seconds=(\S+)", text)
+        assert [phase for phase, _ in logged] == ["config", "weights", "kv_cache", "warmup"]
+        logged += re.findall(rf" supervisor (process_ready) process={rank} seconds=(\S+)", text)
+        seconds = [0.0, *(float(each) for _, each in logged), float(served)]
+        assert len(logged) == 5 and seconds == sorted(seconds)
+
+
+def test_child_that_dies_during_startup_ends_the_service(tmp_path: Path) -> None:
+    with running_service(make_model(tmp_path), ready=False) as service:
+        wait_until(lambda: "process=api" in service.log_text())
+        service.children["rank0"].kill()
+        assert service.wait_exit() == EXIT_STARTUP_FAILED
+        assert re.search(r"service_failed reason=\"rank0 was killed by SIGKILL", service.log_text())
+
+
+def test_sigterm_during_startup_exits_cleanly(tmp_path: Path) -> None:
+    with running_service(make_model(tmp_path), ready=False) as service:
+        wait_until(lambda: "processes_started" in service.log_text())
+        service.process.send_signal(signal.SIGTERM)
+        assert service.wait_exit() == EXIT_OK
+        assert "Traceback" not in service.log_text()

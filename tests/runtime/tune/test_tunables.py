@@ -1,0 +1,113 @@
+"""The tuned numbers that ``skiff tune`` measures: all of them exist, and their workloads launch what they should."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from compiling import run_compiling
+
+pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
+
+from skiff_runtime.kernels.tuning import DEFAULT, PrefillChoiceTuning, SharedPrefixTuning, StreamKRule
+from skiff_runtime.tune.measure import get_field
+from skiff_runtime.tune.tunables import TUNABLES
+
+LAUNCHES = """
+import json, sys
+import torch, triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from skiff_runtime.kernels.tuning import DEFAULT, overridden
+from skiff_runtime.prebuild.offline_driver import compiling
+from skiff_runtime.tune.measure import replace_field
+from skiff_runtime.tune.tunables import TUNABLES
+
+names = []
+triton.JITFunction.run = lambda kernel, *given, **options: names.append(kernel.fn.__name__)
+found = {}
+device = torch.device("cuda", 0)
+with compiling(90), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+    for tunable in TUNABLES:
+        for workload in tunable.workloads:
+            make_launches = workload.prepare(device)
+            for candidate in tunable.candidates:
+                with overridden(replace_field(DEFAULT, tunable.path, candidate)):
+                    launches = make_launches()
+                    for launch in launches:
+                        launch()
+            assert not tunable.is_threshold or len(launches) == 2
+        found[tunable.path] = sorted(set(names))
+        names.clear()
+print(json.dumps(found))
+"""
+UNMEASURED = {
+    "measured_on",
+    "decode_attention.max_splits",
+    "decode_attention.min_split_tokens",
+    "decode_attention.few_rows",
+    "decode_attention.few_splits",
+    "decode_attention.few_group_heads",
+    "decode_attention.wide_tile",
+    "decode_attention.wide_prefix_tile",
+    "wide_prefill_tile",
+    "gemv.short_inputs",
+    "gemv.long_inputs",
+    "fp8_gemv.short_inputs",
+    "top_k_top_p.min_programs_of_row",
+    "top_k_top_p.max_candidates",
+    *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
+    *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
+}
+"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine can judge."""
+
+
+def list_fields(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all numbers and tiles below ``value``."""
+    if type(value).__name__.endswith("Tuning"):
+        return {
+            found
+            for field in fields(value)
+            for found in list_fields(getattr(value, field.name), f"{path}.{field.name}".lstrip("."))
+        }
+    if isinstance(value, tuple):
+        return {found for index, item in enumerate(value) for found in list_fields(item, f"{path}.{index}")}
+    return {f"{path}.tile"} if isinstance(value, StreamKRule) else {path}
+
+
+def test_every_number_is_measured_or_known_not_to_be() -> None:
+    measured = [tunable.path for tunable in TUNABLES]
+    assert len(measured) == len(set(measured))
+    assert list_fields(DEFAULT) == set(measured) | UNMEASURED
+    assert not set(measured) & UNMEASURED
+
+
+@pytest.mark.parametrize("tunable", TUNABLES, ids=lambda tunable: tunable.path)
+def test_candidates_are_of_the_type_of_the_present_value_and_include_it(tunable: Any) -> None:
+    present = get_field(DEFAULT, tunable.path)
+    assert {type(candidate) for candidate in tunable.candidates} == {type(present)}
+    assert tunable.is_threshold or present in tunable.candidates
+    assert len({workload.name for workload in tunable.workloads}) == len(tunable.workloads)
+    assert not tunable.is_threshold or len(tunable.workloads) == len(tunable.candidates)
+
+
+def test_workloads_launch_the_kernels_that_their_numbers_are_of() -> None:
+    """Tensors and driver are fake, so nothing is computed; every candidate is tried."""
+    done = run_compiling("-c", LAUNCHES)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {tunable.path for tunable in TUNABLES}
+    for path, kernel in (
+        ("decode_attention.throughput_tile", "decode_attention_kernel"),
+        ("decode_attention.latency_tile", "gemv_kernel"),
+        ("decode_attention.prefix_tile", "shared_prefix_attention_kernel"),
+        ("prefill_tile", "prefill_attention_kernel"),
+        ("qk_norm_rope_heads", "qk_norm_rope_store_kv_kernel"),
+        ("gemv.max_outputs", "gemv_kernel"),
+        ("fp8_gemv.tile", "fp8_gemv_kernel"),
+        ("stream_k.rules.6.tile", "stream_k_gemm_kernel"),
+        ("stream_k.max_tokens", "stream_k_gemm_kernel"),
+        ("single_row_chunk", "quantize_chunk_kernel"),
+        ("sampling_block", "sample_blocks_kernel"),
+        ("top_k_top_p.chunk", "find_thresholds_kernel"),
+    ):
+        assert kernel in found[path], path
