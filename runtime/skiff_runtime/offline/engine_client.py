@@ -98,7 +98,7 @@ class EngineClient:
         started = time.monotonic()
         while True:
             self._poller.poll(int(POLL_SECONDS * 1000))
-            batches = self._batches.drain(1)
+            batches = self._batches.drain(1)  # one step at a time, so that each is reported by itself
             if batches:
                 if self.on_step is not None:
                     self.on_step(batches[0].stats)

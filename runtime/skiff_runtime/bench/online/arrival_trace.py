@@ -69,7 +69,7 @@ def scale_to_rate(arrivals: list[float], per_second: float) -> list[float]:
 
 def _read_csv(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")  # spreadsheets begin such files with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"--dataset-path {path} is not UTF-8 text: {error}") from error
     reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -92,10 +92,10 @@ def _read_json(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]
 
 def _parse_arrival(where: str, row: Mapping[str, Any], unit_seconds: float) -> Arrival:
     named = {str(key).strip().lower().replace(" ", "_"): value for key, value in row.items()}
-    found = {wanted: next((named[n] for n in names if n in named), None) for wanted, names in _NAMES.items()}
-    for wanted, value in found.items():
+    found = {column: next((named[n] for n in names if n in named), None) for column, names in _NAMES.items()}
+    for column, value in found.items():
         if value is None:
-            raise ConfigError(f"{where}: {wanted!r} is missing; known names are {', '.join(_NAMES[wanted])}")
+            raise ConfigError(f"{where}: {column!r} is missing; known names are {', '.join(_NAMES[column])}")
     return Arrival(
         _parse_timestamp(where, found["timestamp"], unit_seconds),
         _parse_length(where, "input_length", found["input_length"], 1),
@@ -112,7 +112,7 @@ def _parse_timestamp(where: str, value: Any, unit_seconds: float) -> float:
             moment = (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
         except ValueError:
             moment = float("nan")
-    if not abs(moment) < float("inf"):
+    if not abs(moment) < float("inf"):  # NaN, too, is refused
         raise ConfigError(f"{where}: timestamp must be a number or an ISO 8601 date and time, not {value!r}")
     return moment
 

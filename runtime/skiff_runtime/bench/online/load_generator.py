@@ -67,6 +67,7 @@ class LoadGenerator:
         if delay > 0:
             await asyncio.sleep(delay)
         if self._semaphore is not None:
+            # After the scheduled time, so that waiting for room shows as lag of the client.
             await self._semaphore.acquire()
 
     async def _run_request(self, request: ScheduledRequest, start: float) -> None:

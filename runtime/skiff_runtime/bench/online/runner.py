@@ -60,6 +60,7 @@ def fetch_served_model(url: str, *, key: str | None = None, timeout_seconds: flo
     address = url.rstrip("/") + PATH_MODELS
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
+        # Without trust_env, since a proxy of the environment is not for the server that is measured.
         response = httpx.get(address, headers=headers, timeout=timeout_seconds, trust_env=False)
         response.raise_for_status()
         return str(json.loads(response.content)["data"][0]["id"])
