@@ -75,7 +75,7 @@ def plan_capacity(
         pages = min(pages, longest * config.max_running_requests)
     if pages * layout.page_size < MIN_TOKENS:
         raise ConfigError(
-            f"no memory for a KV cache: {_mib(free_bytes)} MiB are free, the computation needs "
+            f"no room for a KV cache: {_mib(free_bytes)} MiB are free, the computation needs "
             f"{_mib(reserved_bytes)} MiB of them, and one page takes {_mib(layout.page_bytes)} MiB; raise --mem-fraction-static, or lower "
             "--max-num-batched-tokens, --max-model-len, --max-running-requests or --page-size"
         )

@@ -55,7 +55,7 @@ class LeaderChannel(Channel):
         self,
         inbox: LeaderInbox,
         endpoints: Endpoints,
-        size: int,
+        tp_size: int,
         *,
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
@@ -65,7 +65,7 @@ class LeaderChannel(Channel):
         self._profiler = profiler
         self._gate = GrammarGate(read)
         self._detokenizer = Sender(endpoints.detokenizer)
-        self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
+        self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
         self._should_stop = should_stop
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
@@ -153,13 +153,13 @@ def run(child: Child) -> None:
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
     """Bind the rank's socket at once, so that senders can connect; return how to make the channel of an engine."""
-    endpoints, ranks = child.endpoints, child.launch.config.tp_size
+    endpoints = child.endpoints
     if child.index == 0:
         leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
         return lambda engine, profiler: LeaderChannel(
             leader,
             endpoints,
-            ranks,
+            child.launch.config.tp_size,
             should_stop=lambda: child.should_stop,
             profiler=profiler,
             read=engine.load_grammar,
