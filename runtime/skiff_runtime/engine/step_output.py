@@ -25,7 +25,7 @@ class StepOutput:
         logprobs: DeviceLogprobs | None = None,
         prompts: Sequence[DevicePromptLogprobs] = (),
     ) -> None:
-        """Start the copies. On a CPU ``tokens`` int[S] must not change afterwards; the others are as in ``StepResult``."""
+        """Start the copies. On a CPU, ``tokens`` int[S] must not change afterwards; the rest is as in ``StepResult``."""
         self._tokens = _to_host(tokens.int())
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
