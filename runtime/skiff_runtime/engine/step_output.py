@@ -70,6 +70,7 @@ class StepOutput:
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor
+    # Pinned, because a copy to pageable memory would make the host wait.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
