@@ -114,6 +114,7 @@ class DecodeGraphRunner:
         self._compute(size, shared)  # compiles, and lets libraries set up what they must not under capture
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
         graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
         self._results[size, shared] = self._compute(size, shared)
         graph.capture_end()

@@ -59,6 +59,7 @@ class ModelRunner(ForwardPass):
         self._kv_layout = make_kv_layout(config, loaded, context.dtype, tp_size=group.tp_size)
         self.query_shape = loaded.heads.local_heads(group.tp_size), loaded.heads.head_dim
         """(Heads, dimension) of one token's queries on this rank."""
+        # A pool of one page, over which the memory profile runs; ``use_pool`` replaces it.
         self.pool = KVPool(self._kv_layout, 1, group.device)
         super().__init__(loaded, self._make_backend(self.pool), group.device)
 

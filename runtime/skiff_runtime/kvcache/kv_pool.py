@@ -47,8 +47,8 @@ class KVPool:
             self._layers.append((k, v))
 
     @property
-    def padding_slot_mapping(self) -> int:
-        """KV offset of the padding page's first token."""
+    def padding_offset(self) -> int:
+        """KV offset of the first token of the padding page."""
         return self.num_pages * self.layout.page_size
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
