@@ -86,7 +86,7 @@ def _make_parser(words: list[str]) -> Parser:
         "compile GPU kernels ahead of time, without a GPU",
         "skiff_runtime.prebuild.command",
     )
-    _add(
+    _add_lazy_command(
         commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
     )
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")

@@ -6,9 +6,9 @@ import torch
 from kernel_device import TOLERANCE, error
 from paged_contexts import PagedContexts, causal_attention
 
-from skiff_runtime.attention.hybrid import LONG_CONTEXT as LONG
 from skiff_runtime.attention.hybrid import HybridAttention, PrefillBySize
 from skiff_runtime.attention.selector import make_backend
+from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 PAGE_SIZES = (1, 16, 64)
 KV_HEADS, DIM, HEADS, DTYPE = 2, 128, 8, torch.bfloat16
 DEVICE = torch.device("cuda", 0)
+LONG = DEFAULT.prefill_choice.long_context
 
 
 @pytest.mark.parametrize("split_kv", [False, True])

@@ -9,7 +9,7 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from skiff_runtime.attention.base import AttentionBatch
-from skiff_runtime.attention.hybrid import LONG_CONTEXT, PhaseAttention
+from skiff_runtime.attention.hybrid import PhaseAttention
 from skiff_runtime.kernels.flashinfer_internals import (
     determine_attention_backend,
     device_support_pdl,
@@ -18,6 +18,7 @@ from skiff_runtime.kernels.flashinfer_internals import (
 )
 from skiff_runtime.kernels.kernel_cache import use_prebuilt_flashinfer_modules
 from skiff_runtime.kernels.triton.step_inputs import gather_pages
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
 
@@ -83,6 +84,7 @@ class FlashInferPrefill(PhaseAttention):
         self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._planned: list[torch.cuda.Event | None] = [None] * PLANS_IN_FLIGHT
         self._turn = 0
+        self._long_context = tuning_for(pool.device).prefill_choice.long_context
 
     def prepare(self, batch: AttentionBatch) -> None:
         layout, first = self._pool.layout, batch.decode_rows
@@ -123,7 +125,7 @@ class FlashInferPrefill(PhaseAttention):
     def _leaves_gpu_idle(self, lengths: Int32, seq_lens: Int32) -> bool:
         """Return whether one program per tile and head would fill less than half of the GPU, and for long."""
         programs = int((-(-lengths // TILE_TOKENS)).sum()) * self._query_heads
-        return 2 * programs <= self._num_sms and int(seq_lens.max()) >= LONG_CONTEXT
+        return 2 * programs <= self._num_sms and int(seq_lens.max()) >= self._long_context
 
 
 class FlashInferDecode(PhaseAttention):

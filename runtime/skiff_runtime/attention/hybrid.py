@@ -1,7 +1,6 @@
 """Attention on a GPU: one implementation for decode rows, another for prefill rows."""
 
 from abc import ABC, abstractmethod
-from typing import Final
 
 import torch
 
@@ -9,10 +8,8 @@ from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
+from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.kvcache.kv_pool import KVPool
-
-LONG_CONTEXT: Final = 4096
-"""Tokens of context from which on attention keeps a GPU busy for long, however few tokens attend."""
 
 
 class PhaseAttention(ABC):
@@ -118,14 +115,22 @@ class TritonPrefill(_TritonAttention):
 class PrefillBySize(PhaseAttention):
     """Prefill by one of two implementations: ``small`` is launched sooner, ``large`` computes faster on the GPU."""
 
-    def __init__(self, small: PhaseAttention, large: PhaseAttention, *, max_small_tokens: int) -> None:
-        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens, unless one of their contexts is long."""
-        self._small, self._large, self._max_small_tokens = small, large, max_small_tokens
+    def __init__(
+        self,
+        small: PhaseAttention,
+        large: PhaseAttention,
+        *,
+        max_small_tokens: int,
+        long_context: int = DEFAULT.prefill_choice.long_context,
+    ) -> None:
+        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens, unless a context has ``long_context``."""
+        self._small, self._large = small, large
+        self._max_small_tokens, self._long_context = max_small_tokens, long_context
         self._chosen = large
 
     def prepare(self, batch: AttentionBatch) -> None:
         lengths, seq_lens = batch.prefill_rows()
-        is_small = int(lengths.sum()) <= self._max_small_tokens and int(seq_lens.max()) < LONG_CONTEXT
+        is_small = int(lengths.sum()) <= self._max_small_tokens and int(seq_lens.max()) < self._long_context
         self._chosen = self._small if is_small else self._large
         self._chosen.prepare(batch)
 

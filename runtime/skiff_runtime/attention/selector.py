@@ -8,6 +8,7 @@ from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
 from skiff_runtime.config import AUTO
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 
 
@@ -65,7 +66,12 @@ def _make_with_flashinfer(
     if prefill == _FLASHINFER:
         planned = FlashInferPrefill(pool, query_heads)
         prefill_attention = (
-            PrefillBySize(prefill_attention, planned, max_small_tokens=small_prefill_tokens)
+            PrefillBySize(
+                prefill_attention,
+                planned,
+                max_small_tokens=small_prefill_tokens,
+                long_context=tuning_for(pool.device).prefill_choice.long_context,
+            )
             if small_prefill_tokens
             else planned
         )

@@ -21,11 +21,11 @@ from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
 MAX_GRAPH_ROWS: Final = 512
 """Larger steps are computed like mixed batches: launching their kernels takes less time than the kernels do."""
-MIN_SHARED_ROWS: Final = 16
 
 GraphKey = tuple[int, bool]
 """(Padded number of rows, rows share prefixes)."""
@@ -38,9 +38,9 @@ def decode_capture_sizes(rows: int) -> list[int]:
     return [*(size for size in sizes if size < limit), limit]
 
 
-def shared_prefix_capture_sizes(sizes: list[int]) -> list[int]:
-    """Return those of ``sizes`` to which steps with shared prefixes are padded."""
-    return [size for size in sizes if size % 32 == 0 or size in (MIN_SHARED_ROWS, sizes[-1])]
+def shared_prefix_capture_sizes(sizes: list[int], min_rows: int) -> list[int]:
+    """Return those of ``sizes`` to which steps with shared prefixes are padded; ``min_rows`` is one of them."""
+    return [size for size in sizes if size % 32 == 0 or size in (min_rows, sizes[-1])]
 
 
 class DecodeGraphRunner:
@@ -54,8 +54,9 @@ class DecodeGraphRunner:
         self.sizes = decode_capture_sizes(rows)
         largest = self.sizes[-1]
         self.graph_keys = [(size, False) for size in self.sizes]
-        if tables.shared_prefix is not None and largest >= MIN_SHARED_ROWS:
-            self.graph_keys += [(size, True) for size in shared_prefix_capture_sizes(self.sizes)]
+        self._min_shared_rows = min_rows = tuning_for(forward_pass.device).shared_prefix.min_rows
+        if tables.shared_prefix is not None and largest >= min_rows:
+            self.graph_keys += [(size, True) for size in shared_prefix_capture_sizes(self.sizes, min_rows)]
         self._padded_size = {
             shared: _padded_sizes([size for size, kind in self.graph_keys if kind is shared], largest)
             for shared in (False, True)
@@ -121,7 +122,7 @@ class DecodeGraphRunner:
     def _find_prefixes(self, plan: StepPlan) -> Int32 | None:
         """Return the rows' shared prefixes, packed; None if sharing is not profitable."""
         count, finder = len(plan.slots), self._tables.shared_prefix
-        if finder is None or not MIN_SHARED_ROWS // 2 < count < len(self._padded_size[True]):
+        if finder is None or not self._min_shared_rows // 2 < count < len(self._padded_size[True]):
             return None
         return finder.find(plan.slots, plan.starts, int(self._padded_size[True][count]))
 

@@ -11,6 +11,7 @@ from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
 from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
+from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
 
@@ -77,7 +78,10 @@ class SlotTables:
         """Search for shared prefixes of decode rows, for a backend that reads one for ``max_rows`` rows together."""
         if max_rows > 1:
             slots, max_model_len = self.tokens.shape[0] - 1, self.tokens.shape[1] - 1
-            self.shared_prefix = SharedPrefixFinder(slots, max_model_len, self.page_size, max_rows=max_rows)
+            tuning = tuning_for(self._device).shared_prefix
+            self.shared_prefix = SharedPrefixFinder(
+                slots, max_model_len, self.page_size, max_rows=max_rows, tuning=tuning
+            )
 
     def apply(self, plan: StepPlan) -> None:
         """Write the tokens of newly opened slots and the changed cells of the page table."""

@@ -19,28 +19,30 @@ from skiff_runtime.kernels.shared_prefixes import (
     max_work_items,
     packed_size,
 )
+from skiff_runtime.kernels.tuning import DEFAULT, SharedPrefixTuning
 from skiff_runtime.step import Int32, StepPlan
 
 SEGMENT_TOKENS: Final = 128
 """Unit in which prefixes are compared and shared: this many tokens, or one page if that is more."""
 LEVELS: Final = 4
 """Bound of the levels at which groups are divided in search of longer prefixes."""
-MIN_SAVED_TOKENS: Final = 4096
-MIN_SAVED_SHARE: Final = 0.1
-"""Tokens that a step must save to read, in total and as a share of all that it reads; else the launches cost more."""
-MIN_SPLIT_TOKENS: Final = 256
-LONG_TOKENS: Final = 2048
-LONG_SHARE: Final = 1 / 32
-LONG_MEANS: Final = 4
-"""A row is long if it reads more than this many tokens on its own, this share of all, and this many times the mean."""
 
 
 class SharedPrefixFinder:
     """Finds shared prefixes by the last page of each segment, kept by slot (-1 where it is not known)."""
 
-    def __init__(self, slots: int, max_model_len: int, page_size: int, *, max_rows: int) -> None:
-        """``max_rows`` rows can read a prefix together."""
+    def __init__(
+        self,
+        slots: int,
+        max_model_len: int,
+        page_size: int,
+        *,
+        max_rows: int,
+        tuning: SharedPrefixTuning = DEFAULT.shared_prefix,
+    ) -> None:
+        """``max_rows`` rows can read a prefix together; ``tuning`` says when that is worth it."""
         self._max_rows = max_rows
+        self._tuning = tuning
         self._cached_for = 0, b""
         self._cached: tuple[Int32 | None] | None = None
         self._segment_pages = max(1, SEGMENT_TOKENS // page_size)
@@ -78,20 +80,25 @@ class SharedPrefixFinder:
         tokens = shared_segments * np.int32(self._segment_tokens)
         leaders = groups == np.arange(len(groups))
         saved = int(tokens.sum() - tokens[leaders].sum())
-        long = _find_long(starts - tokens)
-        is_profitable = saved >= MIN_SAVED_TOKENS and saved >= MIN_SAVED_SHARE * int(starts.sum())
+        tuning = self._tuning
+        long = _find_long(starts - tokens, tuning)
+        enough = max(tuning.min_saved_tokens, tuning.min_saved_fraction * int(starts.sum()))
+        is_profitable = saved >= enough
         if not is_profitable and not long.any():
             return None
         # A long row becomes a group of its own, so that its whole context is split into work items.
         tokens[long] = segments[long] * self._segment_tokens
         groups[long] = len(groups) + np.flatnonzero(long)
-        return pack_work_items(groups, tokens, max_rows=self._max_rows, rows=rows)
+        split_tokens = tuning.min_split_tokens
+        return pack_work_items(
+            groups, tokens, max_rows=self._max_rows, rows=rows, min_split_tokens=split_tokens
+        )
 
 
-def _find_long(tokens: Int32) -> NDArray[np.bool_]:
+def _find_long(tokens: Int32, tuning: SharedPrefixTuning) -> NDArray[np.bool_]:
     """Return which rows, that read ``tokens`` int32[R] each, would keep the GPU waiting."""
     total = int(tokens.sum())
-    limit = max(LONG_TOKENS, total * max(LONG_SHARE, LONG_MEANS / len(tokens)))
+    limit = max(tuning.long_tokens, total * max(tuning.long_fraction, tuning.long_means / len(tokens)))
     return np.greater(tokens, limit)
 
 
@@ -146,11 +153,19 @@ def _common_lengths(
     return common
 
 
-def pack_work_items(groups: Int32, tokens: Int32, *, max_rows: int, rows: int) -> Int32:
+def pack_work_items(
+    groups: Int32,
+    tokens: Int32,
+    *,
+    max_rows: int,
+    rows: int,
+    min_split_tokens: int = DEFAULT.shared_prefix.min_split_tokens,
+) -> Int32:
     """Split prefixes of ``tokens`` int32[R] into work items; returns ``kernels.shared_prefixes.SharedPrefixes``, packed.
 
     A group's rows are divided into blocks of at most ``max_rows``, and its prefix into splits of about the same size over
-    all groups. An item is one split of one block. The result is packed for a step of ``rows`` rows.
+    all groups, of ``min_split_tokens`` at least. An item is one split of one block. The result is packed for a step of
+    ``rows`` rows.
     """
     order = np.lexsort((groups, tokens == 0)).astype(np.int32)  # rows without a prefix come last
     used = int((tokens > 0).sum())
@@ -159,7 +174,9 @@ def pack_work_items(groups: Int32, tokens: Int32, *, max_rows: int, rows: int) -
     sizes = np.diff(np.r_[group_starts, used])
     lengths = tokens[order[group_starts]]
     blocks = -(-sizes // max_rows)
-    splits = _choose_splits(lengths, blocks, max_work_items(rows), max_prefix_splits(rows))
+    spare = max(1, max_work_items(rows) - int(blocks.sum()))
+    split_length = max(min_split_tokens, -(-int((lengths * blocks).sum()) // spare))
+    splits = np.minimum(max_prefix_splits(rows), -(-lengths // split_length)).astype(np.int64)
     group, block = _enumerate_within(blocks)
     block_of_item, split = _enumerate_within(splits[group])
     group, block = group[block_of_item], block[block_of_item]
@@ -182,12 +199,3 @@ def _enumerate_within(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDA
     """Return (index of the entry, offset inside it) of each of the sum(counts) things that the entries count."""
     entry = np.repeat(np.arange(len(counts)), counts)
     return entry, np.arange(len(entry)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _choose_splits(
-    lengths: Int32, blocks: NDArray[np.int64], max_items: int, max_splits: int
-) -> NDArray[np.int64]:
-    """Return the number of splits of each group's prefix, int64[groups], for at most ``max_items`` items in total."""
-    spare = max(1, max_items - int(blocks.sum()))
-    split_tokens = max(MIN_SPLIT_TOKENS, -(-int((lengths * blocks).sum()) // spare))
-    return np.minimum(max_splits, -(-lengths // split_tokens)).astype(np.int64)

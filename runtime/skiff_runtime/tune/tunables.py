@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from skiff_runtime.engine.shared_prefix import cut
+from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.kernels.fp8 import (
     E4M3,
     FP8Weight,
@@ -113,9 +113,9 @@ def _decode(
         def make_launches() -> Sequence[Launch]:
             shared = None
             if prefix_rows:
-                members = max_group_rows(device, heads.query, heads.kv)
+                max_rows = max_group_rows(device, heads.query, heads.kv)
                 tokens = np.full(rows, shared_tokens, np.int32)
-                packed = _upload(cut(groups, tokens, members=members, rows=rows), device)
+                packed = _upload(pack_work_items(groups, tokens, max_rows=max_rows, rows=rows), device)
                 shared = unpack_shared_prefixes(packed, rows)
             attend = DecodeAttention(
                 queries, pools[0], *tables, PAGE_SIZE, max_seq_len=MAX_SEQ_LEN, shared=shared

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from skiff_runtime.attention import torch_sdpa
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.attention.hybrid import (
-    LONG_CONTEXT,
     HybridAttention,
     PhaseAttention,
     PrefillBySize,
@@ -23,10 +22,12 @@ from skiff_runtime.attention.selector import make_backend
 from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
+from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
 DIM = 8
+LONG_CONTEXT = DEFAULT.prefill_choice.long_context
 
 
 @dataclass

@@ -10,15 +10,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from skiff_runtime.engine.shared_prefix import (
-    MIN_SAVED_TOKENS,
     SharedPrefixFinder,
     group_by_prefix,
     pack_work_items,
 )
 from skiff_runtime.kernels.shared_prefixes import WORK_ITEM_FIELDS, max_prefix_splits, max_work_items
+from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.step import Int32, StepPlan
 
 PAGE = 16
+MIN_SAVED_TOKENS = DEFAULT.shared_prefix.min_saved_tokens
 
 
 def segment_ends(paths: list[list[int]]) -> Int32:
