@@ -1,4 +1,4 @@
-"""The diffs by which docs/contributing shows how to add a model and an attention backend: they apply, and work."""
+"""The example diffs of docs/contributing, a new model and a new attention backend, apply to the code and work."""
 
 import os
 import shutil
@@ -18,17 +18,17 @@ from skiff_runtime.models.footprint import count_parameters
 path = make_model(Path("model"), "seed_oss")
 prompts = [[1, 5, 9], [7] * 40]
 with LLM(str(path), attention_backend="eager", max_total_tokens=512, page_size=4, cpu_threads=1, max_num_batched_tokens=16) as llm:
-    told = [each.token_ids for each in llm.generate(prompts, max_tokens=10, temperature=0, ignore_eos=True)]
+    generated = [each.token_ids for each in llm.generate(prompts, max_tokens=10, temperature=0, ignore_eos=True)]
 reference = load_reference(path)
-wanted = [greedy_tokens(reference, prompt, 10) for prompt in prompts]
+expected = [greedy_tokens(reference, prompt, 10) for prompt in prompts]
 counted = count_parameters(read_model_config(path)).total
-assert told == wanted, (told, wanted)
+assert generated == expected, (generated, expected)
 assert counted == reference.num_parameters(), (counted, reference.num_parameters())
 print("same")
 """
 
 
-def test_the_diffs_apply_and_serve_the_new_model_with_the_new_backend(tmp_path: Path) -> None:
+def test_diffs_apply_and_serve_the_new_model_with_the_new_backend(tmp_path: Path) -> None:
     for part in ("runtime/skiff_runtime", "tests/support"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in DIFFS:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from flag_page import render
 
-from skiff_runtime.__main__ import _parser
+from skiff_runtime.__main__ import _make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -81,7 +81,7 @@ def test_shown_commands_parse(page: Path) -> None:
     for command in commands(page):
         words = shlex.split(command, comments=True)
         if "--help" not in words:
-            _parser(words).parse_args(words)
+            _make_parser(words).parse_args(words)
 
 
 def test_the_guides_show_every_command() -> None:

@@ -1,4 +1,4 @@
-"""Hostile requests: every one is answered or cut off, none with a 5xx, and a well-behaved stream goes on beside them."""
+"""The API fuzzer: no hostile request gets a 5xx or hangs, and a well-behaved stream continues beside them."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from api_fuzz import Verdict, steady, strike
+from api_fuzz import Verdict, running_itl_client, strike
 from raw_http import address_of
 from service import Service, running_service
 from watch import check_nothing_held
@@ -20,16 +20,16 @@ NAME: Final = "demo"
 SHORT: Final = 1500
 SHORT_CONCURRENCY: Final = 8
 CONCURRENCY: Final = int(os.environ.get("SKIFF_TEST_FUZZ_CONCURRENCY", "2"))
-"""The attacker shares the machine's cores with what it attacks: more at a time would time the machine."""
+"""The fuzzer shares the machine's cores with the service: more at a time would measure the machine."""
 FULL: Final = int(os.environ.get("SKIFF_TEST_FUZZ_REQUESTS", "50000"))
 SCHEMATHESIS_EXAMPLES: Final = int(os.environ.get("SKIFF_TEST_SCHEMATHESIS_EXAMPLES", "500"))
-"""For each operation and phase."""
+"""Examples for each operation and phase."""
 SHORT_EXAMPLES: Final = 5
 SEED: Final = 1984
 BASELINE_SECONDS: Final = 10.0
-MOST_TIMES_MEDIAN: Final = 3.0
+MAX_P99_TO_MEDIAN: Final = 3.0
 NICENESS: Final = 15
-"""Of the attacker, whose machine is not the service's but for this test."""
+"""Niceness of the fuzzer, which outside of tests would run on another machine."""
 FLAGS: Final = (
     "--served-model-name",
     NAME,
@@ -49,26 +49,26 @@ CHECKS: Final = (
 def attack(
     service: Service, count: int, concurrency: int, baseline_seconds: float
 ) -> tuple[Verdict, dict[str, Any]]:
-    """The verdict, and what the client beside saw before and meanwhile."""
+    """Return the verdict, and the inter-token latency of a well-behaved client before and meanwhile."""
     processes = {name: each.pid for name, each in service.children.items()}
     first = {"text": "x", "max_tokens": 1, "guided_choice": ["a"]}
     assert service.http.post(service.url + "/generate", json=first, timeout=60).status_code == 200
-    with steady(service.url) as beside:
+    with running_itl_client(service.url) as itl:
         time.sleep(1)
-        beside.mark()
+        itl.mark()
         time.sleep(baseline_seconds)
-        before = beside.mark()
+        before = itl.mark()
         with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (NICENESS,)) as attacker:
             verdict = attacker.submit(strike, address_of(service.url), count, SEED, concurrency).result()
-        meanwhile = beside.mark()
+        meanwhile = itl.mark()
     print(json.dumps({"fuzz": verdict.summary(), "itl_before": before, "itl_meanwhile": meanwhile}, indent=1))
     check_nothing_held(service)
     assert {name: each.pid for name, each in service.children.items()} == processes
     return verdict, {"before": before, "meanwhile": meanwhile}
 
 
-def describe(service: Service, file: Path) -> None:
-    """Write our own description, with the one thing in it that only a running service knows: its model's name."""
+def write_openapi(service: Service, file: Path) -> None:
+    """Write the OpenAPI document, with the model's name filled in."""
     document = service.http.get(service.url + "/openapi.json").json()
     for schema in document["components"]["schemas"].values():
         model = schema.get("properties", {}).get("model", {})
@@ -77,9 +77,9 @@ def describe(service: Service, file: Path) -> None:
     file.write_text(json.dumps(document))
 
 
-def examples(service: Service, count: int, phases: str, folder: Path) -> None:
-    """What schemathesis makes of our own description, valid and not; its own report is shown when it finds a fault."""
-    describe(service, folder / "openapi.json")
+def run_schemathesis(service: Service, count: int, phases: str, folder: Path) -> None:
+    """Test the service with schemathesis on its OpenAPI document, with valid and invalid examples."""
+    write_openapi(service, folder / "openapi.json")
     command = [
         str(Path(sys.executable).with_name("schemathesis")),
         "run",
@@ -100,9 +100,9 @@ def examples(service: Service, count: int, phases: str, folder: Path) -> None:
         "60",
         "--no-color",
     ]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    print(told.stdout[-3000:])
-    assert told.returncode == 0, told.stdout[-20000:] + told.stderr[-2000:]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    print(done.stdout[-3000:])
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
     check_nothing_held(service)
 
 
@@ -110,7 +110,7 @@ def test_hostile_requests(tmp_path: Path) -> None:
     with running_service("demo://", *FLAGS) as service:
         verdict, _ = attack(service, SHORT, SHORT_CONCURRENCY, baseline_seconds=0.5)
         assert verdict.problems == []
-        examples(service, SHORT_EXAMPLES, "fuzzing", tmp_path)
+        run_schemathesis(service, SHORT_EXAMPLES, "fuzzing", tmp_path)
 
 
 @pytest.mark.soak
@@ -119,12 +119,12 @@ def test_hostile_requests_at_length() -> None:
     with running_service("demo://", *FLAGS) as service:
         verdict, latency = attack(service, FULL, CONCURRENCY, BASELINE_SECONDS)
         assert verdict.problems == []
-        limit = MOST_TIMES_MEDIAN * latency["before"]["p50_ms"]
+        limit = MAX_P99_TO_MEDIAN * latency["before"]["p50_ms"]
         assert latency["meanwhile"]["p99_ms"] <= limit, latency
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
-def test_our_own_description_at_length(tmp_path: Path) -> None:
+def test_openapi_examples_at_length(tmp_path: Path) -> None:
     with running_service("demo://", *FLAGS) as service:
-        examples(service, SCHEMATHESIS_EXAMPLES, "examples,coverage,fuzzing", tmp_path)
+        run_schemathesis(service, SCHEMATHESIS_EXAMPLES, "examples,coverage,fuzzing", tmp_path)

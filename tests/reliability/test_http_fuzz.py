@@ -1,4 +1,4 @@
-"""The wire fuzzer against real front processes: exactly one reply for each request, in order, or an end of the connection."""
+"""The HTTP fuzzer against real frontend processes: one response per request, in order, or a closed connection."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from skiff_runtime.config import Config
 from skiff_runtime.processes.resolve import resolve
 
 SHORT: Final = 1500
-FULL: Final = int(os.environ.get("SKIFF_TEST_WIRE_CONNECTIONS", "200000"))
-SEED: Final = int(os.environ.get("SKIFF_TEST_WIRE_SEED", "1984"))
-FIRST: Final = int(os.environ.get("SKIFF_TEST_WIRE_FIRST", "0"))
+FULL: Final = int(os.environ.get("SKIFF_TEST_HTTP_FUZZ_CONNECTIONS", "200000"))
+SEED: Final = int(os.environ.get("SKIFF_TEST_HTTP_FUZZ_SEED", "1984"))
+FIRST: Final = int(os.environ.get("SKIFF_TEST_HTTP_FUZZ_FIRST", "0"))
 CONCURRENCY: Final = 24
 STEP_MILLISECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 30.0
-LOST_MIB: Final = 48.0
-"""Resident memory that the api process may gain after its first thousands of connections."""
+MAX_GROWTH_MIB: Final = 48.0
+"""Limit on the growth of the API process's resident memory after its first thousands of connections."""
 
 
 @pytest.fixture
 def fronts() -> Iterator[FrontendProcesses]:
-    """Api, tokenizer and detokenizer, with a stub in the scheduler's place that answers at once."""
+    """Run API, tokenizer and detokenizer, with a stub of the scheduler that replies at once."""
     tokenizer = Tokenizer.from_file(str(resolve(Config(model="demo://"))[1].path / "tokenizer.json"))
     [*_, token] = tokenizer.encode(" pod", add_special_tokens=False).ids
     with FrontendProcesses(
@@ -46,25 +46,29 @@ def fronts() -> Iterator[FrontendProcesses]:
 
 
 def attack(fronts: FrontendProcesses, first: int, count: int) -> Verdict:
-    """Carry the connections out beside a client that behaves; neither may see a fault, and nothing may stay behind."""
+    """Run the connections beside a well-behaved client. Neither may see a fault, and no connection may stay open."""
     model = fronts.launch.config.served_model_name or ""
     with (
-        BackgroundClient(fronts.url, model) as beside,
+        BackgroundClient(fronts.url, model) as background,
         ProcessPoolExecutor(1, get_context("spawn")) as attacker,
     ):
         job = attacker.submit(strike, address_of(fronts.url), model, first, count, SEED, CONCURRENCY)
         verdict = job.result()
-    told = {"right": beside.right, "wrong": beside.wrong, "slowest_seconds": round(beside.slowest_seconds, 3)}
-    print(json.dumps({"wire": verdict.summary(), "beside": told}, indent=1))
-    assert verdict.breaches == []
+    results = {
+        "right": background.right,
+        "wrong": background.wrong,
+        "slowest_seconds": round(background.slowest_seconds, 3),
+    }
+    print(json.dumps({"http_fuzz": verdict.summary(), "background": results}, indent=1))
+    assert verdict.violations == []
     assert verdict.connections == count
-    assert beside.wrong == 0 and beside.right > 0, beside.examples
-    nothing_left(fronts)
+    assert background.wrong == 0 and background.right > 0, background.examples
+    assert_no_connections(fronts)
     return verdict
 
 
-def nothing_left(fronts: FrontendProcesses) -> None:
-    """Soon no request is in flight, and no connection is open but the one that asks."""
+def assert_no_connections(fronts: FrontendProcesses) -> None:
+    """Assert that soon no connection is open."""
     api = api_process(fronts)
     deadline = time.monotonic() + SETTLE_SECONDS
     while (count := len([each for each in api.net_connections("tcp") if each.status != "LISTEN"])) > 0:
@@ -77,17 +81,17 @@ def api_process(fronts: FrontendProcesses) -> psutil.Process:
     return psutil.Process(api.handle.pid)
 
 
-def test_drawn_connections(fronts: FrontendProcesses) -> None:
+def test_random_connections(fronts: FrontendProcesses) -> None:
     verdict = attack(fronts, FIRST, SHORT)
     assert {200, 400, 404, 405, 417, 431, 505} <= set(verdict.statuses)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_drawn_connections_at_length(fronts: FrontendProcesses) -> None:
+def test_random_connections_at_length(fronts: FrontendProcesses) -> None:
     warm = min(FULL // 10, 5000)
     attack(fronts, FIRST, warm)
     before = api_process(fronts).memory_info().rss
     attack(fronts, FIRST + warm, FULL - warm)
-    gained = (api_process(fronts).memory_info().rss - before) / 2**20
-    assert gained < LOST_MIB, f"the api process gained {gained:.0f} MiB"
+    growth = (api_process(fronts).memory_info().rss - before) / 2**20
+    assert growth < MAX_GROWTH_MIB, f"the API process grew by {growth:.0f} MiB"

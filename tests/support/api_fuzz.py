@@ -1,4 +1,4 @@
-"""Hostile requests by the thousand, each judged, while a well-behaved client streams beside them."""
+"""The API fuzzer: thousands of hostile requests, each response checked, while a well-behaved client streams."""
 
 import asyncio
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import itl_client
-from fuzz_requests import PAUSE_SECONDS, Hostile, draw_request
-from raw_http import Address, Line, Reply
+from fuzz_requests import PAUSE_SECONDS, FuzzRequest, draw_request
+from raw_http import Address, RawConnection, Reply
 
 PROGRESS_SECONDS: Final = 10.0
 MAX_EXAMPLES: Final = 10
@@ -25,7 +25,7 @@ UNAVAILABLE: Final = 503
 
 @dataclass
 class Verdict:
-    """What was seen: replies by status, requests by kind, and the first few that were answered wrongly or not at all."""
+    """Results: responses by status, requests by kind, and the first few wrong or missing responses."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -35,7 +35,7 @@ class Verdict:
     seconds: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """For people and programs; status 0: no reply, which only what is no whole request may get."""
+        """Return the counts. Status 0 is no response, which only an incomplete request may get."""
         return {
             "requests": self.kinds.total(),
             "seconds": round(self.seconds, 1),
@@ -47,12 +47,12 @@ class Verdict:
 
 
 def strike(address: Address, count: int, seed: int, concurrency: int) -> Verdict:
-    """Send the requests, from the process that calls."""
+    """Send the requests from the calling process."""
     return asyncio.run(fuzz(address, count=count, seed=seed, concurrency=concurrency))
 
 
 async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> Verdict:
-    """Send ``count`` requests, ``concurrency`` at a time, each over a connection of its own."""
+    """Send ``count`` requests, ``concurrency`` at a time, each over its own connection."""
     draw, verdict, began = random.Random(seed), Verdict(), time.monotonic()
     progress = [began]
 
@@ -61,7 +61,7 @@ async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> 
             request = draw_request(draw)
             verdict.kinds[request.kind] += 1
             sent = time.monotonic()
-            problem = await _one(address, request, verdict)
+            problem = await _send(address, request, verdict)
             verdict.slowest_seconds = max(verdict.slowest_seconds, time.monotonic() - sent)
             if problem is not None:
                 verdict.problem_count += 1
@@ -78,30 +78,30 @@ async def fuzz(address: Address, *, count: int, seed: int, concurrency: int) -> 
     return verdict
 
 
-async def _one(address: Address, request: Hostile, verdict: Verdict) -> str | None:
-    """Send it; what is wrong with how it was answered."""
-    line = await Line.open(address)
+async def _send(address: Address, request: FuzzRequest, verdict: Verdict) -> str | None:
+    """Send a request. Returns what is wrong with its response, or None."""
+    connection = await RawConnection.open(address)
     try:
         for number, piece in enumerate(request.pieces):
             if number:
                 await asyncio.sleep(PAUSE_SECONDS)
-            if line.lost:
+            if connection.lost:
                 break
-            line.send(piece)
+            connection.send(piece)
         if not request.complete:
-            line.finish_sending()
-        reply = await line.reply()
+            connection.finish_sending()
+        reply = await connection.reply()
     except TimeoutError:
-        return "no reply and no end"
+        return "no response and no end"
     finally:
-        line.cut()
+        connection.cut()
     verdict.statuses[reply.status] += 1
     return _judge(request, reply)
 
 
-def _judge(request: Hostile, reply: Reply) -> str | None:
+def _judge(request: FuzzRequest, reply: Reply) -> str | None:
     if reply.status == 0 or not reply.whole:
-        return "no whole reply" if request.complete else None
+        return "no whole response" if request.complete else None
     if reply.status >= 500 and reply.status != UNAVAILABLE:
         return f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
     if reply.status >= 400:
@@ -110,38 +110,38 @@ def _judge(request: Hostile, reply: Reply) -> str | None:
 
 
 def _judge_error(reply: Reply) -> str | None:
-    """An error has OpenAI's shape, whoever made it."""
+    """Check that an error has OpenAI's shape."""
     try:
-        told = json.loads(reply.body)["error"]
-        good = bool(told["message"]) and {"type", "param", "code"} < set(told)
+        error = json.loads(reply.body)["error"]
+        valid = bool(error["message"]) and {"type", "param", "code"} < set(error)
     except (ValueError, KeyError, TypeError):
-        good = False
-    return None if good and len(reply.body) < 1 << 14 else f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
+        valid = False
+    return None if valid and len(reply.body) < 1 << 14 else f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
 
 
-class Steady:
-    """The client that streams beside; ``mark`` tells its inter-token latency since the last mark."""
+class ItlClient:
+    """The process of ``itl_client``."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def mark(self) -> dict[str, Any]:
-        """Counts and milliseconds."""
+        """Return the inter-token latencies since the last call: their count, and percentiles in milliseconds."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, "the steady client ended: its stream broke"
-        told: dict[str, Any] = json.loads(line)
-        return told
+        assert line, "the client ended: its stream broke"
+        latencies: dict[str, Any] = json.loads(line)
+        return latencies
 
 
 @contextmanager
-def steady(url: str) -> Iterator[Steady]:
-    """A steady client for the length of a with-block."""
+def running_itl_client(url: str) -> Iterator[ItlClient]:
+    """Run the client that measures inter-token latency during a with-block."""
     command = [sys.executable, str(Path(itl_client.__file__)), url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield Steady(process)
+            yield ItlClient(process)
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""A well-behaved client that asks one thing after the other on a kept connection, and checks each answer by itself."""
+"""A well-behaved client that sends one request after another on one connection, and checks each response."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ PROMPT: Final = "What is a pod?"
 
 @dataclass
 class BackgroundClient:
-    """Runs in a thread for the length of a with-block. Every answer is a completion that echoes its own number."""
+    """Runs in a thread during a with-block. Each response must be a completion that echoes the request's own number."""
 
     url: str
     model: str
@@ -44,19 +44,19 @@ class BackgroundClient:
                 number += 1
                 began = time.monotonic()
                 try:
-                    fault = self._ask(http, number)
+                    problem = self._ask(http, number)
                 except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                    fault = repr(error)
+                    problem = repr(error)
                 self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - began)
-                if fault is None:
+                if problem is None:
                     self.right += 1
                     continue
                 self.wrong += 1
                 if len(self.examples) < MAX_EXAMPLES:
-                    self.examples.append(f"request {number}: {fault}")
+                    self.examples.append(f"request {number}: {problem}")
 
     def _ask(self, http: httpx.Client, number: int) -> str | None:
-        """One completion, every other one streamed; what is wrong with it."""
+        """Request one completion, every other one streamed. Returns what is wrong with it, or None."""
         prompt, request_id, stream = f"{PROMPT} {number}", f"beside-{number}", number % 2 == 0
         body = {"model": self.model, "prompt": prompt, "echo": True, "max_tokens": 2, "stream": stream}
         reply = http.post("/v1/completions", json=body, headers={"x-request-id": request_id})

@@ -10,7 +10,7 @@ from typing import Any, Final
 from answers import Answer, difference, read_answer
 from near_ties import find_divergence, find_ties
 from random_requests import RandomRequests
-from raw_http import Address, Line, address_of, post
+from raw_http import Address, RawConnection, address_of, post
 from service import Service, running_service
 from watch import check_nothing_held
 
@@ -99,7 +99,7 @@ async def _request_all(
     numbers = iter(range(len(bodies)))
 
     async def work() -> None:
-        line = await Line.open(address)
+        line = await RawConnection.open(address)
         for number in numbers:
             line.send(post("/generate", bodies[number]))
             answers[number] = read_answer(await line.reply())

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 import psutil
-from raw_http import address_of, ask, post
+from raw_http import address_of, post, send_request
 from service import Service
 from stages import Clients, Ending
 from watch import Family, check_nothing_held, grammar_process, is_alive
@@ -77,7 +77,7 @@ def victim_of(service: Service, process: str) -> psutil.Process:
 async def inject(service: Service, process: str, fault: Fault, *, salt: int) -> list[Ending]:
     """Bring clients to every stage, inject the fault, and return the clients' endings."""
     fresh = {"type": "object", "properties": {f"b{salt}": {"type": "null"}}}
-    await ask(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
+    await send_request(address_of(service.url), post("/generate", {**PROBE, "guided_json": fresh}))
     victim = victim_of(service, process)
     clients = Clients(service, DEADLINE_SECONDS, salt)
     await clients.place()
@@ -132,7 +132,7 @@ def judge_end(service: Service, family: Family) -> list[str]:
 
 def probe(service: Service) -> bytes:
     """Return the answer to a small request that passes through every process."""
-    reply = asyncio.run(ask(address_of(service.url), post("/generate", PROBE)))
+    reply = asyncio.run(send_request(address_of(service.url), post("/generate", PROBE)))
     assert reply.status == 200, reply
     return reply.body.partition(b'"text"')[2].partition(b'"usage"')[0]
 

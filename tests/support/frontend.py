@@ -1,4 +1,4 @@
-"""The front processes for real (api, tokenizers, detokenizer), with the test in place of supervisor and rank 0."""
+"""Real frontend processes (API, tokenizers, detokenizer), with the test in place of the supervisor and rank 0."""
 
 import json
 import os
@@ -55,14 +55,14 @@ Row = tuple[int, int, FinishReason]
 
 
 def write_model(directory: Path) -> Path:
-    """A model directory without weights, for nothing computes here."""
+    """Write a model directory without weights, because no engine runs."""
     write_config(directory)
     write_tokenizer(directory)
     return directory
 
 
 class Rank:
-    """What the test says in place of rank 0's scheduler."""
+    """The test in place of rank 0's scheduler: receives requests and sends output rows."""
 
     def __init__(self, endpoints: Endpoints, model: Path) -> None:
         self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
@@ -74,30 +74,30 @@ class Rank:
     def receive(
         self, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> GenerateRequest | AbortRequest | FlushCache:
-        """The next message; fails the test when none comes."""
+        """Return the next message. Fails the test if none arrives in time."""
         message = self._inbox.receive(timeout_seconds)
-        assert message is not None, "the scheduler was told nothing"
+        assert message is not None, "no message reached the scheduler"
         return message
 
     def request(self) -> GenerateRequest:
-        """The next message, which must be a request."""
+        """Return the next message, which must be a request."""
         message = self.receive()
         assert isinstance(message, GenerateRequest), message
         return message
 
     def poll(self) -> list[GenerateRequest | AbortRequest | FlushCache]:
-        """What is there, or arrives soon."""
+        """Return the messages that are there or arrive soon."""
         first = self._inbox.receive(0.02)
         return [] if first is None else [first, *self._inbox.drain(10_000)]
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def prompt(self, request: GenerateRequest) -> list[int]:
+    def prompt_ids(self, request: GenerateRequest) -> list[int]:
         return [int(token) for token in np.frombuffer(request.token_ids, dtype=Wire.TOKEN)]
 
-    def open(self, *requests: GenerateRequest, cached: int = 0) -> None:
-        """Tell that these requests run."""
+    def start(self, *requests: GenerateRequest, cached: int = 0) -> None:
+        """Report that these requests have been scheduled."""
         opened = [StreamOpened(r.uid, len(r.token_ids) // 4, cached, r.text) for r in requests]
         self.step([], opened=opened)
 
@@ -112,7 +112,7 @@ class Rank:
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         flushed: Sequence[Flushed] = (),
     ) -> None:
-        """One step's batch."""
+        """Send the output of one step."""
         uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
         self._detokenizer.send(
             TokenBatch(
@@ -128,14 +128,14 @@ class Rank:
             )
         )
 
-    def say(self, uid: int, text: str, finish: FinishReason = FinishReason.RUNNING) -> None:
-        """Tokens of ``text``, one a step; the last one ends the request where ``finish`` says so."""
-        ids = self.ids(text)
+    def generate(self, uid: int, text: str, finish: FinishReason = FinishReason.RUNNING) -> None:
+        """Send the tokens of ``text``, one per step; the last one has the finish reason ``finish``."""
+        ids = self.encode(text)
         for token in ids[:-1]:
             self.step([(uid, token, FinishReason.RUNNING)])
         self.step([(uid, ids[-1], finish)])
 
-    def end(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
+    def finish(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
         self.step([(uid, NO_TOKEN, finish)])
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Rank:
 
 
 class Echo(threading.Thread):
-    """Serves every request: repeats its prompt, one token a step for all running ones, then ends it."""
+    """Serves every request by repeating its prompt, one token per step for all running requests."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(daemon=True)
@@ -155,7 +155,7 @@ class Echo(threading.Thread):
 
     def run(self) -> None:
         while not self._stop_it.is_set():
-            self._take(self._rank.poll())
+            self._handle(self._rank.poll())
             rows = []
             for uid, left in list(self._running.items()):
                 token = left.pop(0)
@@ -165,16 +165,16 @@ class Echo(threading.Thread):
             if rows:
                 self._rank.step(rows, stats=StepStats(running=len(rows), decode_tokens=len(rows)))
 
-    def _take(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
+    def _handle(self, messages: list[GenerateRequest | AbortRequest | FlushCache]) -> None:
         for message in messages:
             if isinstance(message, GenerateRequest):
-                self._rank.open(message)
-                self._running[message.uid] = self._rank.prompt(message)
+                self._rank.start(message)
+                self._running[message.uid] = self._rank.prompt_ids(message)
             elif isinstance(message, FlushCache):
                 self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])
             elif self._running.pop(message.uid, None) is not None:
                 self.aborted.append(message.uid)
-                self._rank.end(message.uid, message.finish)
+                self._rank.finish(message.uid, message.finish)
 
     def stop(self) -> None:
         self._stop_it.set()
@@ -183,7 +183,7 @@ class Echo(threading.Thread):
 
 @dataclass
 class Frontend:
-    """Running front processes."""
+    """Running frontend processes."""
 
     endpoints: Endpoints
     rank: Rank
@@ -200,8 +200,8 @@ class Frontend:
         return self.http.get(self.url + path)
 
     def metric(self, line: str) -> float:
-        """The value of the sample that begins with ``line``."""
-        time.sleep(METRICS_TTL_SECONDS)  # the page may be this old
+        """Return the value of the metric sample whose name and labels are ``line``."""
+        time.sleep(METRICS_TTL_SECONDS)  # until a cached page has expired
         page = self.get("/metrics").text.splitlines()
         [value] = [each.rpartition(" ")[2] for each in page if each.startswith(line + " ")]
         return float(value)
@@ -211,7 +211,7 @@ class Frontend:
 
 
 def answer(response: httpx.Response) -> tuple[str, str]:
-    """Text and finish reason of a chat completion of one choice, streamed or not, which must have one end."""
+    """Return text and finish reason of a chat completion with one choice, streamed or not."""
     assert response.status_code == 200, response.text
     if "event-stream" not in response.headers["content-type"]:
         [choice] = response.json()["choices"]
@@ -225,7 +225,7 @@ def answer(response: httpx.Response) -> tuple[str, str]:
 
 @contextmanager
 def running_frontend(model: Path, *, ready: bool = True, **options: object) -> Iterator[Frontend]:
-    """Start the front processes on a free port; end them and all their files afterwards."""
+    """Start the frontend processes on a free port; afterwards kill them and delete their files."""
     config = Config(model=str(model), port=0, served_model_name=NAME, max_model_len=CONTEXT)
     config = replace(config, log_level="debug", **options)  # type: ignore[arg-type]
     run_dir = Path(tempfile.mkdtemp(prefix="skiff-test-"))
@@ -267,11 +267,11 @@ def _spawn(role: Role, index: int, run_dir: Path) -> "subprocess.Popen[bytes]":
 
 
 def _await_ready(front: Frontend) -> int:
-    """Wait until every process told that it serves; phases are passed on as the supervisor does. The API's port."""
+    """Wait until every process is ready, passing on phases as the supervisor does. Returns the API's port."""
     ports: dict[str, int] = {}
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while len(ports) < len(front.processes):
-        assert time.monotonic() < deadline, f"ready are only {sorted(ports)}"
+        assert time.monotonic() < deadline, f"only {sorted(ports)} are ready"
         message = front.supervisor.receive(0.2)
         if isinstance(message, Ready):
             ports[message.process] = message.port

@@ -1,4 +1,4 @@
-"""Hostile requests, drawn from a seed: bad bodies to every path, and bad HTTP around them."""
+"""Hostile requests, drawn from a seed: invalid bodies to every path, and invalid HTTP around them."""
 
 import random
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
 PATHS: Final = (*GENERATING, "/tokenize", "/detokenize", "/flush_cache")
-"""Not /abort, which would end the stream of the client that watches."""
-_GOOD: Final = {
+"""Without /abort, which would end the stream of the client that measures latency."""
+_VALID: Final = {
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
     "/v1/chat/completions": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/generate": '"text":"x","max_tokens":2',
@@ -21,97 +21,97 @@ _GOOD: Final = {
 }
 PAUSE_SECONDS: Final = 0.02
 LIMIT_BYTES: Final = 8 << 20
-"""Beyond, a server refuses unread; whoever still sends then may lose the refusal to a connection reset."""
+"""A server rejects a larger body unread; a client that still sends may lose the response to a connection reset."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hostile:
-    """``pieces`` are sent with pauses between; ``complete`` False: it is no whole request, and may go unanswered."""
+class FuzzRequest:
+    """``pieces`` are sent with pauses between them. ``complete`` False: an incomplete request, which needs no response."""
 
     kind: str
     pieces: list[bytes]
     complete: bool = True
 
 
-def draw_request(draw: random.Random) -> Hostile:
-    """The next one; what costs the client itself much to send comes less often."""
+def draw_request(draw: random.Random) -> FuzzRequest:
+    """Draw the next request. Those that are expensive to send are less frequent."""
     [make] = draw.choices(list(_MAKERS), weights=list(_MAKERS.values()))
     return make(draw)
 
 
-def _posted(kind: str, path: str, body: str | bytes) -> Hostile:
+def _make_post(kind: str, path: str, body: str | bytes) -> FuzzRequest:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-    whole = head("POST", path, {"content-length": str(len(data))}) + data
-    return Hostile(kind, [whole], complete=len(data) <= LIMIT_BYTES)
+    request = head("POST", path, {"content-length": str(len(data))}) + data
+    return FuzzRequest(kind, [request], complete=len(data) <= LIMIT_BYTES)
 
 
 def _with(path: str, extra: str) -> str:
-    """A good body and one more field; what it says twice is duplicated."""
-    return "{" + ",".join(part for part in (_GOOD[path], extra) if part) + "}"
+    """Return a valid body with one more field, which may be a duplicate."""
+    return "{" + ",".join(part for part in (_VALID[path], extra) if part) + "}"
 
 
-def _field(make: values.Maker) -> Callable[[random.Random], Hostile]:
-    def made(draw: random.Random) -> Hostile:
+def _field(make: values.Maker) -> Callable[[random.Random], FuzzRequest]:
+    def make_request(draw: random.Random) -> FuzzRequest:
         path = draw.choice(PATHS)
-        return _posted(make.__name__, path, _with(path, f'"{values.any_field(draw)}":{make(draw)}'))
+        return _make_post(make.__name__, path, _with(path, f'"{values.any_field(draw)}":{make(draw)}'))
 
-    return made
+    return make_request
 
 
-def _whole(draw: random.Random) -> Hostile:
-    """The body is the hostile value itself."""
+def _whole(draw: random.Random) -> FuzzRequest:
+    """Draw a request whose whole body is a hostile value."""
     make = draw.choice((values.number, values.text, values.nested, values.wrong))
-    return _posted("whole", draw.choice(PATHS), make(draw))
+    return _make_post("whole", draw.choice(PATHS), make(draw))
 
 
-def _response_format(draw: random.Random) -> Hostile:
+def _response_format(draw: random.Random) -> FuzzRequest:
     path = draw.choice(GENERATING)
-    return _posted("schema_bomb", path, _with(path, f'"response_format":{values.schema(draw)}'))
+    return _make_post("schema_bomb", path, _with(path, f'"response_format":{values.schema(draw)}'))
 
 
-def _tools(draw: random.Random) -> Hostile:
-    """A bomb as the parameters of a tool that must be called."""
+def _tools(draw: random.Random) -> FuzzRequest:
+    """Draw a schema bomb as the parameters of a tool that must be called."""
     tool = '{"type":"function","function":{"name":"f","parameters":' + values.bomb(draw) + "}}"
     path = "/v1/chat/completions"
-    return _posted("tool_bomb", path, _with(path, f'"tools":[{tool}],"tool_choice":"required"'))
+    return _make_post("tool_bomb", path, _with(path, f'"tools":[{tool}],"tool_choice":"required"'))
 
 
-def _grammar(draw: random.Random) -> Hostile:
+def _grammar(draw: random.Random) -> FuzzRequest:
     path = draw.choice(GENERATING)
-    return _posted("grammar", path, _with(path, values.grammar(draw)))
+    return _make_post("grammar", path, _with(path, values.grammar(draw)))
 
 
-def _stops(draw: random.Random) -> Hostile:
-    """A hundred thousand stop strings."""
+def _stops(draw: random.Random) -> FuzzRequest:
+    """Draw a request with a hundred thousand stop strings."""
     path = draw.choice(GENERATING)
     stops = ",".join(f'"s{number}"' for number in range(values.MANY))
-    return _posted("stops", path, _with(path, f'"stop":[{stops}]'))
+    return _make_post("stops", path, _with(path, f'"stop":[{stops}]'))
 
 
-def _unknown(draw: random.Random) -> Hostile:
-    """Unknown keys by the hundred thousand, or just below the limit on their number."""
+def _unknown(draw: random.Random) -> FuzzRequest:
+    """Draw a request with a hundred thousand unknown keys, or just below the limit on their number."""
     path = draw.choice(PATHS)
     keys = ",".join(f'"u{number}":0' for number in range(draw.choice((100, 16_000, values.MANY))))
-    return _posted("unknown_keys", path, _with(path, keys))
+    return _make_post("unknown_keys", path, _with(path, keys))
 
 
-def _duplicates(draw: random.Random) -> Hostile:
+def _duplicates(draw: random.Random) -> FuzzRequest:
     path, name = draw.choice(PATHS), values.any_field(draw)
     pairs = ",".join(f'"{name}":{values.wrong(draw)}' for _ in range(draw.choice((2, 50, 3000))))
-    return _posted("duplicates", path, _with(path, pairs))
+    return _make_post("duplicates", path, _with(path, pairs))
 
 
-def _bytes(draw: random.Random) -> Hostile:
-    """A good body with some bytes changed, or bytes that are no text."""
+def _bytes(draw: random.Random) -> FuzzRequest:
+    """Draw a valid body with some bytes changed, or random bytes."""
     path = draw.choice(PATHS)
     body = bytearray(_with(path, '"user":"é東🙂"').encode())
     for _ in range(draw.randint(1, 6)):
         body[draw.randrange(len(body))] = draw.randrange(256)
-    return _posted("bytes", path, bytes(body) if draw.random() < 0.8 else draw.randbytes(200))
+    return _make_post("bytes", path, bytes(body) if draw.random() < 0.8 else draw.randbytes(200))
 
 
-def _trickle(draw: random.Random) -> Hostile:
-    """A chunked body in small pieces; sometimes it never ends, sometimes the chunks lie."""
+def _trickle(draw: random.Random) -> FuzzRequest:
+    """Draw a chunked body in small pieces, which may have no end or wrong chunk sizes."""
     path = draw.choice(PATHS)
     body = _with(path, "").encode()
     chunks = [b"1\r\n" + body[each : each + 1] + b"\r\n" for each in range(min(len(body), 24))]
@@ -119,22 +119,22 @@ def _trickle(draw: random.Random) -> Hostile:
     last = (b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n"
     ending = draw.choice((last, last, b"", b"zz\r\nx\r\n", b"ffffffffffffffff\r\n", b"-1\r\n\r\n"))
     start = head("POST", path, {"transfer-encoding": "chunked"})
-    return Hostile("trickle", [start, *chunks, ending], complete=ending is last)
+    return FuzzRequest("trickle", [start, *chunks, ending], complete=ending is last)
 
 
-def _length(draw: random.Random) -> Hostile:
-    """A content-length that is not the body's."""
+def _length(draw: random.Random) -> FuzzRequest:
+    """Draw a request with a wrong Content-Length."""
     path = draw.choice(PATHS)
     body = _with(path, "").encode()
-    told = draw.choice(
+    length = draw.choice(
         (len(body) + 5, 1, 0, -1, 1 << 40, "x", "1 1", "0x5", "1e3", " ", "9" * 40, f"{len(body)}, 3")
     )
-    return Hostile("length", [head("POST", path, {"content-length": str(told)}) + body], complete=False)
+    return FuzzRequest("length", [head("POST", path, {"content-length": str(length)}) + body], complete=False)
 
 
-def _head(draw: random.Random) -> Hostile:
-    """What is no HTTP, or too much of it."""
-    told = draw.choice(
+def _head(draw: random.Random) -> FuzzRequest:
+    """Draw bytes that are not HTTP, or a head beyond a limit."""
+    data = draw.choice(
         (
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
             b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
@@ -154,19 +154,19 @@ def _head(draw: random.Random) -> Hostile:
             draw.randbytes(draw.randint(1, 500)),
         )
     )
-    return Hostile("head", [told], complete=False)
+    return FuzzRequest("head", [data], complete=False)
 
 
-def _path(draw: random.Random) -> Hostile:
-    """A path or a method that is not served."""
+def _path(draw: random.Random) -> FuzzRequest:
+    """Draw a request to a path or with a method that is not served."""
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
     path = draw.choice(
         (*PATHS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
     )
-    return Hostile("path", [head(method, path, {"content-length": "0"})])
+    return FuzzRequest("path", [head(method, path, {"content-length": "0"})])
 
 
-_MAKERS: Final[dict[Callable[[random.Random], Hostile], float]] = {
+_MAKERS: Final[dict[Callable[[random.Random], FuzzRequest], float]] = {
     _field(values.wrong): 12,
     _field(values.number): 12,
     _field(values.text): 8,

@@ -1,4 +1,4 @@
-"""Values that no honest client sends: JSON texts by what is wrong with them."""
+"""Invalid and extreme values as JSON texts, by kind."""
 
 import json
 import random
@@ -68,12 +68,12 @@ Maker = Callable[[random.Random], str]
 
 
 def any_field(draw: random.Random) -> str:
-    """The name of a field that some endpoint knows."""
+    """Draw the name of a field of some endpoint."""
     return draw.choice(_FIELDS)
 
 
 def number(draw: random.Random) -> str:
-    """Huge, tiny, not finite, or no JSON number at all."""
+    """Draw a number that is huge, tiny, not finite, or not JSON."""
     return draw.choice(
         (
             "NaN",
@@ -102,7 +102,7 @@ def number(draw: random.Random) -> str:
 
 
 def text(draw: random.Random) -> str:
-    """Half characters, control characters, bidirectional marks, strings that do not end."""
+    """Draw a string with lone surrogates, control characters or bidirectional marks, or without an end."""
     return draw.choice(
         (
             '"\\ud800"',
@@ -126,24 +126,24 @@ def text(draw: random.Random) -> str:
 
 
 def nested(draw: random.Random) -> str:
-    """Deep arrays and objects, closed or not."""
+    """Draw deeply nested arrays and objects, closed or not."""
     depth = draw.choice((50, 300, 3000, 20_000))
     opening, closing = draw.choice((("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"anyOf":[', "]}")))
     return opening * depth + "1" + (closing * depth if draw.random() < 0.7 else "")
 
 
 def many(draw: random.Random) -> str:
-    """A hundred thousand of something."""
+    """Draw an array or object with a hundred thousand members."""
     return draw.choice(_MANY_TEXTS)
 
 
 def big(draw: random.Random) -> str:
-    """Ten megabytes, in one string or in white space."""
+    """Draw ten megabytes, in one string or in white space."""
     return draw.choice(_BIG_TEXTS)
 
 
 def wrong(draw: random.Random) -> str:
-    """Plain JSON of any type."""
+    """Draw plain JSON of any type."""
     return draw.choice(
         (
             "null",
@@ -169,12 +169,12 @@ def wrong(draw: random.Random) -> str:
 
 
 def schema(draw: random.Random) -> str:
-    """A response format that is a bomb, or a schema that means nothing."""
+    """Draw a response format with a schema from ``bomb``."""
     return '{"type":"json_schema","json_schema":{"name":"x","schema":' + bomb(draw) + "}}"
 
 
 def bomb(draw: random.Random) -> str:
-    """A JSON schema that is small to send and large to compile, or that has no meaning."""
+    """Draw a JSON schema that is small to send and large to compile, or that is meaningless."""
     return draw.choice(
         (
             _laughs(draw.choice((10, 20))),
@@ -212,7 +212,7 @@ _PATTERNS: Final = (
 
 
 def _laughs(levels: int) -> str:
-    """Each level means twice the one before it."""
+    """Return a schema of which each level refers twice to the next ("billion laughs")."""
     levels_of = {
         f"l{n}": {"type": "object", "properties": {side: {"$ref": f"#/$defs/l{n + 1}"} for side in "ab"}}
         for n in range(levels)
@@ -221,7 +221,7 @@ def _laughs(levels: int) -> str:
 
 
 def grammar(draw: random.Random) -> str:
-    """The fields that constrain an answer by something other than a schema."""
+    """Draw a field that constrains the output by a regex, choices or a grammar."""
     kind = draw.choice(("guided_regex", "guided_choice", "guided_grammar"))
     value = {
         "guided_regex": json.dumps(draw.choice(_PATTERNS)),

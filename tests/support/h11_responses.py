@@ -1,7 +1,7 @@
-"""A strict reader of HTTP/1.1 replies: h11's client parser, which refuses what is not framed as RFC 9112 demands.
+"""A strict reader of HTTP/1.1 responses: h11's client parser, which rejects framing that violates RFC 9112.
 
-It is another implementation than the server's and the other test clients' (httptools), so a mistake of one does not hide
-the same mistake of the other.
+The server and the other test clients use another implementation (httptools), so a bug in one does not hide the same bug
+in the other.
 """
 
 import socket
@@ -15,12 +15,12 @@ READ_BYTES: Final = 1 << 16
 
 
 class Malformed(Exception):
-    """The server sent what is no reply to the request, or stopped in the middle of one."""
+    """The server sent bytes that are no response to the request, or an incomplete response."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrictReply:
-    """One whole final reply. ``interim`` counts the 100 Continue before it."""
+    """One whole final response. ``interim`` counts the 100 Continue before it."""
 
     status: int
     headers: dict[str, str]
@@ -31,7 +31,7 @@ class StrictReply:
 
 @dataclass
 class ReplyStream:
-    """All that a server sends on one connection, cut into replies to ``methods``."""
+    """Divides the bytes that a server sends on one connection into responses to requests with ``methods``."""
 
     methods: tuple[str, ...]
     replies: list[StrictReply] = field(default_factory=list)
@@ -46,11 +46,11 @@ class ReplyStream:
 
     @property
     def interim(self) -> int:
-        """The number of interim replies that came before the reply which is due."""
+        """Number of interim responses before the response that is due."""
         return self._interim if self._connection is not None else 0
 
     def feed(self, data: bytes) -> None:
-        """Take what came; ``b""`` for the connection's end. Raises ``Malformed``."""
+        """Parse received bytes, b"" for the connection's end. Raises ``Malformed``."""
         self.pending += data
         while self.pending or not data:
             if self._connection is None:
@@ -64,26 +64,26 @@ class ReplyStream:
                     self._connection.receive_data(given)
                 if not data:
                     self._connection.receive_data(b"")
-                ended = self._events()
+                ended = self._handle_events()
             except h11.ProtocolError as error:
                 raise Malformed(f"{error}: {given[:200]!r}") from None
             if not ended:
                 if not data:
-                    raise Malformed(f"the connection ended within a reply: {given[:200]!r}")
+                    raise Malformed(f"the connection ended within a response: {given[:200]!r}")
                 return
 
     def _begin(self) -> None:
-        """Expect the reply to the next request."""
+        """Start to parse the response to the next request."""
         if not self._expected:
-            raise Malformed(f"bytes that no request asked for: {self.pending[:200]!r}")
+            raise Malformed(f"bytes without a request: {self.pending[:200]!r}")
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_INCOMPLETE_BYTES)
         method = self._expected.pop(0)
         self._connection.send(h11.Request(method=method, target="/", headers=[("host", "x")]))
         self._connection.send(h11.EndOfMessage())
         self._interim, self._response, self._body = 0, None, bytearray()
 
-    def _events(self) -> bool:
-        """Handle what the parser has; True where the reply is whole."""
+    def _handle_events(self) -> bool:
+        """Handle the parser's events. Returns True once the response is complete."""
         assert self._connection is not None
         while True:
             event = self._connection.next_event()
@@ -117,7 +117,7 @@ class ReplyStream:
 
 
 def read_replies(connection: socket.socket, methods: tuple[str, ...]) -> list[StrictReply]:
-    """Every reply up to the connection's end, at most one for each of ``methods``. Raises ``Malformed``."""
+    """Return every response up to the connection's end, one for each of ``methods`` at most. Raises ``Malformed``."""
     stream = ReplyStream(methods)
     while data := connection.recv(READ_BYTES):
         stream.feed(data)
@@ -126,13 +126,13 @@ def read_replies(connection: socket.socket, methods: tuple[str, ...]) -> list[St
 
 
 def read_reply(connection: socket.socket, method: str) -> StrictReply:
-    """One reply, behind which nothing may come yet. Raises ``Malformed``."""
+    """Return one response. Raises ``Malformed``, also if bytes follow it."""
     stream = ReplyStream((method,))
     while not stream.replies:
         data = connection.recv(READ_BYTES)
         stream.feed(data)
         if not data and not stream.replies:
-            raise Malformed("the connection ended before the reply")
+            raise Malformed("the connection ended before the response")
     if stream.pending:
-        raise Malformed(f"bytes behind the reply: {stream.pending[:200]!r}")
+        raise Malformed(f"bytes behind the response: {stream.pending[:200]!r}")
     return stream.replies[0]

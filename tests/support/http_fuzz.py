@@ -1,6 +1,6 @@
-"""The wire fuzzer: drawn connections by the thousand, each judged against its plan, beside a client that behaves.
+"""The HTTP fuzzer: thousands of random connections, each checked against its plan, beside a well-behaved client.
 
-Each connection is drawn from the seed and its own number, so ``SKIFF_TEST_WIRE_FIRST`` and a count of 1 repeat one alone.
+A connection is drawn from the seed and its number, so ``SKIFF_TEST_HTTP_FUZZ_FIRST`` and a count of 1 repeat one alone.
 """
 
 import asyncio
@@ -31,45 +31,45 @@ GENERATED_ID: Final = re.compile("[0-9a-f]{24}")
 
 @dataclass
 class Verdict:
-    """Counts, and the first breaches."""
+    """Results: counts, and the first violations."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
-    breaches: list[str] = field(default_factory=list)
-    breach_count: int = 0
+    violations: list[str] = field(default_factory=list)
+    violation_count: int = 0
     connections: int = 0
     seconds: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """For people and programs."""
+        """Return the counts."""
         return {
             "connections": self.connections,
             "replies": self.statuses.total(),
             "seconds": round(self.seconds, 1),
             "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
             "kinds": dict(self.kinds.most_common(30)),
-            "breaches": self.breach_count,
+            "violations": self.violation_count,
         }
 
-    def note(self, breach: str) -> None:
-        """Count a breach; keep the first few."""
-        self.breach_count += 1
-        if len(self.breaches) < MAX_EXAMPLES:
-            self.breaches.append(breach)
-            print(f"wire: {breach}", file=sys.stderr, flush=True)
+    def record(self, violation: str) -> None:
+        """Count a violation, and keep the first few."""
+        self.violation_count += 1
+        if len(self.violations) < MAX_EXAMPLES:
+            self.violations.append(violation)
+            print(f"http fuzz: {violation}", file=sys.stderr, flush=True)
 
 
 class ServerGone(Exception):
-    """The server accepts no connection any more."""
+    """The server no longer accepts connections."""
 
 
 class Exchange(asyncio.Protocol):
-    """One connection: sends a plan's steps, cuts what comes into replies."""
+    """One connection: sends a plan's steps, and divides what arrives into responses."""
 
     def __init__(self, plan: Plan) -> None:
         self.stream = ReplyStream(tuple(each.method for each in plan.expected))
-        self.fault = ""
-        self.surplus = b""
+        self.error = ""
+        self.extra_bytes = b""
         self.reset = False
         self._received = 0
         self._changed = asyncio.Event()
@@ -94,32 +94,32 @@ class Exchange(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _feed(self, data: bytes) -> None:
-        if not self.fault:
+        if not self.error:
             try:
                 self.stream.feed(data)
             except Malformed as error:
-                self.fault = str(error)
-                self.surplus = self.stream.pending + data
+                self.error = str(error)
+                self.extra_bytes = self.stream.pending + data
                 self.transport.abort()
         else:
-            self.surplus += data
+            self.extra_bytes += data
 
     @property
     def ids(self) -> list[str]:
-        """The ids of all replies that came, those behind the last due one included."""
-        surplus = re.findall(rb"x-request-id: (\S+)\r\n", self.surplus)
+        """IDs of all responses, including those behind the last expected one."""
+        extra_bytes = re.findall(rb"x-request-id: (\S+)\r\n", self.extra_bytes)
         return [each.headers.get("x-request-id", "") for each in self.stream.replies] + [
-            each.decode() for each in surplus
+            each.decode() for each in extra_bytes
         ]
 
     @property
     def closes(self) -> bool:
-        """A reply said that the connection ends, or it has ended."""
-        said = any(each.headers.get("connection") == "close" for each in self.stream.replies)
-        return said or self.ended.done() or bool(self.fault)
+        """Return whether the connection has ended, or a response announced its end."""
+        announced = any(each.headers.get("connection") == "close" for each in self.stream.replies)
+        return announced or self.ended.done() or bool(self.error)
 
     async def ready_for(self, step: Step) -> bool:
-        """Wait until a step may be sent; False where nothing more shall be sent."""
+        """Wait until a step may be sent. Returns False if nothing more is to be sent."""
         while not (self.ended.done() if step.stubborn else self.closes):
             replies = len(self.stream.replies)
             if step.interim_of is not None and replies <= step.interim_of:
@@ -134,7 +134,7 @@ class Exchange(asyncio.Protocol):
 
 
 async def _send(exchange: Exchange, plan: Plan, draw: random.Random) -> None:
-    """Write the plan's bytes, in pieces and with small pauses, as far as the client stays."""
+    """Send the plan's bytes in pieces with small pauses, up to the point where the client leaves."""
     left = round(sum(len(step.data) for step in plan.steps) * plan.sent_share)
     for step in plan.steps:
         if left <= 0 or not await exchange.ready_for(step):
@@ -156,7 +156,7 @@ async def _send(exchange: Exchange, plan: Plan, draw: random.Random) -> None:
 
 
 async def converse(address: Address, plan: Plan, draw: random.Random, verdict: Verdict) -> str | None:
-    """Carry a plan out; the breach, if there is one."""
+    """Execute a plan. Returns the violation, or None."""
     loop = asyncio.get_running_loop()
     try:
         _, exchange = await loop.create_connection(lambda: Exchange(plan), *address)
@@ -167,7 +167,7 @@ async def converse(address: Address, plan: Plan, draw: random.Random, verdict: V
             await _send(exchange, plan, draw)
             await exchange.ended
     except TimeoutError:
-        return f"hung: {len(exchange.stream.replies)} of {len(plan.expected)} replies, {exchange.fault}"
+        return f"hung: {len(exchange.stream.replies)} of {len(plan.expected)} replies, {exchange.error}"
     finally:
         exchange.transport.abort()
         verdict.statuses.update(each.status for each in exchange.stream.replies)
@@ -175,29 +175,29 @@ async def converse(address: Address, plan: Plan, draw: random.Random, verdict: V
 
 
 def judge(plan: Plan, exchange: Exchange) -> str | None:
-    """Compare replies with a plan: in order, one a request, and an end where one is due."""
+    """Compare the responses with a plan: one per request, in order, and the connection closed as expected."""
     replies, client_ends = exchange.stream.replies, plan.ending is not Ending.SERVER
     if SMUGGLED_ID in exchange.ids:
         return f"a part of a body was served as a request: {exchange.ids}"
     for number, (reply, expected) in enumerate(zip(replies, plan.expected, strict=False)):
-        breach = judge_reply(reply, expected)
-        if breach is not None:
-            return f"reply {number}: {breach}: {reply}"[: 3 * SHOWN_BYTES]
+        violation = judge_reply(reply, expected)
+        if violation is not None:
+            return f"reply {number}: {violation}: {reply}"[: 3 * SHOWN_BYTES]
         if reply.headers.get("connection") == "close":
             return (
                 None
-                if number == len(replies) - 1 and not exchange.fault
-                else f"replies behind the last: {replies[-1]}"
+                if number == len(replies) - 1 and not exchange.error
+                else f"responses behind the last: {replies[-1]}"
             )
     if client_ends:
-        return exchange.fault if "asked for" in exchange.fault else None
-    if exchange.fault or exchange.reset:
-        return f"after {len(replies)} replies: {exchange.fault or 'reset'}"
+        return exchange.error if "without a request" in exchange.error else None
+    if exchange.error or exchange.reset:
+        return f"after {len(replies)} replies: {exchange.error or 'reset'}"
     return f"{len(replies)} replies to {len(plan.expected)} requests, and an end without notice"
 
 
 def judge_reply(reply: StrictReply, expected: Expected) -> str | None:
-    """The breach of one reply."""
+    """Return the violation of one response, or None."""
     headers = reply.headers
     if reply.status not in expected.statuses:
         return f"status not in {expected.statuses}"
@@ -208,9 +208,9 @@ def judge_reply(reply: StrictReply, expected: Expected) -> str | None:
         return f"not the id {expected.request_id!r}"
     closes = headers.get("connection") == "close"
     if closes and expected.closing is Closing.NEVER:
-        return "closes for no reason"
+        return "closes without a reason"
     if not closes and expected.closing is Closing.REQUIRED:
-        return "does not say that it closes"
+        return "does not announce the close"
     framings = {"content-length", "transfer-encoding"} & set(headers)
     if expected.old and "transfer-encoding" in headers:
         return "chunks for an HTTP/1.0 client"
@@ -220,7 +220,7 @@ def judge_reply(reply: StrictReply, expected: Expected) -> str | None:
 
 
 def judge_body(reply: StrictReply, expected: Expected) -> str | None:
-    """The breach of a body: no error object, or not the text that was sent."""
+    """Return the violation of a body, or None: an error without its object, or a text that is not the echoed one."""
     if expected.method == "HEAD":
         return "a body" if reply.body else None
     try:
@@ -245,14 +245,14 @@ def judge_body(reply: StrictReply, expected: Expected) -> str | None:
 
 
 def strike(address: Address, model: str, first: int, count: int, seed: int, concurrency: int) -> Verdict:
-    """Carry ``count`` connections out, from the process that calls."""
+    """Run ``count`` connections from the calling process."""
     return uvloop.run(fuzz(address, model, first=first, count=count, seed=seed, concurrency=concurrency))
 
 
 async def fuzz(
     address: Address, model: str, *, first: int, count: int, seed: int, concurrency: int
 ) -> Verdict:
-    """Carry the connections out, ``concurrency`` at a time."""
+    """Run the connections, ``concurrency`` at a time."""
     verdict, began = Verdict(), time.monotonic()
     progress = [began]
 
@@ -260,16 +260,18 @@ async def fuzz(
         for number in numbers:
             draw = random.Random(f"{seed}/{number}")
             plan = Planner(draw, number, model).plan()
-            breach = await converse(address, plan, draw, verdict)
+            violation = await converse(address, plan, draw, verdict)
             verdict.connections += 1
             verdict.kinds.update(plan.kinds)
-            if breach is not None:
-                verdict.note(f"seed {seed}, connection {number}, {plan.kinds}, {plan.ending.name}: {breach}")
+            if violation is not None:
+                verdict.record(
+                    f"seed {seed}, connection {number}, {plan.kinds}, {plan.ending.name}: {violation}"
+                )
             if time.monotonic() - progress[0] > PROGRESS_SECONDS:
                 progress[0] = time.monotonic()
                 rate = verdict.connections / (progress[0] - began)
                 print(
-                    f"wire: {verdict.connections} of {count}, {rate:.0f}/s, {verdict.breach_count} breaches",
+                    f"http fuzz: {verdict.connections} of {count}, {rate:.0f}/s, {verdict.violation_count} violations",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -280,6 +282,6 @@ async def fuzz(
             for _ in range(concurrency):
                 group.create_task(work(numbers))
     except* ServerGone as gone:
-        verdict.note(str(gone.exceptions[0]))
+        verdict.record(str(gone.exceptions[0]))
     verdict.seconds = time.monotonic() - began
     return verdict

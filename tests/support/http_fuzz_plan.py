@@ -1,7 +1,7 @@
-"""Plans of connections for the wire fuzzer: what a client will send, and which replies it must get for that.
+"""Plans of connections for the HTTP fuzzer: the bytes that a client sends, and the responses that it must get.
 
-A plan is drawn as a structure, and bytes and expectations are both made from that structure. So the oracle parses no request, and
-shares no code with the server.
+A plan is drawn as a structure from which both bytes and expectations are made. So the oracle parses no request, and shares
+no code with the server.
 """
 
 import random
@@ -16,11 +16,11 @@ from malformed_http import BROKEN_CHUNKS, BROKEN_HEADS, GARBAGE
 MAX_REQUESTS: Final = 5
 FLOOD_REQUESTS: Final = 100
 PIPELINED_REQUESTS: Final = 64
-"""As many as may wait behind the one being served, whatever happens."""
+"""Number of requests that may always wait behind the one being served."""
 
 
 class Closing(Enum):
-    """The reply's effect on the connection."""
+    """Effect of a response on the connection: whether it closes it."""
 
     NEVER = auto()
     ALLOWED = auto()
@@ -31,16 +31,16 @@ class Ending(Enum):
     """The end of a connection."""
 
     SERVER = auto()
-    """The server closes it behind the last reply."""
+    """The server closes it behind the last response."""
     HALF = auto()
-    """The client closes its sending half, after everything or earlier."""
+    """The client closes its sending half, at the end or earlier."""
     ABORT = auto()
-    """The client is gone, after everything or earlier."""
+    """The client aborts the connection, at the end or earlier."""
 
 
 @dataclass
 class Expected:
-    """The reply to one request; ``text`` must be what a completion echoes."""
+    """Expected response to one request. ``text``: the text that a completion must echo. ``old``: the client uses HTTP/1.0."""
 
     request_id: str
     method: str
@@ -53,14 +53,14 @@ class Expected:
 
 @dataclass
 class Step:
-    """Bytes to send; ``interim_of`` is the request whose 100 Continue, or reply, the client awaits before them."""
+    """Bytes to send. ``interim_of``: the request whose 100 Continue, or final response, the client awaits before them."""
 
     data: bytes
     interim_of: int | None = None
     replies: int | None = None
-    """Awaited before these bytes are sent."""
+    """Number of responses that the client awaits before it sends these bytes."""
     stubborn: bool = False
-    """Sent even behind a reply that ends the connection."""
+    """The bytes are sent even after a response that closes the connection."""
 
 
 @dataclass
@@ -72,9 +72,9 @@ class Plan:
     expected: list[Expected] = field(default_factory=list)
     ending: Ending = Ending.SERVER
     sent_share: float = 1.0
-    """The share of all bytes that is sent, where the client ends the connection."""
+    """Share of all bytes that is sent if the client ends the connection."""
     piece_bytes: int = 0
-    """The mean length of what is written at a time; 0 for all at once."""
+    """Mean number of bytes written at a time; 0 for all at once."""
 
 
 class Planner:
@@ -87,7 +87,7 @@ class Planner:
         self._plan = Plan()
 
     def plan(self) -> Plan:
-        """The plan: some well-formed requests, then an end of some kind."""
+        """Return a plan of some well-formed requests, then an end of some kind."""
         draw, plan = self._draw, self._plan
         if draw.random() < 0.002:
             self._flood()
@@ -104,26 +104,26 @@ class Planner:
         return bool(self._plan.expected) and self._plan.expected[-1].closing is Closing.REQUIRED
 
     def _id(self) -> str:
-        return f"wire-{self._number}-{len(self._plan.expected)}"
+        return f"fuzz-{self._number}-{len(self._plan.expected)}"
 
     def _end(self) -> None:
-        """Draw the end: a fault, a client that leaves, or a last request that asks for the end."""
+        """Draw the end: malformed bytes, a client that leaves, or a last request with ``Connection: close``."""
         draw, plan = self._draw, self._plan
-        wish = draw.random()
-        if wish < 0.10:
+        kind = draw.random()
+        if kind < 0.10:
             plan.ending = draw.choice((Ending.ABORT, Ending.HALF))
             plan.sent_share = draw.choice((1.0, draw.random()))
             self._unless_closed(lambda: self._add(draw_request(self._draw, self._id(), self._model)))
             plan.kinds.append(plan.ending.name.lower())
-        elif wish < 0.16:
+        elif kind < 0.16:
             self._unless_closed(self._short_body)
-        elif wish < 0.32:
+        elif kind < 0.32:
             self._unless_closed(self._broken_head)
-        elif wish < 0.40:
+        elif kind < 0.40:
             self._unless_closed(self._broken_chunks)
-        elif wish < 0.46:
+        elif kind < 0.46:
             self._surplus()
-        elif wish < 0.50:
+        elif kind < 0.50:
             self._unless_closed(self._late_body)
         else:
             self._unless_closed(self._last)
@@ -139,15 +139,15 @@ class Planner:
     # Framing.
 
     def _add(self, request: Request, *, closing: Closing | None = None, lockstep: bool = False) -> None:
-        """Frame a request, with offers and expectations that change nothing."""
+        """Add a request with random framing, and with upgrade offers and expectations that must change nothing."""
         draw, lines = self._draw, list(request.lines)
         body = b"" if request.body is None else request.body
         old = closing is None and draw.random() < 0.06
         chunked = request.body is not None and not old and draw.random() < 0.35
         if closing is None:
             closing = Closing.ALLOWED if request.early and body else Closing.NEVER
-            asked = draw.random() < 0.04
-            if asked:
+            close = draw.random() < 0.04
+            if close:
                 lines.append("connection: close")
             elif old and draw.random() < 0.5:
                 lines.append("connection: keep-alive")
@@ -156,7 +156,7 @@ class Planner:
                     "Connection: Upgrade, HTTP2-Settings",
                     f"Upgrade: {draw.choice(('h2c', 'websocket'))}",
                 ]
-            closing = Closing.REQUIRED if asked or old else closing
+            closing = Closing.REQUIRED if close or old else closing
         waits = bool(body) and not old and draw.random() < 0.08
         if waits or (old and draw.random() < 0.1):
             lines.append("Expect: 100-continue")
@@ -197,7 +197,7 @@ class Planner:
         )
 
     def _send(self, data: bytes, *, lockstep: bool = False) -> None:
-        """Append to what is sent, behind all earlier replies where the client does not pipeline."""
+        """Append bytes; with ``lockstep`` the client sends them after all earlier responses, else it pipelines."""
         steps = self._plan.steps
         if lockstep:
             steps.append(Step(data, replies=len(self._plan.expected) - 1))
@@ -209,7 +209,7 @@ class Planner:
     # Ends.
 
     def _short_body(self) -> None:
-        """A body that is shorter than its length: no reply but an early one."""
+        """Add a body that is shorter than its length, which gets no response but an early one."""
         request = draw_request(self._draw, self._id(), self._model)
         body = request.body or b"x"
         announced = f"Content-Length: {len(body) + self._draw.choice((1, 10, 10_000))}"
@@ -221,7 +221,7 @@ class Planner:
         self._plan.kinds.append("short body")
 
     def _late_body(self) -> None:
-        """A body that comes behind its reply, and whose tail would be a request if the server lost count of it."""
+        """Add a body that follows its response, and whose tail would be a request if the server lost count of its bytes."""
         draw, plan = self._draw, self._plan
         request = Request("late body", "POST", draw.choice(("/nowhere", "/v1/models")), 0)
         self._expect(request, Closing.REQUIRED)
@@ -231,7 +231,7 @@ class Planner:
         plan.steps.append(Step(body, replies=len(plan.expected), stubborn=True))
 
     def _broken_head(self) -> None:
-        """A head that must be refused, and a request behind it that must not be read."""
+        """Add a head that must be rejected, and a request behind it that must not be served."""
         status, first_line, rest = self._draw.choice(BROKEN_HEADS)
         self._plan.kinds.append(f"broken head {first_line} {rest[:40]!r}")
         self._plan.expected.append(Expected("", first_line.split(" ")[0], (status,), Closing.REQUIRED))
@@ -239,7 +239,7 @@ class Planner:
         self._send(data + SMUGGLED)
 
     def _broken_chunks(self) -> None:
-        """A body whose chunks must be refused, unless the reply came before them."""
+        """Add a body whose chunks must be rejected, unless the response precedes them."""
         request = draw_request(self._draw, self._id(), self._model)
         request.early = request.early or request.body is None
         self._expect(request, Closing.REQUIRED)
@@ -250,14 +250,14 @@ class Planner:
         self._send(data + start + self._draw.choice(BROKEN_CHUNKS) + SMUGGLED)
 
     def _surplus(self) -> None:
-        """Bytes behind the last request, which are no request: refused, or ignored where the connection ends."""
+        """Add bytes behind the last request that are no request: rejected, or ignored if the connection ends."""
         if not self._closed():
             self._plan.expected.append(Expected("", "GET", (400,), Closing.REQUIRED))
         self._plan.kinds.append("surplus")
         self._send(self._draw.choice(GARBAGE) + b"\r\n\r\n")
 
     def _flood(self) -> None:
-        """More requests than may wait, at once."""
+        """Add more pipelined requests than may wait."""
         self._plan.kinds.append("flood")
         for _ in range(FLOOD_REQUESTS):
             request = Request("flood", "GET", "/livez", 200)

@@ -1,4 +1,4 @@
-"""Well-formed requests for the wire fuzzer: cheap ones of all kinds, with bodies that look like other parts of a connection."""
+"""Well-formed requests for the HTTP fuzzer: cheap ones of all kinds, with bodies that resemble other parts of a connection."""
 
 import json
 import random
@@ -30,14 +30,14 @@ class Request:
     status: int
     body: bytes | None = None
     early: bool = False
-    """Its reply may come before its body has."""
+    """The response may precede the body."""
     lines: list[str] = field(default_factory=list)
     text: str | None = None
     stream: bool = False
 
 
 def draw_request(draw: random.Random, request_id: str, model: str) -> Request:
-    """A request of some kind; its id stands in the text that a completion must echo."""
+    """Draw a request. A completion must echo a text that contains the request's ID."""
     text = f"{request_id} {' pod' * draw.randrange(30)}"
     completion = {"model": model, "prompt": text, "echo": True, "max_tokens": draw.randrange(1, 4)}
     blanks = b"\r\n" * draw.choice((0, 0, 1, 2000))
@@ -68,12 +68,12 @@ def draw_request(draw: random.Random, request_id: str, model: str) -> Request:
 
 
 def filler(draw: random.Random) -> bytes:
-    """A body that is never empty and never JSON."""
+    """Draw a body that is never empty and never JSON."""
     return b"x" + b"".join(draw.choices(FILLERS, k=draw.choice((0, 1, 2, 4, 12))))
 
 
 def chunks(draw: random.Random, body: bytes, trailers: list[str]) -> bytes:
-    """``body`` in chunks, some of them with extensions, and ``trailers``."""
+    """Return ``body`` in chunks, some with extensions, and ``trailers``."""
     pieces, rest = [], body
     while rest:
         size = max(draw.choice((1, 7, 100, 5000)), len(body) // MAX_CHUNKS)
@@ -85,9 +85,10 @@ def chunks(draw: random.Random, body: bytes, trailers: list[str]) -> bytes:
 
 
 def bait(draw: random.Random) -> bytes:
-    """A body whose last ``count`` times ``growth`` bytes are a request.
+    """Return a body whose last ``count`` times ``growth`` bytes are a request.
 
-    A server that takes each upgrade in it for a header's, and changes its length by ``growth``, would serve that request.
+    A server that took each "upgrade" in the body for a header, and changed the body's length by ``growth`` each time, would
+    serve that request.
     """
     growth = draw.choice((-9, 1, 2, 10, 10, 10))
     count = -(-len(SMUGGLED) // abs(growth))

@@ -1,6 +1,6 @@
-"""A well-behaved client in a process of its own: it streams without end and times the gaps between tokens.
+"""A well-behaved client in its own process, which streams without end and measures inter-token latency (ITL).
 
-``python steady_client.py URL`` prints one JSON line for each line that it reads: the gaps since the one before.
+``python itl_client.py URL`` prints one JSON line for each line that it reads: the latencies since the line before.
 """
 
 import http.client
@@ -12,7 +12,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 TOKENS: Final = 1000
-MAX_GAPS: Final = 1_000_000
+MAX_LATENCIES: Final = 1_000_000
 _BODY: Final = json.dumps(
     {"token_ids": [11, 12, 13], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
 )
@@ -21,7 +21,7 @@ _BODY: Final = json.dumps(
 def main(url: str) -> None:
     """Stream until standard input ends."""
     parts = urlsplit(url)
-    gaps: list[float] = []
+    latencies: list[float] = []
     while True:
         assert parts.hostname
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
@@ -33,32 +33,37 @@ def main(url: str) -> None:
             if not line.startswith(b'data: {"id"'):
                 continue
             now = time.perf_counter()
-            if last and len(gaps) < MAX_GAPS:
-                gaps.append(now - last)
+            if last and len(latencies) < MAX_LATENCIES:
+                latencies.append(now - last)
             last = now
-            if asked():
+            if has_input():
                 if not sys.stdin.readline():
                     return
-                print(json.dumps(summary(gaps)), flush=True)
-                gaps.clear()
+                print(json.dumps(summary(latencies)), flush=True)
+                latencies.clear()
         connection.close()
 
 
-def asked() -> bool:
-    """Whether somebody wants to know."""
+def has_input() -> bool:
+    """Return whether standard input has a line, or has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def summary(gaps: list[float]) -> dict[str, Any]:
-    """Inter-token latencies in milliseconds."""
-    if not gaps:
+def summary(latencies: list[float]) -> dict[str, Any]:
+    """Return percentiles of the latencies in milliseconds."""
+    if not latencies:
         return {"tokens": 0}
-    ordered = sorted(gaps)
+    ordered = sorted(latencies)
 
-    def at(share: float) -> float:
+    def percentile(share: float) -> float:
         return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
 
-    return {"tokens": len(gaps), "p50_ms": at(0.5), "p99_ms": at(0.99), "max_ms": at(1.0)}
+    return {
+        "tokens": len(latencies),
+        "p50_ms": percentile(0.5),
+        "p99_ms": percentile(0.99),
+        "max_ms": percentile(1.0),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Messages that are no valid HTTP/1.1, or frame themselves in two ways: each must be refused, and the connection closed."""
+"""Messages that are not valid HTTP/1.1 or have ambiguous framing: each must be rejected, and the connection closed."""
 
 from typing import Final
 
@@ -43,7 +43,7 @@ BROKEN_HEADS: Final = (
     (400, "CONNECT localhost:443 HTTP/1.1", "\r\n"),
     (417, "HEAD /livez HTTP/1.1", "expect: a-miracle\r\n\r\n"),
 )
-"""The status that is due, the first line, and what follows the Host header."""
+"""(expected status, request line, bytes behind the Host header)"""
 
 BROKEN_CHUNKS: Final = (
     b"10000000000000005\r\nhello\r\n",
@@ -65,7 +65,7 @@ BROKEN_CHUNKS: Final = (
     b"0\n\n",
     b"0\r\nx: " + b"a" * 700_000 + b"\r\n\r\n",
 )
-"""Faulty bytes behind a head that announces chunks, and perhaps behind some chunks."""
+"""Malformed bytes of a chunked body, to be sent behind its head or behind valid chunks."""
 
 GARBAGE: Final = (
     b"\x16\x03\x01\x02\x00\x01",
@@ -75,4 +75,4 @@ GARBAGE: Final = (
     b"{}",
     b"HTTP/1.1 200 OK",
 )
-"""No start of a request."""
+"""Bytes that cannot start a request."""

@@ -1,4 +1,4 @@
-"""The API's HTTP protocol around plain applications, in a thread of the test, so that a test may change its limits."""
+"""The API's HTTP protocol around trivial applications, in a thread of the test, so that a test can change its limits."""
 
 import asyncio
 import socket
@@ -11,41 +11,44 @@ import uvicorn
 from frontend import TIMEOUT_SECONDS
 from raw_http import Address
 
-from skiff_runtime.api.http.asgi import Send
+from skiff_runtime.api.http.asgi import Receive, Scope, Send
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import AccessMiddleware
 from skiff_runtime.api.http.protocol import HttpServerConfig
-from skiff_runtime.api.http.request_body import BodyReader, Receive, Scope
-from skiff_runtime.api.http.responses import reply
+from skiff_runtime.api.http.request_body import BodyReader
+from skiff_runtime.api.http.responses import send_response
 from skiff_runtime.config import Config
 
 LIMIT: Final = 4
 GET: Final = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
 LARGE_BYTES: Final = 16 << 20
-LEFT: Final = threading.Event()
+DISCONNECTED: Final = threading.Event()
+"""Set by ``wait`` when its client has disconnected."""
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, b"hello")
+    await send_response(scope, send, 200, b"hello")
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive))
+    await send_response(
+        scope, send, 200, await BodyReader(1000, max_values=0).read(scope["headers"], receive)
+    )
 
 
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-    raise KeyError("a fault of ours")
+    raise KeyError("secret detail")
 
 
 async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve nothing until the client leaves."""
+    """Send no response, and wait for the client to disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    LEFT.set()
+    DISCONNECTED.set()
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    await reply(scope, send, 200, bytes(LARGE_BYTES))
+    await send_response(scope, send, 200, bytes(LARGE_BYTES))
 
 
 def listen() -> socket.socket:
@@ -54,15 +57,15 @@ def listen() -> socket.socket:
 
 @contextmanager
 def serving(listener: socket.socket) -> Iterator[None]:
-    """A server of one plain application."""
-    gate = AccessMiddleware(
+    """Run a server with a limit of ``LIMIT`` connections."""
+    middleware = AccessMiddleware(
         hello,
         posts={"/broken": broken, "/echo": echo, "/large": large, "/wait": wait},
-        access=AccessPolicy.of(Config(host="0.0.0.0")),
-        on_refused=lambda status: None,
+        access=AccessPolicy.from_config(Config(host="0.0.0.0")),
+        on_rejected=lambda status: None,
     )
     config = HttpServerConfig(
-        gate,
+        middleware,
         max_connections=LIMIT,
         ws="none",
         lifespan="off",
@@ -84,20 +87,20 @@ def connect(address: Address) -> socket.socket:
     return socket.create_connection(address, TIMEOUT_SECONDS)
 
 
-def ask(connection: socket.socket, path: str = "/v1/models") -> bytes:
-    """The whole response."""
+def get_response(connection: socket.socket, path: str = "/v1/models") -> bytes:
+    """Send a GET request, and return the whole response."""
     connection.sendall(GET.format(path).encode())
     return response(connection)
 
 
 def response(connection: socket.socket) -> bytes:
-    """Read to the end of the reply of ``hello``, or of an error."""
-    answer = b""
-    while not answer.endswith((b"hello", b"}}")):
+    """Read to the end of the response of ``hello``, or of an error."""
+    data = b""
+    while not data.endswith((b"hello", b"}}")):
         piece = connection.recv(4096)
-        assert piece, f"the connection ended after {answer!r}"
-        answer += piece
-    return answer
+        assert piece, f"the connection ended after {data!r}"
+        data += piece
+    return data
 
 
 def until_closed(connection: socket.socket) -> bytes:

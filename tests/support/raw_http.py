@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a bare socket: requests that no client library would send, answers read to their last byte."""
+"""An HTTP/1.1 client on a raw connection, for requests that no client library would send."""
 
 import asyncio
 import json
@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import httptools
 
 HANG_SECONDS: Final = 60.0
-"""Whoever has no whole reply after so long counts as hung."""
+"""A request without a whole response after this time counts as hung."""
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. ``whole`` False: the connection ended before the reply did; ``status`` 0: before it began."""
+    """A response. ``whole`` False: the connection ended before the response did. ``status`` 0: before it began."""
 
     status: int
     headers: dict[str, str]
@@ -25,26 +25,26 @@ class Reply:
 
 
 def address_of(url: str) -> Address:
-    """Host and port of a service's URL."""
+    """Return host and port of a service's URL."""
     parts = urlsplit(url)
     assert parts.hostname and parts.port
     return parts.hostname, parts.port
 
 
 def post(path: str, body: object, **headers: str) -> bytes:
-    """A POST with ``body``, as JSON unless it is bytes already; header names are written with ``_`` for ``-``."""
+    """Return a POST request with ``body``, as JSON unless it is bytes; header names have ``_`` for ``-``."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return head("POST", path, {**headers, "content_length": str(len(data))}) + data
 
 
 def head(method: str, path: str, headers: dict[str, str]) -> bytes:
-    """Request line and headers."""
+    """Return request line and headers."""
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-class Line(asyncio.Protocol):
+class RawConnection(asyncio.Protocol):
     """One connection with one request at a time."""
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Line(asyncio.Protocol):
         self._fresh()
 
     @classmethod
-    async def open(cls, address: Address, *, receive_buffer_bytes: int | None = None) -> "Line":
-        """Connect; a small receive buffer makes a reader that soon holds up the server."""
-        made = socket.socket()
+    async def open(cls, address: Address, *, receive_buffer_bytes: int | None = None) -> "RawConnection":
+        """Connect. With a small receive buffer, a client that does not read soon blocks the server."""
+        raw = socket.socket()
         if receive_buffer_bytes is not None:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        made.setblocking(False)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        raw.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(HANG_SECONDS):
-            await loop.sock_connect(made, address)
-        _, line = await loop.create_connection(cls, sock=made)
-        return line
+            await loop.sock_connect(raw, address)
+        _, connection = await loop.create_connection(cls, sock=raw)
+        return connection
 
     def _fresh(self) -> None:
         loop = asyncio.get_running_loop()
@@ -76,39 +76,39 @@ class Line(asyncio.Protocol):
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def send(self, data: bytes) -> None:
-        """Write a request, or a piece of one."""
+        """Send a request, or a piece of one."""
         if self._ended.done() and not self.lost:
             self._fresh()
         self._transport.write(data)
 
     def finish_sending(self) -> None:
-        """Say that no more will come, but go on reading."""
+        """Close the sending half, and continue to read."""
         if not self.lost and self._transport.can_write_eof():
             self._transport.write_eof()
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Stop reading."""
         if not self.lost:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if not self.lost:
             self._transport.resume_reading()
 
     def cut(self) -> None:
-        """Leave at once."""
+        """Abort the connection."""
         self.lost = True
-        if not self._closed:  # asyncio's transport cannot be aborted once it has sent its rest and closed
+        if not self._closed:  # asyncio's transport cannot be aborted once it is closed
             self._transport.abort()
 
     async def begun(self, timeout_seconds: float = HANG_SECONDS) -> None:
-        """Wait for the first byte of a body, or for the end."""
+        """Wait for the first byte of a body, or for the end of the connection."""
         async with asyncio.timeout(timeout_seconds):
             await asyncio.wait((self._begun, self._ended), return_when=asyncio.FIRST_COMPLETED)
 
     async def reply(self, timeout_seconds: float = HANG_SECONDS) -> Reply:
-        """The reply, whole or cut short. Raises TimeoutError where neither comes."""
+        """Return the response, whole or cut short. Raises TimeoutError if neither it nor the end arrives."""
         async with asyncio.timeout(timeout_seconds):
             await asyncio.shield(self._ended)
         status = self._status if self._whole else self._parser.get_status_code() if self._headers else 0
@@ -118,17 +118,17 @@ class Line(asyncio.Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """How much of the body is here."""
+        """Number of bytes of the body that have arrived."""
         return len(self._body)
 
-    # Called by the event loop.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._ended.done():
-            self.cut()  # more than was asked for
+            self.cut()  # bytes without a request
             return
         try:
             self._parser.feed_data(data)
@@ -142,10 +142,10 @@ class Line(asyncio.Protocol):
         self.lost = self._closed = True
         _resolve(self._ended)
 
-    # Called by the parser.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._whole:  # another reply follows, to bytes behind the request's length
+        if self._whole:  # another response follows, to bytes behind the request's body
             return
         self._headers[name.decode().lower()] = value.decode("latin-1")
 
@@ -158,7 +158,7 @@ class Line(asyncio.Protocol):
         if self._whole:
             return
         self._status = self._parser.get_status_code()
-        if self._status == 100:  # the reply is still to come
+        if self._status == 100:  # the final response follows
             self._headers.clear()
             return
         self._whole = True
@@ -170,11 +170,11 @@ def _resolve(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-async def ask(address: Address, request: bytes, timeout_seconds: float = HANG_SECONDS) -> Reply:
-    """One request over a connection of its own."""
-    line = await Line.open(address)
+async def send_request(address: Address, request: bytes, timeout_seconds: float = HANG_SECONDS) -> Reply:
+    """Send one request over its own connection, and return the response."""
+    connection = await RawConnection.open(address)
     try:
-        line.send(request)
-        return await line.reply(timeout_seconds)
+        connection.send(request)
+        return await connection.reply(timeout_seconds)
     finally:
-        line.cut()
+        connection.cut()

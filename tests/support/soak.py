@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from answers import Answer, difference, read_answer
-from raw_http import Address, Line, Reply, post
+from raw_http import Address, RawConnection, Reply, post
 from soak_requests import Question, malformed, questions, too_long
 
 CONCURRENCY: Final = 64
@@ -60,7 +60,7 @@ class Soak:
 
     async def prepare(self) -> None:
         """Request each question alone, twice: its answer must be reproducible to compare others with it."""
-        line = await Line.open(self._address)
+        line = await RawConnection.open(self._address)
         for question in self._questions:
             answers = []
             for stream in (False, True):
@@ -98,10 +98,10 @@ class Soak:
 
     async def _work(self) -> None:
         """Run one client, which keeps its connection as long as possible."""
-        line = await Line.open(self._address)
+        line = await RawConnection.open(self._address)
         for number in self._numbers:
             if line.lost:
-                line = await Line.open(self._address)
+                line = await RawConnection.open(self._address)
             try:
                 await self._one(line)
             except TimeoutError:
@@ -110,7 +110,7 @@ class Soak:
             self._done += 1
         line.cut()
 
-    async def _one(self, line: Line) -> None:
+    async def _one(self, line: RawConnection) -> None:
         """Draw one action, run it, and check its result."""
         draw = self._draw.random()
         if draw < DISCONNECTS:
@@ -130,7 +130,7 @@ class Soak:
             line.send(post(question.path, question.make_body(stream=stream)))
             self._check_answer(question, self._alone[number], read_answer(await line.reply()))
 
-    async def _disconnect(self, line: Line) -> None:
+    async def _disconnect(self, line: RawConnection) -> None:
         """Disconnect at a random moment: within the body, while waiting, or in the middle of the answer."""
         question = self._draw.choice(self._questions)
         body = question.make_body(stream=self._draw.random() < 0.7)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import psutil
 from answers import Answer, read_answer
-from raw_http import HANG_SECONDS, Address, Line, address_of, post
+from raw_http import HANG_SECONDS, Address, RawConnection, address_of, post
 from service import Service, wait_until
 
 EACH: Final = 2
@@ -101,13 +101,15 @@ class Clients:
         """Return the endings of all clients."""
         return list(await asyncio.gather(*self._endings))
 
-    async def _send(self, stage: str, *, stream: bool, buffer: int | None = None, **fields: Any) -> Line:
-        line = await Line.open(self._address, receive_buffer_bytes=buffer)
+    async def _send(
+        self, stage: str, *, stream: bool, buffer: int | None = None, **fields: Any
+    ) -> RawConnection:
+        line = await RawConnection.open(self._address, receive_buffer_bytes=buffer)
         line.send(post("/generate", {**fields, "stream": stream}, **{_TIMEOUT_HEADER: self._deadline}))
         self._endings.append(asyncio.ensure_future(self._follow(stage, line)))
         return line
 
-    async def _follow(self, stage: str, line: Line) -> Ending:
+    async def _follow(self, stage: str, line: RawConnection) -> Ending:
         began = time.monotonic()
         slow = asyncio.ensure_future(_read_slowly(line)) if stage == "slow_reader" else None
         try:
@@ -129,7 +131,7 @@ def _long(token: int) -> dict[str, Any]:
     return {"token_ids": [token] * 8, "max_tokens": 2000, "ignore_eos": True}
 
 
-async def _read_slowly(line: Line) -> None:
+async def _read_slowly(line: RawConnection) -> None:
     """Read in short intervals only, so that the server's writes block."""
     await line.begun()
     while not line.lost:

@@ -1,1 +1,4 @@
-"""The HTTP front: FastAPI app, OpenAI schemas, SSE streaming, probes. Never imports the engine."""
+"""HTTP API: OpenAI's endpoints and Skiff's own, streaming, access control, probes. Never imports the engine.
+
+Packages from bottom to top: ``http``, ``schemas``, ``parsing``, ``formats``, ``dispatch``, ``routes``.
+"""

@@ -1,10 +1,10 @@
-"""The FastAPI application: its routers, its errors, its OpenAPI document, and the middleware around it."""
+"""The FastAPI application: its routers, exception handlers and OpenAPI document, and the middleware around it."""
 
 from typing import Any, Final
 
 from fastapi import Depends, FastAPI
 
-from skiff_runtime import __version__, contract
+from skiff_runtime import contract
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
@@ -12,24 +12,37 @@ from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
 from skiff_runtime.api.formats.generate import prepare_generate
 from skiff_runtime.api.formats.served_model import ServedModel
-from skiff_runtime.api.generation_routes import generation_routes
 from skiff_runtime.api.http.auth import AccessPolicy
-from skiff_runtime.api.http.middleware import AccessMiddleware
+from skiff_runtime.api.http.middleware import (
+    AccessMiddleware,
+    OpenApiMiddleware,
+    ResponseHeadersMiddleware,
+)
 from skiff_runtime.api.http.request_body import BodyReader
-from skiff_runtime.api.middleware import OpenApiMiddleware, ResponseHeadersMiddleware
 from skiff_runtime.api.routes.admin import make_admin_routes
 from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
-from skiff_runtime.api.routes.generation_endpoint import GenerationEndpoint, Prepare
-from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, bearer_key, failures, request_id_header
-from skiff_runtime.api.routes.probes import make_probe_routes, make_server_info_routes
+from skiff_runtime.api.routes.generation_endpoint import (
+    GenerationEndpoint,
+    GenerationSettings,
+    make_generation_routes,
+)
+from skiff_runtime.api.routes.openapi import (
+    DEFAULT_RESPONSES,
+    bearer_key,
+    document_request_id,
+    error_responses,
+)
+from skiff_runtime.api.routes.probes import make_probe_routes
+from skiff_runtime.api.routes.server_info import make_server_info_routes
 from skiff_runtime.api.routes.tokenization import make_tokenization_routes
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint
 from skiff_runtime.processes.launch import Launch
+from skiff_runtime.version import __version__
 
 _ABOUT: Final = (
     "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "
-    "every response carries the X-Request-Id that came with the request, or a new one."
+    "every response carries the X-Request-Id of the request, or a new one."
 )
 
 
@@ -38,31 +51,22 @@ def build_app(
     status: ServiceStatus,
     dispatcher: Dispatcher,
     *,
-    queries: RpcClient,
+    rpc: RpcClient,
     metrics: Metrics,
 ) -> AccessMiddleware:
-    """Assemble the application, and the gate before it, which hands requests to generate text to their endpoints."""
+    """Return the application behind its middleware, which passes generation requests directly to their endpoints."""
     config, model = launch.config, ServedModel.from_launch(launch)
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
-
-    def generation(name: Endpoint, prepare: Prepare) -> GenerationEndpoint:
-        return GenerationEndpoint(
-            name,
-            prepare,
-            model=model,
-            dispatcher=dispatcher,
-            metrics=metrics,
-            body=body,
-            longest_seconds=config.request_timeout_seconds,
-            traced=config.otlp_traces_endpoint is not None,
-            allows_priority=config.allow_priority,
-            isolates_keys=config.isolate_keys,
+    settings = GenerationSettings.from_config(config)
+    generation_endpoints = {
+        path: GenerationEndpoint(
+            name, prepare, model=model, dispatcher=dispatcher, metrics=metrics, body=body, settings=settings
         )
-
-    generations = {
-        contract.PATH_CHAT_COMPLETIONS: generation(Endpoint.CHAT, prepare_chat),
-        contract.PATH_COMPLETIONS: generation(Endpoint.COMPLETIONS, prepare_completion),
-        contract.PATH_GENERATE: generation(Endpoint.GENERATE, prepare_generate),
+        for path, name, prepare in (
+            (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
+            (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
+            (contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+        )
     }
     app = FastAPI(
         title="Skiff",
@@ -73,22 +77,23 @@ def build_app(
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(request_id_header)],
+        dependencies=[Depends(document_request_id)],
         responses=DEFAULT_RESPONSES,
     )
     app.state.body = body
     add_exception_handlers(app, metrics.record_rejection)
-    keyed: dict[str, Any] = {"dependencies": [Depends(bearer_key)], "responses": failures(401)}
+    # Without keys, a page of another origin may still read, but gets a 403 for anything else.
+    keyed: dict[str, Any] = {"dependencies": [Depends(bearer_key)], "responses": error_responses(401)}
     reads = keyed if config.api_key else {}
-    acts = keyed if config.api_key else {"responses": failures(403)}
-    app.include_router(generation_routes(), **acts)
-    app.include_router(make_tokenization_routes(model, queries), **acts)
-    app.include_router(make_admin_routes(dispatcher, queries), **acts)
+    writes = keyed if config.api_key else {"responses": error_responses(403)}
+    app.include_router(make_generation_routes(), **writes)
+    app.include_router(make_tokenization_routes(model, rpc), **writes)
+    app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)
     app.include_router(make_probe_routes(status, dispatcher, metrics))
     return AccessMiddleware(
         ResponseHeadersMiddleware(OpenApiMiddleware(app)),
-        posts=generations,
-        access=AccessPolicy.of(config),
-        on_refused=metrics.record_rejection,
+        posts=generation_endpoints,
+        access=AccessPolicy.from_config(config),
+        on_rejected=metrics.record_rejection,
     )

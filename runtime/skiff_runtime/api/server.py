@@ -1,4 +1,4 @@
-"""The API process: listens while the model still loads, serves, drains, and tells every client how its request ended."""
+"""The API process: listens while the model still loads, serves, drains, and ends every request with a response."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from skiff_runtime import log
 from skiff_runtime.api.app import build_app
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
-from skiff_runtime.api.dispatch.service_status import ServiceStatus, State
+from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
 from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpServerConfig
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
@@ -38,18 +38,21 @@ from skiff_runtime.processes.child_process import Child
 
 LISTEN_BACKLOG: Final = 2048
 KEEP_ALIVE_SECONDS: Final = 75
-"""Longer than the idle limit of common load balancers, so that it is they who close idle connections."""
+"""Longer than the idle timeout of common load balancers, so that they are the ones to close idle connections.
+
+Otherwise a balancer could send a request on a connection that this server is just closing.
+"""
 RESERVED_FILE_DESCRIPTORS: Final = EXTRA_PROBE_CONNECTIONS + 64
-"""File descriptors that are not clients' connections: sockets between processes, and what probes come on."""
+"""File descriptors that are not clients' connections: sockets between processes, and connections for probes."""
 TICK_SECONDS: Final = 0.25
 MAX_MESSAGES_PER_TURN: Final = 64
 FAILURE_LINGER_SECONDS: Final = 0.5
-"""How long new clients are still told that the service failed."""
+"""Time during which new clients still get an error response after a failure."""
 FAILURE_CLOSE_SECONDS: Final = 1
 DRAIN_LINGER_SECONDS: Final = 1.0
-"""How long clients that have not noticed the drain yet are still told to go elsewhere, instead of being cut off."""
+"""Time during which clients that have not noticed the drain yet still get a 503 instead of a refused connection."""
 DRAIN_CLOSE_SECONDS: Final = 2
-"""How long slow readers may take for what is already written."""
+"""Time that slow clients have to read what is already written."""
 
 ApiMessage = (
     TextBatch
@@ -65,7 +68,7 @@ ApiMessage = (
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn, but signals are the supervisor's business."""
+    """uvicorn's server without its signal handlers, because signals are handled by the supervisor."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,7 +76,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class ApiServer:
-    """One API process."""
+    """The API process: its HTTP server, and the reader of messages from the other processes."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -81,12 +84,12 @@ class ApiServer:
         self._status = ServiceStatus()
         self._metrics = Metrics(
             in_flight=lambda: len(self._dispatcher),
-            ready=lambda: self._status.state is State.READY,
+            ready=lambda: self._status.state is ServiceState.READY,
             connections=lambda: len(self._http.server_state.connections),
             phase_seconds=self._status.phase_seconds,
             heartbeats=self._status.heartbeats,
         )
-        self._tracer = _tracer(child)
+        self._tracer = _make_tracer(child)
         tokenizers = [
             Sender(child.endpoints.tokenizer(index)) for index in range(max(1, config.tokenizer_worker_num))
         ]
@@ -97,7 +100,7 @@ class ApiServer:
             metrics=self._metrics,
             on_end=None if self._tracer is None else self._tracer.record,
         )
-        self._queries = RpcClient(tokenizers, self._status)
+        self._rpc = RpcClient(tokenizers, self._status)
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
         self._http = self._make_http()
         self._error: BaseException | None = None
@@ -105,7 +108,7 @@ class ApiServer:
 
     def _make_http(self) -> _HttpServer:
         app = build_app(
-            self._child.launch, self._status, self._dispatcher, queries=self._queries, metrics=self._metrics
+            self._child.launch, self._status, self._dispatcher, rpc=self._rpc, metrics=self._metrics
         )
         return _HttpServer(
             HttpServerConfig(
@@ -124,15 +127,15 @@ class ApiServer:
         )
 
     async def serve(self) -> None:
-        """Serve until drained, failed or broken; re-raises what broke the reader."""
+        """Serve until the service has drained or failed. Re-raises an error of the reader or of a callback."""
         config = self._child.launch.config
         listener = listen(config.host, config.port)
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._callback_failed)
+        loop.set_exception_handler(self._handle_callback_error)
         loop.add_reader(self._inbox.socket.fileno(), self._guarded, self._read)
         ticker = loop.create_task(self._tick())
         port = listener.getsockname()[1]
-        log.event("listening", host=config.host, port=port)
+        log.event("listening_started", host=config.host, port=port)
         self._child.report_phase("ready")
         self._child.report_ready(port=port)
         try:
@@ -146,24 +149,25 @@ class ApiServer:
             raise self._error
 
     async def _tick(self) -> None:
-        """Beat, and read too: a ZeroMQ descriptor tells of a change once, not of what is left."""
+        """Send heartbeats, read messages, and notice the signal to stop, every ``TICK_SECONDS``."""
         while True:
             self._guarded(self._child.beat)
+            # ZeroMQ's descriptor signals a change once, not that messages are left, so a wake-up can be missed.
             self._guarded(self._read)
             if self._child.should_stop:
                 self._begin_drain(self._child.launch.config.drain_timeout_seconds)
             await asyncio.sleep(TICK_SECONDS)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a callback; the boundary where its error ends the process instead of being logged and forgotten."""
+        """Run a callback. An error in it ends the process; asyncio would only log it."""
         try:
             step()
         except Exception as error:  # noqa: BLE001 (re-raised by serve)
             self._error = error
             self._http.should_exit = True
 
-    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A timer's callback found that another process does not read: that ends this one, too."""
+    def _handle_callback_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the process if a timer's callback failed because another process does not read its messages."""
         error = context.get("exception")
         if isinstance(error, SkiffError):
             self._error = error
@@ -174,23 +178,23 @@ class ApiServer:
     def _read(self) -> None:
         messages = self._inbox.drain(MAX_MESSAGES_PER_TURN)
         for message in messages:
-            self._take(message)
+            self._handle(message)
         if len(messages) == MAX_MESSAGES_PER_TURN:
             asyncio.get_running_loop().call_soon(self._guarded, self._read)
 
-    def _take(self, message: ApiMessage) -> None:
+    def _handle(self, message: ApiMessage) -> None:
         match message:
             case TextBatch():
                 self._dispatcher.deliver(message)
                 for flushed in message.flushed:
-                    self._queries.answer(flushed)
+                    self._rpc.resolve(flushed)
             case RequestFailed():
                 self._dispatcher.fail(message)
-                self._queries.fail(message)
+                self._rpc.fail(message)
             case Encoded() | Decoded():
-                self._queries.answer(message)
+                self._rpc.resolve(message)
             case PhaseReport():
-                self._status.note(message)
+                self._status.record_phase(message)
             case ProcessHealth():
                 self._status.record_heartbeats(message)
             case ServiceReady():
@@ -202,28 +206,24 @@ class ApiServer:
                 self._begin_failure(message.message)
 
     def _begin_drain(self, timeout_seconds: float) -> None:
-        if self._status.state in (State.STARTING, State.READY):
-            self._status.state = State.DRAINING
-            log.event("draining", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
+        if self._status.mark_draining():
+            log.event("drain_started", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
     async def _drain(self, timeout_seconds: float) -> None:
-        if not await self._dispatcher.idle(timeout_seconds):
-            log.warning("drain_timed_out", cut_short=len(self._dispatcher))
+        if not await self._dispatcher.wait_until_idle(timeout_seconds):
+            log.warning("drain_timed_out", aborted=len(self._dispatcher))
             self._dispatcher.fail_all(
-                Unavailable(
-                    "the service shut down before the request was finished; retry with another replica"
-                ),
+                Unavailable("the service shut down before the request finished; retry with another replica"),
                 AbortReason.DRAIN,
             )
         await asyncio.sleep(DRAIN_LINGER_SECONDS)
         self._http.should_exit = True
 
     def _begin_failure(self, message: str) -> None:
-        if self._status.state is not State.FAILED:
-            self._status.state = State.FAILED
+        if self._status.mark_failed():
             self._dispatcher.fail_all(InternalError(message))
-            self._queries.fail_all(InternalError(message))
+            self._rpc.fail_all(InternalError(message))
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
     async def _end_failed(self) -> None:
@@ -232,7 +232,7 @@ class ApiServer:
         self._http.should_exit = True
 
 
-def _tracer(child: Child) -> RequestTracer | None:
+def _make_tracer(child: Child) -> RequestTracer | None:
     config = child.launch.config
     if config.otlp_traces_endpoint is None:
         return None
@@ -240,7 +240,7 @@ def _tracer(child: Child) -> RequestTracer | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ``ConfigError`` that says which address is not free."""
+    """Return a listening TCP socket. Raises ``ConfigError`` if the address is not free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -252,14 +252,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> int:
-    """Allow as many open connections as the system lets this process have; how many that are."""
+    """Raise the limit on open files to the hard limit. Returns the number of connections that it allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return max(1, hard - RESERVED_FILE_DESCRIPTORS)
 
 
 def run(child: Child) -> None:
-    """Main function of the API process."""
-    gc.collect()  # of the imports, so that the application takes the memory of their garbage: 0.5 MiB
+    """Run the API process."""
+    gc.collect()  # frees the garbage of the imports, so the application reuses its memory: 0.5 MiB
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ApiServer(child).serve())

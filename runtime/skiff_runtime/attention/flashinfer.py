@@ -17,7 +17,7 @@ from skiff_runtime.kernels.flashinfer_internals import (
     get_batch_prefill_uri,
 )
 from skiff_runtime.kernels.kernel_cache import use_prebuilt_flashinfer_modules
-from skiff_runtime.kernels.triton.step_inputs import gather_pages
+from skiff_runtime.kernels.triton.prepare_inputs import gather_pages
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
@@ -82,6 +82,7 @@ class FlashInferPrefill(PhaseAttention):
         self._split_kv = _make_wrappers(pool.device, SPLIT_KV_BACKEND) if split_kv else self._default
         self._wrappers = self._default
         self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._long_context = tuning_for(pool.device).prefill_choice.long_context
         self._planned: list[torch.cuda.Event | None] = [None] * PLANS_IN_FLIGHT
         self._turn = 0
         self._long_context = tuning_for(pool.device).prefill_choice.long_context

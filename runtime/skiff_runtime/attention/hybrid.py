@@ -8,7 +8,6 @@ from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
-from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.kvcache.kv_pool import KVPool
 
 
@@ -116,14 +115,9 @@ class PrefillBySize(PhaseAttention):
     """Prefill by one of two implementations: ``small`` is launched sooner, ``large`` computes faster on the GPU."""
 
     def __init__(
-        self,
-        small: PhaseAttention,
-        large: PhaseAttention,
-        *,
-        max_small_tokens: int,
-        long_context: int = DEFAULT.prefill_choice.long_context,
+        self, small: PhaseAttention, large: PhaseAttention, *, max_small_tokens: int, long_context: int
     ) -> None:
-        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens, unless a context has ``long_context``."""
+        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens whose contexts are below ``long_context``."""
         self._small, self._large = small, large
         self._max_small_tokens, self._long_context = max_small_tokens, long_context
         self._chosen = large

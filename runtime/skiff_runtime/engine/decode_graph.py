@@ -18,9 +18,10 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
+from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
@@ -39,7 +40,7 @@ def decode_capture_sizes(rows: int) -> list[int]:
 
 
 def shared_prefix_capture_sizes(sizes: list[int], min_rows: int) -> list[int]:
-    """Return those of ``sizes`` to which steps with shared prefixes are padded; ``min_rows`` is one of them."""
+    """Return those of ``sizes`` to which steps with shared prefixes are padded; ``min_rows`` is the smallest one."""
     return [size for size in sizes if size % 32 == 0 or size in (min_rows, sizes[-1])]
 
 
@@ -54,9 +55,10 @@ class DecodeGraphRunner:
         self.sizes = decode_capture_sizes(rows)
         largest = self.sizes[-1]
         self.graph_keys = [(size, False) for size in self.sizes]
-        self._min_shared_rows = min_rows = tuning_for(forward_pass.device).shared_prefix.min_rows
-        if tables.shared_prefix is not None and largest >= min_rows:
-            self.graph_keys += [(size, True) for size in shared_prefix_capture_sizes(self.sizes, min_rows)]
+        self._min_shared_rows = tuning_for(forward_pass.device).shared_prefix.min_rows
+        if tables.shared_prefix is not None and largest >= self._min_shared_rows:
+            sizes = shared_prefix_capture_sizes(self.sizes, self._min_shared_rows)
+            self.graph_keys += [(size, True) for size in sizes]
         self._padded_size = {
             shared: _padded_sizes([size for size, kind in self.graph_keys if kind is shared], largest)
             for shared in (False, True)

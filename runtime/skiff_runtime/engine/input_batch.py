@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
+from skiff_runtime.kernels.prepare_inputs import prepare_inputs, write_cells
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
@@ -78,9 +79,12 @@ class SlotTables:
         """Search for shared prefixes of decode rows, for a backend that reads one for ``max_rows`` rows together."""
         if max_rows > 1:
             slots, max_model_len = self.tokens.shape[0] - 1, self.tokens.shape[1] - 1
-            tuning = tuning_for(self._device).shared_prefix
             self.shared_prefix = SharedPrefixFinder(
-                slots, max_model_len, self.page_size, max_rows=max_rows, tuning=tuning
+                slots,
+                max_model_len,
+                self.page_size,
+                max_rows=max_rows,
+                tuning=tuning_for(self._device).shared_prefix,
             )
 
     def apply(self, plan: StepPlan) -> None:

@@ -17,5 +17,6 @@ def launch_bound_tokens(
     weights = (counts.attention + counts.mlp) / model.num_layers
     if element_bytes * weights / tuning.bytes_per_second > tuning.launch_seconds:
         return 0
-    operations = tuning.launch_seconds * tuning.flops_per_second
-    return min(tuning.max_tokens, int(operations / (element_bytes * weights)))
+    # A token takes 2 * weights operations. One-byte weights have twice the rate, so the 2 becomes ``element_bytes``.
+    tokens = int(tuning.launch_seconds * tuning.flops_per_second / (element_bytes * weights))
+    return min(tuning.max_tokens, tokens)

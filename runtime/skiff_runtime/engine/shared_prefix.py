@@ -19,7 +19,7 @@ from skiff_runtime.kernels.shared_prefixes import (
     max_work_items,
     packed_size,
 )
-from skiff_runtime.kernels.tuning import DEFAULT, SharedPrefixTuning
+from skiff_runtime.kernels.tuning import SharedPrefixTuning
 from skiff_runtime.step import Int32, StepPlan
 
 SEGMENT_TOKENS: Final = 128
@@ -32,15 +32,9 @@ class SharedPrefixFinder:
     """Finds shared prefixes by the last page of each segment, kept by slot (-1 where it is not known)."""
 
     def __init__(
-        self,
-        slots: int,
-        max_model_len: int,
-        page_size: int,
-        *,
-        max_rows: int,
-        tuning: SharedPrefixTuning = DEFAULT.shared_prefix,
+        self, slots: int, max_model_len: int, page_size: int, *, max_rows: int, tuning: SharedPrefixTuning
     ) -> None:
-        """``max_rows`` rows can read a prefix together; ``tuning`` says when that is worth it."""
+        """``max_rows`` rows can read a prefix together; ``tuning`` has the thresholds of profitability."""
         self._max_rows = max_rows
         self._tuning = tuning
         self._cached_for = 0, b""
@@ -80,18 +74,19 @@ class SharedPrefixFinder:
         tokens = shared_segments * np.int32(self._segment_tokens)
         leaders = groups == np.arange(len(groups))
         saved = int(tokens.sum() - tokens[leaders].sum())
-        tuning = self._tuning
-        long = _find_long(starts - tokens, tuning)
-        enough = max(tuning.min_saved_tokens, tuning.min_saved_fraction * int(starts.sum()))
-        is_profitable = saved >= enough
-        if not is_profitable and not long.any():
+        long = _find_long(starts - tokens, self._tuning)
+        min_saved = max(self._tuning.min_saved_tokens, self._tuning.min_saved_fraction * int(starts.sum()))
+        if saved < min_saved and not long.any():
             return None
         # A long row becomes a group of its own, so that its whole context is split into work items.
         tokens[long] = segments[long] * self._segment_tokens
         groups[long] = len(groups) + np.flatnonzero(long)
-        split_tokens = tuning.min_split_tokens
         return pack_work_items(
-            groups, tokens, max_rows=self._max_rows, rows=rows, min_split_tokens=split_tokens
+            groups,
+            tokens,
+            max_rows=self._max_rows,
+            rows=rows,
+            min_split_tokens=self._tuning.min_split_tokens,
         )
 
 
@@ -154,18 +149,13 @@ def _common_lengths(
 
 
 def pack_work_items(
-    groups: Int32,
-    tokens: Int32,
-    *,
-    max_rows: int,
-    rows: int,
-    min_split_tokens: int = DEFAULT.shared_prefix.min_split_tokens,
+    groups: Int32, tokens: Int32, *, max_rows: int, rows: int, min_split_tokens: int
 ) -> Int32:
     """Split prefixes of ``tokens`` int32[R] into work items; returns ``kernels.shared_prefixes.SharedPrefixes``, packed.
 
     A group's rows are divided into blocks of at most ``max_rows``, and its prefix into splits of about the same size over
-    all groups, of ``min_split_tokens`` at least. An item is one split of one block. The result is packed for a step of
-    ``rows`` rows.
+    all groups, of at least ``min_split_tokens`` tokens. An item is one split of one block. The result is packed for a
+    step of ``rows`` rows.
     """
     order = np.lexsort((groups, tokens == 0)).astype(np.int32)  # rows without a prefix come last
     used = int((tokens > 0).sum())
@@ -174,9 +164,7 @@ def pack_work_items(
     sizes = np.diff(np.r_[group_starts, used])
     lengths = tokens[order[group_starts]]
     blocks = -(-sizes // max_rows)
-    spare = max(1, max_work_items(rows) - int(blocks.sum()))
-    split_length = max(min_split_tokens, -(-int((lengths * blocks).sum()) // spare))
-    splits = np.minimum(max_prefix_splits(rows), -(-lengths // split_length)).astype(np.int64)
+    splits = _choose_splits(lengths, blocks, max_work_items(rows), max_prefix_splits(rows), min_split_tokens)
     group, block = _enumerate_within(blocks)
     block_of_item, split = _enumerate_within(splits[group])
     group, block = group[block_of_item], block[block_of_item]
@@ -199,3 +187,12 @@ def _enumerate_within(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDA
     """Return (index of the entry, offset inside it) of each of the sum(counts) things that the entries count."""
     entry = np.repeat(np.arange(len(counts)), counts)
     return entry, np.arange(len(entry)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _choose_splits(
+    lengths: Int32, blocks: NDArray[np.int64], max_items: int, max_splits: int, min_split_tokens: int
+) -> NDArray[np.int64]:
+    """Return the number of splits of each group's prefix, int64[groups], for at most ``max_items`` items in total."""
+    spare = max(1, max_items - int(blocks.sum()))
+    split_tokens = max(min_split_tokens, -(-int((lengths * blocks).sum()) // spare))
+    return np.minimum(max_splits, -(-lengths // split_tokens)).astype(np.int64)

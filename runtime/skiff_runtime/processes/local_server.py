@@ -85,7 +85,9 @@ class LocalServer:
             if found:
                 return found.group(1)
             if self._child.poll() is not None:
-                raise StartupError(f"the server exited before it was ready; the end of its log:\n{self._read_log_tail()}")
+                raise StartupError(
+                    f"the server exited before it was ready; the end of its log:\n{self._read_log_tail()}"
+                )
             if self._on_wait is not None:
                 self._on_wait()
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Tokenize, detokenize, abort, flush: each through real front processes."""
+"""POST /tokenize, /detokenize, /abort and /flush_cache, and health checks, through real frontend processes."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,34 +32,32 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def tokenize(front: Frontend, **body: object) -> dict[str, Any]:
     response = front.post("/tokenize", **body)
     assert response.status_code == 200, response.text
-    told: dict[str, Any] = response.json()
-    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), CONTEXT)
-    return told
+    result: dict[str, Any] = response.json()
+    assert (result["count"], result["max_model_len"]) == (len(result["tokens"]), CONTEXT)
+    return result
 
 
-def test_tokens_of_a_text(front: Frontend) -> None:
+def test_tokenize_text(front: Frontend) -> None:
     text = "Grüße 🙂, the boat!"
-    told = tokenize(front, model=NAME, prompt=text)
-    assert told["tokens"] == front.rank.tokenizer.encode(text).ids
-    assert told["token_strs"] is None
+    result = tokenize(front, model=NAME, prompt=text)
+    assert result["tokens"] == front.rank.tokenizer.encode(text).ids
+    assert result["token_strs"] is None
     plain = tokenize(front, prompt=text, add_special_tokens=False, return_token_strs=True)
-    assert plain["tokens"] == front.rank.ids(text) == told["tokens"][1:]
+    assert plain["tokens"] == front.rank.encode(text) == result["tokens"][1:]
     assert len(plain["token_strs"]) == plain["count"]
 
 
-def test_tokens_of_a_conversation_are_those_that_the_chat_computes(
-    front: Frontend, pool: ThreadPoolExecutor
-) -> None:
-    asked = pool.submit(front.post, CHAT, **BODY)
+def test_tokenize_conversation_equals_chat_prompt(front: Frontend, pool: ThreadPoolExecutor) -> None:
+    pending = pool.submit(front.post, CHAT, **BODY)
     request = front.rank.request()
-    assert tokenize(front, messages=MESSAGES)["tokens"] == front.rank.prompt(request)
-    front.rank.end(request.uid)
-    assert asked.result().status_code == 200
+    assert tokenize(front, messages=MESSAGES)["tokens"] == front.rank.prompt_ids(request)
+    front.rank.finish(request.uid)
+    assert pending.result().status_code == 200
     without = tokenize(front, messages=MESSAGES, add_generation_prompt=False)
-    assert without["count"] < len(front.rank.prompt(request))
+    assert without["count"] < len(front.rank.prompt_ids(request))
 
 
-def test_detokenizing_gives_the_text_back(front: Frontend) -> None:
+def test_detokenize_restores_text(front: Frontend) -> None:
     text = "Grüße 🙂, the boat!"
     tokens = tokenize(front, prompt=text, add_special_tokens=False)["tokens"]
     assert front.post("/detokenize", model=NAME, tokens=tokens).json() == {"prompt": text}
@@ -67,7 +65,7 @@ def test_detokenizing_gives_the_text_back(front: Frontend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "says"),
+    ("path", "body", "status", "message"),
     [
         ("/tokenize", {}, 400, "either 'prompt' or 'messages'"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either 'prompt' or 'messages'"),
@@ -83,10 +81,12 @@ def test_detokenizing_gives_the_text_back(front: Frontend) -> None:
         ("/abort", {"request_id": "x", "all": True}, 400, "either 'request_id' or"),
     ],
 )
-def test_bad_requests(front: Frontend, path: str, body: dict[str, Any], status: int, says: str) -> None:
+def test_invalid_request_is_rejected(
+    front: Frontend, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
     response = front.post(path, **body)
     assert response.status_code == status, response.text
-    assert says in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
     assert response.headers["x-request-id"]
 
 
@@ -105,104 +105,88 @@ def aborted(front: Frontend) -> AbortRequest:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_abort_by_the_client_s_own_id(front: Frontend, pool: ThreadPoolExecutor, stream: bool) -> None:
+def test_abort_by_request_id(front: Frontend, pool: ThreadPoolExecutor, stream: bool) -> None:
     before = front.metric('skiff_aborted_requests_total{reason="endpoint"}')
     mine, others = submit(front, pool, "mine", stream=stream), submit(front, pool, "others")
     requests = [front.rank.request() for _ in range(2)]
-    front.rank.open(*requests)
+    front.rank.start(*requests)
     for request in requests:
-        front.rank.say(request.uid, "boat")
+        front.rank.generate(request.uid, "boat")
     assert front.post("/abort", request_id="mine").json() == {"aborted": 1}
     ended = aborted(front)
-    front.rank.end(ended.uid, ended.finish)
+    front.rank.finish(ended.uid, ended.finish)
     assert answer(mine.result()) == ("boat", "abort")
     [left] = [request for request in requests if request.uid != ended.uid]
-    front.rank.say(left.uid, "!", FinishReason.STOP)
+    front.rank.generate(left.uid, "!", FinishReason.STOP)
     assert others.result().json()["choices"][0]["finish_reason"] == "stop"
     assert front.metric('skiff_aborted_requests_total{reason="endpoint"}') == before + 1
     assert front.post("/abort", request_id="mine").json() == {"aborted": 0}
 
 
-def test_abort_by_the_reply_s_id(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_abort_by_response_id(front: Frontend, pool: ThreadPoolExecutor) -> None:
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
-    asked = pool.submit(lambda: client.completions.create(model=NAME, prompt="x", stream=True))
+    pending = pool.submit(lambda: client.completions.create(model=NAME, prompt="x", stream=True))
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat")
-    stream = asked.result()
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat")
+    stream = pending.result()
     first = next(stream)
     assert front.post("/abort", request_id=first.id).json() == {"aborted": 1}
-    front.rank.end(aborted(front).uid)
+    front.rank.finish(aborted(front).uid)
     assert [str(chunk.choices[0].finish_reason) for chunk in stream][-1] == "abort"
 
 
-def test_abort_of_all_and_of_every_choice(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_abort_all_ends_every_choice(front: Frontend, pool: ThreadPoolExecutor) -> None:
     waiting = [submit(front, pool, "a", n=2), submit(front, pool, "b")]
     requests = [front.rank.request() for _ in range(3)]
     assert front.post("/abort", all=True).json() == {"aborted": 2}
     uids = {aborted(front).uid for _ in requests}
     assert uids == {request.uid for request in requests}
     for uid in uids:
-        front.rank.end(uid)
+        front.rank.finish(uid)
     replies = [each.result().json() for each in waiting]
     assert sorted(len(reply["choices"]) for reply in replies) == [1, 2]
     assert front.metric("skiff_requests_in_flight") == 0
 
 
-def test_flush_tells_what_was_freed(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_flush_cache_returns_freed_pages(front: Frontend, pool: ThreadPoolExecutor) -> None:
     assert flush(front, pool, pages=7, running=2).json() == {"pages": 7, "running": 2}
 
 
 def flush(front: Frontend, pool: ThreadPoolExecutor, pages: int = 0, running: int = 0) -> httpx.Response:
-    """Nothing else may reach the scheduler first: what was asked before came before, or never comes."""
-    asked = pool.submit(front.http.post, front.url + "/flush_cache")
+    """Flush the cache. Asserts that no other message is on its way to the scheduler, because messages keep their order."""
+    response = pool.submit(front.http.post, front.url + "/flush_cache")
     message = front.rank.receive()
     assert isinstance(message, FlushCache)
     front.rank.step([], flushed=[Flushed(message.uid, pages=pages, running=running)])
-    return asked.result()
+    return response.result()
 
 
-def test_questions_go_on_beside_requests(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_calls_are_answered_beside_requests(front: Frontend, pool: ThreadPoolExecutor) -> None:
     echo = Echo(front.rank)
     echo.start()
     replies = [submit(front, pool, f"r{number}") for number in range(20)]
-    questions = [pool.submit(front.post, "/tokenize", prompt=f"boat {number}") for number in range(20)]
-    assert {each.result().status_code for each in (*replies, *questions)} == {200}
+    calls = [pool.submit(front.post, "/tokenize", prompt=f"boat {number}") for number in range(20)]
+    assert {each.result().status_code for each in (*replies, *calls)} == {200}
     assert front.post("/flush_cache").json()["pages"] == 3
     echo.stop()
 
 
-def test_health_checks_that_come_together_cost_one_token(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_concurrent_health_checks_share_one_token(front: Frontend, pool: ThreadPoolExecutor) -> None:
     checks = [open_connection(front) for _ in range(3)]
     for each in checks:
         each.request("GET", "/health_generate")
     request = front.rank.request()
     assert flush(front, pool).status_code == 200
-    front.rank.open(request)
-    front.rank.say(request.uid, "b", FinishReason.LENGTH)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "b", FinishReason.LENGTH)
     assert [each.getresponse().status for each in checks] == [200] * 3
     assert flush(front, pool).status_code == 200
 
 
 def open_connection(front: Frontend) -> HTTPConnection:
-    """One that has been served: what is sent on it is read before what is sent on another one later."""
+    """Return a connection that has served a request, so the server reads it before what is sent on another one later."""
     connection = HTTPConnection(front.url.removeprefix("http://"), timeout=TIMEOUT_SECONDS)
     connection.request("GET", "/livez")
     assert connection.getresponse().read()
     return connection
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/responses"]
-)
-def test_what_is_not_served_is_a_clear_404(front: Frontend, path: str) -> None:
-    response = front.post(path, model=NAME, input="x")
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (404, "not_found")
-    assert "generates text only" in error["message"] and CHAT in error["message"]
-
-
-def test_one_model(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
-    assert client.models.retrieve(NAME).id == NAME
-    assert flush(front, pool).status_code == 200

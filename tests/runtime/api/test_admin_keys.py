@@ -1,4 +1,4 @@
-"""Acts on the requests of others need an admin key, a place before them needs a flag, a foreign Host is refused."""
+"""Admin keys, cache namespaces of keys and salts, permission for priorities, and the Host header check."""
 
 import socket
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def front(model: Path) -> Iterator[Frontend]:
 
 @pytest.fixture(scope="module")
 def exposed(model: Path) -> Iterator[Frontend]:
-    """Keyless, and not on loopback alone."""
+    """Run a server without keys that listens on all addresses."""
     with running_frontend(model, host="0.0.0.0") as front:
         yield front
 
@@ -58,46 +58,46 @@ def running(
 ) -> tuple[Future[httpx.Response], GenerateRequest]:
     reply = pool.submit(post, front, "/v1/completions", key, id=id, **BODY)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     return reply, request
 
 
-def refusal(response: httpx.Response) -> tuple[int, str]:
+def rejection(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
 @pytest.mark.parametrize("key", [MINE, THEIRS])
 @pytest.mark.parametrize(("path", "body"), [("/abort", {"all": True}), ("/flush_cache", {})])
-def test_an_api_key_acts_on_nobody_else(front: Frontend, path: str, body: dict[str, Any], key: str) -> None:
+def test_api_key_is_no_admin_key(front: Frontend, path: str, body: dict[str, Any], key: str) -> None:
     before = front.metric('skiff_rejected_requests_total{reason="forbidden"}')
-    refused = post(front, path, key, **body)
-    assert refusal(refused) == (403, "admin_key_required") and "--admin-api-key" in refused.text
+    response = post(front, path, key, **body)
+    assert rejection(response) == (403, "admin_key_required") and "--admin-api-key" in response.text
     assert front.metric('skiff_rejected_requests_total{reason="forbidden"}') == before + 1
     assert not front.rank.poll()
 
 
-def test_a_key_ends_its_own_requests_only(front: Frontend, pool: ThreadPoolExecutor) -> None:
-    """Whatever id they have in common: clients choose it."""
+def test_api_key_aborts_only_its_own_requests(front: Frontend, pool: ThreadPoolExecutor) -> None:
+    """Clients choose request IDs, so requests of two keys may have the same one."""
     mine, my_request = running(front, pool, MINE, "same")
     theirs, their_request = running(front, pool, THEIRS, "same")
     assert post(front, "/abort", MINE, request_id="same").json() == {"aborted": 1}
     aborted = front.rank.receive()
     assert isinstance(aborted, AbortRequest) and aborted.uid == my_request.uid
-    front.rank.end(my_request.uid)
+    front.rank.finish(my_request.uid)
     assert mine.result().json()["choices"][0]["finish_reason"] == "abort"
     assert post(front, "/abort", THEIRS, request_id="other").json() == {"aborted": 0}
     assert post(front, "/abort", ADMIN, request_id="same").json() == {"aborted": 1}
     front.rank.receive()
-    front.rank.end(their_request.uid)
+    front.rank.finish(their_request.uid)
     assert theirs.result().status_code == 200
 
 
-def test_an_admin_key_acts_on_all(front: Frontend, pool: ThreadPoolExecutor) -> None:
+def test_admin_key_acts_on_all_requests(front: Frontend, pool: ThreadPoolExecutor) -> None:
     replies = [running(front, pool, key, "x") for key in (MINE, THEIRS, ADMIN)]
     assert post(front, "/abort", ADMIN, all=True).json() == {"aborted": 3}
     for reply, request in replies:
         front.rank.receive()
-        front.rank.end(request.uid, FinishReason.ABORT)
+        front.rank.finish(request.uid, FinishReason.ABORT)
         assert reply.result().status_code == 200
     flushing = pool.submit(post, front, "/flush_cache", ADMIN)
     flush = front.rank.receive()
@@ -108,29 +108,29 @@ def test_an_admin_key_acts_on_all(front: Frontend, pool: ThreadPoolExecutor) -> 
 
 @pytest.mark.parametrize("key", [None, "sk-unknown", "sk-mine,sk-admin"])
 @pytest.mark.parametrize("path", ["/abort", "/flush_cache", "/v1/completions"])
-def test_an_unknown_key_is_no_key(front: Frontend, path: str, key: str | None) -> None:
-    assert refusal(post(front, path, key, all=True)) == (401, "invalid_api_key")
+def test_unknown_key_gets_401(front: Frontend, path: str, key: str | None) -> None:
+    assert rejection(post(front, path, key, all=True)) == (401, "invalid_api_key")
 
 
-def test_without_keys_nobody_is_admin_beyond_loopback(exposed: Frontend, pool: ThreadPoolExecutor) -> None:
-    """Clients are all alike, so a client that guesses an id could end another's request."""
+def test_without_keys_admin_operations_need_loopback(exposed: Frontend, pool: ThreadPoolExecutor) -> None:
+    """Clients cannot be distinguished, so one that guesses an ID could abort another's request."""
     reply, request = running(exposed, pool, None, "guessable")
     for body in ({"all": True}, {"request_id": "guessable"}):
-        assert refusal(post(exposed, "/abort", **body)) == (403, "admin_key_required")
-    assert refusal(post(exposed, "/flush_cache", "sk-any")) == (403, "admin_key_required")
+        assert rejection(post(exposed, "/abort", **body)) == (403, "admin_key_required")
+    assert rejection(post(exposed, "/flush_cache", "sk-any")) == (403, "admin_key_required")
     assert not exposed.rank.poll()
-    exposed.rank.say(request.uid, "x", FinishReason.STOP)
+    exposed.rank.generate(request.uid, "x", FinishReason.STOP)
     assert reply.result().json()["choices"][0]["finish_reason"] == "stop"
 
 
-def salts(
+def cache_namespace(
     front: Frontend, pool: ThreadPoolExecutor, path: str, key: str | None, body: dict[str, Any]
 ) -> bytes:
     """Return the cache namespace of a request, as the scheduler receives it."""
     reply = pool.submit(post, front, path, key, **body)
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "x", FinishReason.STOP)
+    front.rank.start(request)
+    front.rank.generate(request.uid, "x", FinishReason.STOP)
     assert reply.result().status_code == 200, reply.result().text
     return request.cache_salt
 
@@ -143,9 +143,9 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_salt_is_a_namespace_of_its_own(exposed: Frontend, pool: ThreadPoolExecutor, path: str) -> None:
+def test_cache_salt_selects_namespace(exposed: Frontend, pool: ThreadPoolExecutor, path: str) -> None:
     plain, one, again, other = (
-        salts(exposed, pool, path, None, {**BODIES[path], **extra})
+        cache_namespace(exposed, pool, path, None, {**BODIES[path], **extra})
         for extra in ({}, {"cache_salt": "one"}, {"cache_salt": "one"}, {"cache_salt": "other"})
     )
     assert plain == b"" and one == again and len({plain, one, other}) == 3
@@ -153,40 +153,43 @@ def test_a_salt_is_a_namespace_of_its_own(exposed: Frontend, pool: ThreadPoolExe
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * 257])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_malformed_salt_is_refused(exposed: Frontend, path: str, salt: object) -> None:
-    refused = post(exposed, path, **{**BODIES[path], "cache_salt": salt})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+def test_malformed_cache_salt_is_rejected(exposed: Frontend, path: str, salt: object) -> None:
+    response = post(exposed, path, **{**BODIES[path], "cache_salt": salt})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "cache_salt"
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_isolated_keys_share_no_prefix(front: Frontend, pool: ThreadPoolExecutor, path: str) -> None:
-    found = [
-        salts(front, pool, path, key, {**BODIES[path], **extra})
+def test_isolated_keys_have_separate_namespaces(front: Frontend, pool: ThreadPoolExecutor, path: str) -> None:
+    namespaces = [
+        cache_namespace(front, pool, path, key, {**BODIES[path], **extra})
         for key in (MINE, THEIRS)
         for extra in ({}, {"cache_salt": "one"})
     ]
-    assert len(set(found)) == 4 and b"" not in found
-    assert found[0] == salts(front, pool, path, MINE, BODIES[path])
+    assert len(set(namespaces)) == 4 and b"" not in namespaces
+    assert namespaces[0] == cache_namespace(front, pool, path, MINE, BODIES[path])
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_place_before_others_needs_the_flag(front: Frontend, pool: ThreadPoolExecutor, path: str) -> None:
-    refused = post(front, path, MINE, **{**BODIES[path], "priority": -1})
+def test_higher_priority_needs_allow_priority_or_admin_key(
+    front: Frontend, pool: ThreadPoolExecutor, path: str
+) -> None:
+    response = post(front, path, MINE, **{**BODIES[path], "priority": -1})
     assert (
-        refusal(refused) == (400, "priority_not_allowed") and refused.json()["error"]["param"] == "priority"
+        rejection(response) == (400, "priority_not_allowed")
+        and response.json()["error"]["param"] == "priority"
     )
-    assert salts(front, pool, path, MINE, {**BODIES[path], "priority": 0})
-    assert salts(front, pool, path, MINE, {**BODIES[path], "priority": 5})
-    assert salts(front, pool, path, ADMIN, {**BODIES[path], "priority": -5})
+    assert cache_namespace(front, pool, path, MINE, {**BODIES[path], "priority": 0})
+    assert cache_namespace(front, pool, path, MINE, {**BODIES[path], "priority": 5})
+    assert cache_namespace(front, pool, path, ADMIN, {**BODIES[path], "priority": -5})
 
 
-def test_the_flag_lets_all_run_before_others(model: Path, pool: ThreadPoolExecutor) -> None:
+def test_allow_priority_permits_higher_priority(model: Path, pool: ThreadPoolExecutor) -> None:
     with running_frontend(model, allow_priority=True) as front:
         reply = pool.submit(post, front, "/v1/completions", **{**BODY, "priority": -3})
         request = front.rank.request()
         assert request.priority == -3
-        front.rank.open(request)
-        front.rank.say(request.uid, "x", FinishReason.STOP)
+        front.rank.start(request)
+        front.rank.generate(request.uid, "x", FinishReason.STOP)
         assert reply.result().status_code == 200
 
 
@@ -202,12 +205,12 @@ def local(model: Path) -> Iterator[Frontend]:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "box.example.evil"]
 )
-def test_a_page_that_gave_loopback_its_own_name_reads_nothing(local: Frontend, path: str, host: str) -> None:
-    """DNS rebinding: the page's origin and the Host header agree, so that no check of origins would stop it."""
+def test_dns_rebinding_is_rejected(local: Frontend, path: str, host: str) -> None:
+    """The page's origin agrees with the Host header, so no origin check would stop it."""
     headers = {"host": host, "origin": f"http://{host}"}
     for method in ("GET", "POST"):
-        refused = local.http.request(method, local.url + path, headers=headers)
-        assert refusal(refused) == (403, "host_not_allowed") and "--allowed-hosts" in refused.text
+        response = local.http.request(method, local.url + path, headers=headers)
+        assert rejection(response) == (403, "host_not_allowed") and "--allowed-hosts" in response.text
 
 
 @pytest.mark.parametrize(
@@ -223,23 +226,23 @@ def test_a_page_that_gave_loopback_its_own_name_reads_nothing(local: Frontend, p
         "Box.Example.:80",
     ],
 )
-def test_names_of_this_machine_are_its_own(local: Frontend, host: str) -> None:
+def test_loopback_and_allowed_hosts_are_accepted(local: Frontend, host: str) -> None:
     assert local.http.get(local.url + "/v1/models", headers={"host": host}).status_code == 200
 
 
-def test_a_request_without_a_host_comes_from_no_browser(local: Frontend) -> None:
+def test_request_without_host_is_accepted(local: Frontend) -> None:
     address = httpx.URL(local.url)
     with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
         connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
 
 
-def test_a_key_is_what_no_page_has(front: Frontend) -> None:
+def test_with_keys_any_host_is_accepted(front: Frontend) -> None:
     headers = {"host": "any.example", "authorization": f"Bearer {MINE}"}
     assert front.http.get(front.url + "/v1/models", headers=headers).status_code == 200
 
 
-def test_where_others_can_connect_any_name_will_do(exposed: Frontend) -> None:
+def test_beyond_loopback_any_host_is_accepted(exposed: Frontend) -> None:
     assert (
         exposed.http.get(exposed.url + "/v1/models", headers={"host": "llama.default.svc"}).status_code == 200
     )
@@ -257,26 +260,26 @@ def test_where_others_can_connect_any_name_will_do(exposed: Frontend) -> None:
         ("localhost.evil", "localhost.evil", False),
     ],
 )
-def test_names_in_a_host_header(text: str, name: str, loopback: bool) -> None:
+def test_host_name_is_extracted_from_header(text: str, name: str, loopback: bool) -> None:
     assert (host_name(text), is_loopback(name)) == (name, loopback)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"isolate_keys": True}, "--isolate-keys needs keys"),
+        ({"isolate_keys": True}, "--isolate-keys needs API keys"),
         ({"allowed_hosts": ("http://x",)}, "--allowed-hosts must be"),
         ({"allowed_hosts": ("x:80",)}, "--allowed-hosts must be"),
         ({"admin_api_key": ("two words",)}, "--admin-api-key: key 1 must"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_invalid_option_is_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         Config(**options)
     assert "two words" not in str(caught.value)
 
 
-def test_admin_keys_come_from_a_file_too(tmp_path: Path) -> None:
+def test_admin_keys_are_read_from_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# root\nsk-root\n")
     resolved, _ = resolve(

@@ -1,14 +1,14 @@
-"""The writer keeps order and loses nothing when the client reads slowly, and gives up a client that does not read."""
+"""AsgiWriter: order is kept for slow clients, and a client that does not read is disconnected."""
 
 import asyncio
 from typing import Any
 
-from skiff_runtime.api.http import asgi as writer_module
+from skiff_runtime.api.http import asgi
 from skiff_runtime.api.http.asgi import AsgiWriter, Message
 
 
 class Server:
-    """A ``send`` as an HTTP server has it: it waits while the connection is full."""
+    """Provides a ``send`` that waits while the connection is full, like that of an HTTP server."""
 
     def __init__(self) -> None:
         self.written: list[Message] = []
@@ -35,7 +35,7 @@ def run(scenario: Any) -> None:
     asyncio.run(scenario)
 
 
-def test_what_can_be_written_is_written_at_once() -> None:
+def test_message_is_sent_at_once() -> None:
     async def scenario() -> None:
         server = Server()
         writer = AsgiWriter(server.send, on_overflow=server.overflow)
@@ -48,7 +48,7 @@ def test_what_can_be_written_is_written_at_once() -> None:
     run(scenario())
 
 
-def test_a_slow_reader_gets_everything_in_order() -> None:
+def test_slow_client_gets_everything_in_order() -> None:
     async def scenario() -> None:
         server = Server()
         writer = AsgiWriter(server.send, on_overflow=server.overflow)
@@ -72,7 +72,7 @@ def test_a_slow_reader_gets_everything_in_order() -> None:
     run(scenario())
 
 
-def test_even_the_headers_may_have_to_wait() -> None:
+def test_headers_may_have_to_wait() -> None:
     async def scenario() -> None:
         server = Server()
         server.open.clear()
@@ -89,14 +89,14 @@ def test_even_the_headers_may_have_to_wait() -> None:
     run(scenario())
 
 
-def test_a_client_that_does_not_read_is_given_up_once() -> None:
+def test_client_that_does_not_read_overflows_once() -> None:
     async def scenario() -> None:
         server = Server()
         writer = AsgiWriter(server.send, on_overflow=server.overflow)
         writer.start(200, [])
         server.open.clear()
         piece = bytes(64 << 10)
-        for _ in range(3 * writer_module.MAX_BACKLOG_BYTES // len(piece)):
+        for _ in range(3 * asgi.MAX_BACKLOG_BYTES // len(piece)):
             writer.body(piece, more=True)
         assert server.overflows == 1 and writer.closed
         server.open.set()
@@ -107,15 +107,15 @@ def test_a_client_that_does_not_read_is_given_up_once() -> None:
     run(scenario())
 
 
-def test_room_can_be_made_for_more() -> None:
-    """Log-probabilities of a long prompt come at once, and are larger than any backlog of tokens."""
+def test_backlog_limit_can_be_raised() -> None:
+    """Log-probabilities of a long prompt arrive at once, and are larger than any backlog of tokens."""
 
     async def scenario() -> None:
         server = Server()
         writer = AsgiWriter(server.send, on_overflow=server.overflow)
         writer.start(200, [])
         server.open.clear()
-        piece = bytes(2 * writer_module.MAX_BACKLOG_BYTES)
+        piece = bytes(2 * asgi.MAX_BACKLOG_BYTES)
         for _ in range(3):
             writer.raise_backlog_limit(len(piece))
             writer.body(piece, more=True)
@@ -127,18 +127,18 @@ def test_room_can_be_made_for_more() -> None:
     run(scenario())
 
 
-def test_pieces_go_straight_to_the_connection_while_it_takes_them() -> None:
+def test_chunks_bypass_asgi_unless_a_send_waits() -> None:
     async def scenario() -> None:
         server = Server()
-        straight: list[bytes] = []
+        direct: list[bytes] = []
 
         def chunk(data: bytes) -> bool:
             if server.open.is_set():
-                straight.append(data)
+                direct.append(data)
                 server.written.append({"type": "http.response.body", "body": data})
             return server.open.is_set()
 
-        writer = AsgiWriter(server.send, on_overflow=server.overflow, chunk=chunk)
+        writer = AsgiWriter(server.send, on_overflow=server.overflow, write_chunk=chunk)
         writer.start(200, [])
         writer.body(b"a", more=True)
         writer.body(b"", more=True)
@@ -149,7 +149,7 @@ def test_pieces_go_straight_to_the_connection_while_it_takes_them() -> None:
         await asyncio.sleep(0.01)
         writer.body(b"d", more=True)
         writer.body(b"e", more=False)
-        assert straight == [b"a", b"d"], "b waited, and c must not overtake it"
+        assert direct == [b"a", b"d"], "b waited, and c must not overtake it"
         assert server.body() == b"abcde" and server.ended()
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Who may ask, and from where: API keys, other origins, request ids on every response."""
+"""API keys and CORS: keys authenticate requests, other origins are limited, every response has a request ID."""
 
 import hashlib
 import re
@@ -35,14 +35,14 @@ def client(front: Frontend, key: str) -> OpenAI:
     return OpenAI(base_url=front.url + "/v1", api_key=key, timeout=TIMEOUT_SECONDS, max_retries=0)
 
 
-def ask(front: Frontend, method: str, path: str, **headers: str) -> httpx.Response:
+def send(front: Frontend, method: str, path: str, **headers: str) -> httpx.Response:
     return front.http.request(
         method, front.url + path, headers={name.replace("_", "-"): text for name, text in headers.items()}
     )
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens(front: Frontend, key: str) -> None:
+def test_each_key_authenticates(front: Frontend, key: str) -> None:
     assert [model.id for model in client(front, key).models.list()] == [NAME]
     reply = client(front, key).chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": "x"}]
@@ -50,7 +50,7 @@ def test_each_key_opens(front: Frontend, key: str) -> None:
     assert reply.choices[0].message.content
 
 
-def test_a_wrong_key_is_told_so(front: Frontend) -> None:
+def test_wrong_key_gets_401(front: Frontend) -> None:
     with pytest.raises(AuthenticationError) as caught:
         client(front, "sk-wrong").models.list()
     assert caught.value.code == "invalid_api_key"
@@ -60,9 +60,9 @@ def test_a_wrong_key_is_told_so(front: Frontend) -> None:
 
 @pytest.mark.parametrize("header", ["", "Basic abc", "Bearer", "Bearer  ,", KEYS[0], f"Bearer {KEYS[0]} x"])
 @pytest.mark.parametrize("path", [CHAT, "/generate", "/server_info", "/v1/models", "/nothing/here"])
-def test_nothing_is_told_without_a_key(front: Frontend, path: str, header: str) -> None:
+def test_request_without_valid_key_gets_401(front: Frontend, path: str, header: str) -> None:
     method = "GET" if path in ("/server_info", "/v1/models") else "POST"
-    response = ask(front, method, path, authorization=header)
+    response = send(front, method, path, authorization=header)
     assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     assert response.headers["x-request-id"]
 
@@ -72,27 +72,27 @@ def test_probes_need_no_key(front: Frontend, path: str) -> None:
     assert front.get(path).status_code == 200
 
 
-def test_keys_are_never_shown(front: Frontend) -> None:
-    shown = ask(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
-    assert '"allowed_origins"' in shown and "sk-" not in shown and "api_key_file" in shown
+def test_keys_never_appear_in_server_info_or_repr(front: Frontend) -> None:
+    info = send(front, "GET", "/server_info", authorization=f"Bearer {KEYS[0]}").text
+    assert '"allowed_origins"' in info and "sk-" not in info and "api_key_file" in info
     assert "sk-" not in repr(Config(api_key=KEYS))
     [launch] = Path(front.endpoints.api.removeprefix("ipc://")).parent.glob("launch.json")
     assert launch.stat().st_mode & 0o777 == 0o600
 
 
-def test_every_response_has_the_request_id(front: Frontend) -> None:
+def test_every_response_has_request_id(front: Frontend) -> None:
     key = f"Bearer {KEYS[0]}"
     for method, path in [("GET", path) for path in (*PROBES, "/nope", "/v1/models")] + [
         ("POST", CHAT),
         ("PUT", CHAT),
     ]:
-        given = ask(front, method, path, x_request_id="trace.7", authorization=key)
+        given = send(front, method, path, x_request_id="trace.7", authorization=key)
         assert given.headers["x-request-id"] == "trace.7", (path, given.status_code)
-        made = ask(front, method, path, x_request_id="not a word", authorization=key).headers["x-request-id"]
-        assert re.fullmatch("[0-9a-f]{24}", made)
+        generated = send(front, method, path, x_request_id="not a word", authorization=key)
+        assert re.fullmatch("[0-9a-f]{24}", generated.headers["x-request-id"])
 
 
-def test_the_description_names_the_keys(front: Frontend) -> None:
+def test_openapi_document_declares_keys(front: Frontend) -> None:
     document = front.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     keyed = {
@@ -107,41 +107,44 @@ def test_the_description_names_the_keys(front: Frontend) -> None:
 @pytest.mark.parametrize(
     "path", [*PROBES, "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
 )
-def test_head_is_get_without_a_body(front: Frontend, path: str) -> None:
-    response = ask(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
+def test_head_is_get_without_body(front: Frontend, path: str) -> None:
+    response = send(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")
     assert (response.status_code, response.content) == (200, b"")
     assert int(response.headers["content-length"]) > 0
     assert response.headers.get_list("x-request-id") == ["trace.8"]
 
 
-def test_an_allowed_origin_may_read(front: Frontend) -> None:
-    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,x-own"}
-    preflight = ask(front, "OPTIONS", CHAT, origin=ORIGIN, **asked)
+def test_allowed_origin_gets_cors_headers(front: Frontend) -> None:
+    requested = {
+        "access_control_request_method": "POST",
+        "access_control_request_headers": "authorization,x-own",
+    }
+    preflight = send(front, "OPTIONS", CHAT, origin=ORIGIN, **requested)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == ORIGIN
     assert preflight.headers["access-control-allow-headers"] == "authorization,x-own"
     for status, response in (
-        (401, ask(front, "GET", "/v1/models", origin=ORIGIN)),
-        (200, ask(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
+        (401, send(front, "GET", "/v1/models", origin=ORIGIN)),
+        (200, send(front, "GET", "/v1/models", origin=ORIGIN, authorization=f"Bearer {KEYS[1]}")),
     ):
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, ORIGIN)
 
 
-def test_another_origin_may_not(front: Frontend) -> None:
+def test_other_origin_gets_no_cors_headers(front: Frontend) -> None:
     for method in ("OPTIONS", "GET"):
-        response = ask(
+        response = send(
             front, method, "/v1/models", origin="https://evil.example", access_control_request_method="GET"
         )
         assert "access-control-allow-origin" not in response.headers
         assert response.headers["vary"] == "origin"
 
 
-def test_without_origins_there_is_no_cors(tmp_path: Path) -> None:
+def test_without_allowed_origins_there_is_no_cors(tmp_path: Path) -> None:
     with running_frontend(write_model(tmp_path)) as front:
-        response = ask(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
+        response = send(front, "OPTIONS", CHAT, origin=ORIGIN, access_control_request_method="POST")
         assert response.status_code == 405
         assert not [name for name in response.headers if name.startswith("access-control")]
-        assert ask(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
+        assert send(front, "GET", "/v1/models", origin=ORIGIN).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -155,22 +158,22 @@ def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 
 
 def flush(front: Frontend, **headers: str) -> httpx.Response:
-    """A post that a page may send without asking first."""
-    return ask(front, "POST", "/flush_cache", content_type="text/plain", **headers)
+    """Send a POST request that a page may send without a preflight."""
+    return send(front, "POST", "/flush_cache", content_type="text/plain", **headers)
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1", "http://127.0.0.1:1"])
-def test_without_keys_other_origins_make_nothing_happen(keyless: Frontend, origin: str) -> None:
+def test_without_keys_other_origin_may_only_read(keyless: Frontend, origin: str) -> None:
     before = keyless.metric('skiff_rejected_requests_total{reason="forbidden"}')
     for path in ("/flush_cache", "/abort", CHAT, "/generate", "/nothing/here"):
-        response = ask(keyless, "POST", path, origin=origin)
+        response = send(keyless, "POST", path, origin=origin)
         assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
         assert origin in response.json()["error"]["message"] and response.headers["connection"] == "close"
     assert keyless.metric('skiff_rejected_requests_total{reason="forbidden"}') == before + 5
-    assert ask(keyless, "GET", "/v1/models", origin=origin).status_code == 200
+    assert send(keyless, "GET", "/v1/models", origin=origin).status_code == 200
 
 
-def test_own_pages_and_named_origins_may_act(keyless: Frontend) -> None:
+def test_same_origin_and_allowed_origin_may_post(keyless: Frontend) -> None:
     assert flush(keyless).status_code == 200
     assert flush(keyless, origin=keyless.url).status_code == 200
     assert flush(keyless, origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
@@ -178,13 +181,13 @@ def test_own_pages_and_named_origins_may_act(keyless: Frontend) -> None:
     assert flush(keyless, origin="https://Skiff.example", host="evil.example").status_code == 403
 
 
-def test_who_has_a_key_may_come_from_anywhere(front: Frontend) -> None:
+def test_key_allows_any_origin(front: Frontend) -> None:
     evil = "https://evil.example"
     assert flush(front, origin=evil).status_code == 401
     assert flush(front, origin=evil, authorization=f"Bearer {KEYS[0]}").status_code == 200
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
+def test_keys_are_read_from_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nsk-a\n\n  sk-b  \n")
     assert read_api_keys(str(file), "--api-key-file") == ("sk-a", "sk-b")
@@ -195,12 +198,13 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("# none\n", "holds no key"), ("two words\n", "key 1 must"), (None, "cannot be read")]
+    ("text", "message"),
+    [("# none\n", "holds no key"), ("two words\n", "key 1 must"), (None, "cannot be read")],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+def test_invalid_key_file_is_rejected(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_api_keys(str(file), "--api-key-file")
     assert "two words" not in str(caught.value)

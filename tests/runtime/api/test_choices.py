@@ -67,31 +67,31 @@ def test_choices_of_a_response_are_in_order_and_share_the_prompt(
     first, second, third = requests(front, 3)
     assert [each.sampling.seed for each in (first, second, third)] == [7, 8, 9]
     assert first.token_ids == second.token_ids == third.token_ids
-    front.rank.open(first, cached=1)
-    front.rank.open(second, third, cached=4)
-    front.rank.say(third.uid, "three boats", FinishReason.STOP)
-    front.rank.say(first.uid, "one boat", FinishReason.LENGTH)
-    front.rank.say(second.uid, "two boats", FinishReason.TIMEOUT)
+    front.rank.start(first, cached=1)
+    front.rank.start(second, third, cached=4)
+    front.rank.generate(third.uid, "three boats", FinishReason.STOP)
+    front.rank.generate(first.uid, "one boat", FinishReason.LENGTH)
+    front.rank.generate(second.uid, "two boats", FinishReason.TIMEOUT)
     reply = asked.result()
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     choices = [(choice.message.content, choice.finish_reason) for choice in reply.choices]
-    last = front.rank.tokenizer.decode(front.rank.ids("three boats")[:-1])
+    last = front.rank.tokenizer.decode(front.rank.encode("three boats")[:-1])
     assert choices == [("one boat", "length"), ("two boats", "length"), (last, "stop")]
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
     assert reply.usage.prompt_tokens == len(first.token_ids) // 4
     texts = ("one boat", "two boats", "three boats")
-    assert reply.usage.completion_tokens == sum(len(front.rank.ids(text)) for text in texts)
+    assert reply.usage.completion_tokens == sum(len(front.rank.encode(text)) for text in texts)
     assert reply.usage.prompt_tokens_details.cached_tokens == 1
 
 
 def test_choices_of_a_stream_interleave(front: Frontend, client: OpenAI, pool: ThreadPoolExecutor) -> None:
     asked = pool.submit(lambda: list(ask(client, n=2, stream=True, stream_options={"include_usage": True})))
     first, second = requests(front, 2)
-    front.rank.open(first, second)
-    for one, two in zip(front.rank.ids("The small boat"), front.rank.ids("A pod starts"), strict=False):
+    front.rank.start(first, second)
+    for one, two in zip(front.rank.encode("The small boat"), front.rank.encode("A pod starts"), strict=False):
         front.rank.step([(second.uid, two, FinishReason.RUNNING), (first.uid, one, FinishReason.RUNNING)])
-    front.rank.end(second.uid, FinishReason.LENGTH)
-    front.rank.say(first.uid, " sails", FinishReason.LENGTH)
+    front.rank.finish(second.uid, FinishReason.LENGTH)
+    front.rank.generate(first.uid, " sails", FinishReason.LENGTH)
     chunks: Any = asked.result()
     *chunks, last = chunks
     assert last.choices == [] and last.usage is not None
@@ -115,14 +115,14 @@ def test_error_of_one_choice_fails_the_request_and_aborts_the_others(
     send: Callable[[], Any] = lambda: list(ask(client, n=3, stream=True)) if stream else ask(client, n=3)  # noqa: E731
     asked: Future[Any] = pool.submit(send)
     first, second, third = requests(front, 3)
-    front.rank.open(first, second, third)
-    front.rank.say(first.uid, "one", FinishReason.LENGTH)
-    front.rank.say(second.uid, "boat")
+    front.rank.start(first, second, third)
+    front.rank.generate(first.uid, "one", FinishReason.LENGTH)
+    front.rank.generate(second.uid, "boat")
     failure = RequestFailed(uid=second.uid, status=500, kind="internal_server_error", message="broken")
     front.rank.step([], failed=[failure])
     assert front.rank.receive() == AbortRequest(uid=third.uid)
-    front.rank.say(third.uid, "more")
-    front.rank.end(third.uid)
+    front.rank.generate(third.uid, "more")
+    front.rank.finish(third.uid)
     with pytest.raises(APIError, match="broken"):
         asked.result()
 
@@ -131,11 +131,11 @@ def test_stream_ends_with_a_single_error(front: Frontend, pool: ThreadPoolExecut
     body = {"model": NAME, "prompt": ["a", "b"], "stream": True}
     asked = pool.submit(front.http.post, front.url + "/v1/completions", json=body)
     first, second = requests(front, 2)
-    front.rank.open(first, second)
-    front.rank.say(first.uid, "boat")
+    front.rank.start(first, second)
+    front.rank.generate(first.uid, "boat")
     front.rank.step([], failed=[RequestFailed(second.uid, 500, "internal_server_error", "broken")])
     assert front.rank.receive() == AbortRequest(uid=first.uid)
-    front.rank.end(first.uid)
+    front.rank.finish(first.uid)
     *before, last = [json.loads(line[6:]) for line in asked.result().text.splitlines() if line]
     assert [event["choices"][0]["text"] for event in before] and last["error"]["message"] == "broken"
 
@@ -148,12 +148,12 @@ def test_disconnect_aborts_every_choice(front: Frontend, stream: bool) -> None:
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as client:
         client.sendall((head + body).encode())
         found = requests(front, 4)
-        front.rank.open(*found)
+        front.rank.start(*found)
     aborted = sorted((front.rank.receive() for _ in range(4)), key=lambda message: message.uid)
     assert aborted == [AbortRequest(uid=request.uid) for request in found]
     assert front.metric("skiff_requests_in_flight") == 4
     for request in found:
-        front.rank.end(request.uid)
+        front.rank.finish(request.uid)
 
 
 def test_invalid_prompt_fails_the_request(front: Frontend, pool: ThreadPoolExecutor) -> None:
@@ -164,7 +164,7 @@ def test_invalid_prompt_fails_the_request(front: Frontend, pool: ThreadPoolExecu
     aborted = {each.uid for each in messages if isinstance(each, AbortRequest)}
     assert len(started) == 2 and aborted > started  # including the second choice of the invalid prompt
     for uid in started:
-        front.rank.end(uid)
+        front.rank.finish(uid)
     assert asked.result().status_code == 400
     assert "token id 389" in asked.result().json()["error"]["message"]
 
@@ -180,7 +180,7 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(front: Frontend, clie
         assert texts == ["The small boat"] * 2 + ["A pod starts"] * 2
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 2 * reply.usage.prompt_tokens
-        ids = [front.rank.ids(prompt) for prompt in prompts]
+        ids = [front.rank.encode(prompt) for prompt in prompts]
         chunks = list(client.completions.create(model=NAME, prompt=ids, n=2, stream=True))
         streamed = [""] * 4
         for chunk in chunks:
@@ -195,10 +195,10 @@ def test_requests_beyond_the_capacity_are_refused(
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
     refused = front.post(CHAT, **body, n=CAPACITY + 1)
-    assert refused.status_code == 400 and f"{CAPACITY + 1} answers" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and f"{CAPACITY + 1} choices" in refused.json()["error"]["message"]
     asked = pool.submit(ask, client, n=CAPACITY - 1)
     found = requests(front, CAPACITY - 1)
     assert front.post(CHAT, **body, n=2).status_code == 429
     for request in found:
-        front.rank.end(request.uid, FinishReason.LENGTH)
+        front.rank.finish(request.uid, FinishReason.LENGTH)
     assert len(asked.result().choices) == CAPACITY - 1

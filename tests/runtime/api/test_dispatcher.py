@@ -1,4 +1,4 @@
-"""Requests in flight, without processes."""
+"""The dispatcher, without processes."""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,24 +19,24 @@ from skiff_runtime.metrics.labels import Endpoint
 
 @dataclass
 class Tokenizer:
-    """A tokenizer's queue that may be full."""
+    """A sender to a tokenizer, whose queue may be full."""
 
     full: bool = True
-    taken: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
 
     def send(self, message: object) -> None:
         if self.full:
             raise TransportError("tokenizer0 does not read its messages")
-        self.taken.append(message)
+        self.sent.append(message)
 
 
-def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
+def test_request_that_cannot_be_sent_is_not_in_flight() -> None:
     tokenizer, status = Tokenizer(), ServiceStatus()
     metrics = Metrics(
         in_flight=lambda: 0, connections=lambda: 0, ready=lambda: True, phase_seconds=dict, heartbeats=list
     )
     dispatcher = Dispatcher([cast(Sender, tokenizer)], capacity=1, status=status, metrics=metrics)
-    generation = RequestSpec(
+    spec = RequestSpec(
         prompts=[[1]],
         sampling=SamplingSpec(max_tokens=1, seed=0),
         text=TextOptions(),
@@ -46,11 +46,11 @@ def test_a_request_that_no_tokenizer_takes_is_not_in_flight() -> None:
     status.mark_ready(kv_tokens=64)
     with pytest.raises(TransportError):
         dispatcher.submit(
-            generation, [NullChoiceWriter()], RequestMetadata(request_id="a", endpoint=Endpoint.GENERATE)
+            spec, [NullChoiceWriter()], RequestMetadata(request_id="a", endpoint=Endpoint.GENERATE)
         )
     assert len(dispatcher) == 0
     tokenizer.full = False
-    flight = dispatcher.submit(
-        generation, [NullChoiceWriter()], RequestMetadata(request_id="b", endpoint=Endpoint.GENERATE)
+    request = dispatcher.submit(
+        spec, [NullChoiceWriter()], RequestMetadata(request_id="b", endpoint=Endpoint.GENERATE)
     )
-    assert (len(dispatcher), [each.uid for each in tokenizer.taken]) == (1, [flight.first])
+    assert (len(dispatcher), [each.uid for each in tokenizer.sent]) == (1, [request.first_uid])

@@ -1,4 +1,4 @@
-"""Errors of FastAPI's path operations: one shape, and a count of those that are refusals."""
+"""Exception handlers: errors of path operations have one shape, and rejections are counted."""
 
 import asyncio
 
@@ -10,10 +10,10 @@ from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
 from skiff_runtime.errors import InternalError, ModelNotFound, QueueFull, Unavailable
 
 
-def ask(error: Exception) -> tuple[httpx.Response, list[int]]:
-    """The reply of a path operation that raises ``error``, and the refusals that were counted."""
-    app, refused = FastAPI(), list[int]()
-    add_exception_handlers(app, refused.append)
+def get_response(error: Exception) -> tuple[httpx.Response, list[int]]:
+    """Return the response of a path operation that raises ``error``, and the rejections that were counted."""
+    app, rejected = FastAPI(), list[int]()
+    add_exception_handlers(app, rejected.append)
 
     @app.get("/broken")
     async def broken() -> None:
@@ -24,7 +24,7 @@ def ask(error: Exception) -> tuple[httpx.Response, list[int]]:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get("/broken")
 
-    return asyncio.run(get()), refused
+    return asyncio.run(get()), rejected
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,15 @@ def ask(error: Exception) -> tuple[httpx.Response, list[int]]:
         (ModelNotFound("no such model"), 404, None),
     ],
 )
-def test_a_refusal_is_counted(error: Exception, status: int, retry: str | None) -> None:
-    response, refused = ask(error)
-    assert (response.status_code, response.headers.get("retry-after"), refused) == (status, retry, [status])
+def test_rejection_is_counted(error: Exception, status: int, retry: str | None) -> None:
+    response, rejected = get_response(error)
+    assert (response.status_code, response.headers.get("retry-after"), rejected) == (status, retry, [status])
     assert response.json()["error"]["message"] == str(error)
 
 
-@pytest.mark.parametrize("error", [InternalError("a rank died"), RuntimeError("fault of ours")])
-def test_a_failure_is_no_refusal(error: Exception) -> None:
-    response, refused = ask(error)
-    assert (response.status_code, refused) == (500, [])
+@pytest.mark.parametrize("error", [InternalError("a rank died"), RuntimeError("secret detail")])
+def test_failure_is_no_rejection(error: Exception) -> None:
+    response, rejected = get_response(error)
+    assert (response.status_code, rejected) == (500, [])
     assert response.json()["error"]["code"] == "internal_error"
-    assert "fault of ours" not in response.text
+    assert "secret detail" not in response.text

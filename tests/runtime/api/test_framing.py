@@ -1,4 +1,4 @@
-"""The framing of requests on one connection: each byte belongs to exactly one request, which gets exactly one reply."""
+"""Request framing on one connection: each byte belongs to one request, and each request gets one response."""
 
 import json
 import socket
@@ -18,12 +18,12 @@ from skiff_runtime.api.http.protocol import MAX_PIPELINED_REQUESTS
 ID: Final = "x-request-id: mine\r\n"
 GET: Final = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-request-id: second\r\n\r\n"
 LAST: Final = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-request-id: last\r\nconnection: close\r\n\r\n"
-QUESTION: Final = {"model": NAME, "prompt": "hello world", "max_tokens": 20}
+COMPLETION: Final = {"model": NAME, "prompt": "hello world", "max_tokens": 20}
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    """One set of front processes, whose rank repeats each prompt."""
+    """Run frontend processes with a rank that echoes each prompt."""
     model: Path = write_model(tmp_path_factory.mktemp("model"))
     with running_frontend(model) as front:
         echo = Echo(front.rank)
@@ -46,23 +46,23 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 def completion(*lines: str, stream: bool = False) -> bytes:
-    """A whole request for text."""
-    body = json.dumps({**QUESTION, "stream": stream}).encode()
+    """Return a whole completion request."""
+    body = json.dumps({**COMPLETION, "stream": stream}).encode()
     return head("POST", "/v1/completions", f"content-length: {len(body)}", *lines) + body
 
 
 def talk(address: Address, *pieces: bytes, methods: tuple[str, ...] = ("POST",)) -> list[StrictReply]:
-    """Every reply to ``pieces``, up to the end of the connection, which the server must bring about."""
+    """Send ``pieces``. Return every response up to the end of the connection, which the server must close."""
     with closing(connect(address)) as connection:
         for piece in pieces:
             connection.sendall(piece)
         return read_replies(connection, methods)
 
 
-def is_refused(
+def assert_rejected(
     reply: StrictReply, status: int, request_id: str | None = "mine", *, bodiless: bool = False
 ) -> None:
-    """An error in OpenAI's shape, after which the connection ends."""
+    """Assert that ``reply`` is an error in OpenAI's shape after which the connection ends."""
     assert reply.status == status, reply
     if not bodiless:
         error = json.loads(reply.body)["error"]
@@ -72,7 +72,7 @@ def is_refused(
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/models", "/v1/completions"])
-def test_a_body_behind_an_early_reply_is_never_a_request(address: Address, path: str) -> None:
+def test_body_after_early_response_is_never_a_request(address: Address, path: str) -> None:
     lines = ["x-request-timeout-seconds: none"] if path == "/v1/completions" else []
     smuggled = head("GET", "/v1/models")
     smuggled = head("GET", "/v1/models", f"pad: {'x' * (94 - len(smuggled))}")
@@ -86,7 +86,7 @@ def test_a_body_behind_an_early_reply_is_never_a_request(address: Address, path:
     assert rest == []
 
 
-def test_a_long_body_behind_an_early_reply_draws_no_second_one(address: Address) -> None:
+def test_long_body_after_early_response_gets_no_second_response(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(head("POST", "/nowhere", "content-length: 200000"))
         assert read_reply(connection, "POST").status == 404
@@ -95,7 +95,7 @@ def test_a_long_body_behind_an_early_reply_draws_no_second_one(address: Address)
         assert read_replies(connection, ("POST",)) == []
 
 
-def test_a_blank_line_and_a_body_that_come_together(address: Address) -> None:
+def test_end_of_head_and_body_in_one_piece(address: Address) -> None:
     body = b'{"a":\r\nupgrade: 1}'
     with closing(connect(address)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -110,7 +110,7 @@ def test_a_blank_line_and_a_body_that_come_together(address: Address) -> None:
 
 
 def assert_quiet(connection: socket.socket) -> None:
-    """Nothing comes for a moment."""
+    """Assert that nothing arrives for a moment."""
     connection.settimeout(0.1)
     with pytest.raises(TimeoutError):
         connection.recv(1)
@@ -118,28 +118,26 @@ def assert_quiet(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(("status", "line", "rest"), BROKEN_HEADS)
-def test_a_head_that_frames_or_routes_in_two_ways_is_refused(
-    address: Address, status: int, line: str, rest: str
-) -> None:
+def test_ambiguous_head_is_rejected(address: Address, status: int, line: str, rest: str) -> None:
     request = f"{line}\r\n{ID}host: localhost\r\n{rest}".encode("latin-1")
     [reply] = talk(address, request + GET, methods=(line.partition(" ")[0],))
     first_line_is_broken = status in (400, 505) and line.startswith("GET")
-    is_refused(reply, status, None if first_line_is_broken else "mine", bodiless=line.startswith("HEAD"))
+    assert_rejected(reply, status, None if first_line_is_broken else "mine", bodiless=line.startswith("HEAD"))
 
 
 @pytest.mark.parametrize("chunks", BROKEN_CHUNKS)
-def test_a_broken_chunk_is_refused(address: Address, chunks: bytes) -> None:
+def test_malformed_chunk_is_rejected(address: Address, chunks: bytes) -> None:
     [reply] = talk(address, head("POST", "/v1/completions", CHUNKED) + chunks + GET)
-    is_refused(reply, 400)
+    assert_rejected(reply, 400)
 
 
 @pytest.mark.parametrize("lines", ["", "host: a b\r\n", "host: localhost\r\nhost: localhost\r\n"])
-def test_a_request_names_one_host(address: Address, lines: str) -> None:
+def test_request_without_exactly_one_valid_host_is_rejected(address: Address, lines: str) -> None:
     [reply] = talk(address, f"GET /v1/models HTTP/1.1\r\n{ID}{lines}\r\n".encode() + GET)
-    is_refused(reply, 400)
+    assert_rejected(reply, 400)
 
 
-def test_a_url_as_the_target_names_the_same_host(address: Address) -> None:
+def test_absolute_target_of_same_host_is_served(address: Address) -> None:
     first = b"GET http://LOCALHOST/v1/models?a=b HTTP/1.1\r\nhost: localhost\r\n\r\n"
     second = b"GET http://localhost HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     replies = talk(address, first + second, methods=("GET", "GET"))
@@ -148,7 +146,7 @@ def test_a_url_as_the_target_names_the_same_host(address: Address) -> None:
 
 @pytest.mark.parametrize("closing_trailer", ["", "connection: close\r\n"])
 def test_trailers_are_not_headers(address: Address, closing_trailer: str) -> None:
-    body = json.dumps(QUESTION).encode()
+    body = json.dumps(COMPLETION).encode()
     trailers = f"x-request-id: forged\r\nx-request-timeout-seconds: none\r\n{closing_trailer}".encode()
     chunks = b"%x;name=value\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)
     replies = talk(address, head("POST", "/v1/completions", CHUNKED) + chunks + LAST, methods=("POST", "GET"))
@@ -160,10 +158,8 @@ def test_trailers_are_not_headers(address: Address, closing_trailer: str) -> Non
 
 
 @pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", False), ("1.1", True)])
-def test_an_upgrade_is_ignored_wherever_the_pieces_part(
-    address: Address, version: str, chunked: bool
-) -> None:
-    body = json.dumps({**QUESTION, "prompt": "GET / HTTP/1.1"}).encode()
+def test_upgrade_offer_is_ignored_at_any_split(address: Address, version: str, chunked: bool) -> None:
+    body = json.dumps({**COMPLETION, "prompt": "GET / HTTP/1.1"}).encode()
     framing = CHUNKED if chunked else f"content-length: {len(body)}"
     offer = head("POST", "/v1/completions", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", framing)
     request = offer.replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1)
@@ -177,7 +173,7 @@ def test_an_upgrade_is_ignored_wherever_the_pieces_part(
 
 
 @pytest.mark.parametrize("lines", [(), ("connection: keep-alive",), ("expect: 100-continue",)])
-def test_an_http_1_0_client_gets_no_chunks(address: Address, lines: tuple[str, ...]) -> None:
+def test_http_1_0_response_is_not_chunked(address: Address, lines: tuple[str, ...]) -> None:
     old = completion(*lines, stream=True).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
     [reply] = talk(address, old + GET)
     assert reply.status == 200 and "transfer-encoding" not in reply.headers and reply.interim == 0
@@ -187,13 +183,13 @@ def test_an_http_1_0_client_gets_no_chunks(address: Address, lines: tuple[str, .
     assert int(whole.headers["content-length"]) == len(whole.body)
 
 
-def test_a_reply_to_head_has_no_body(address: Address) -> None:
+def test_response_to_head_has_no_body(address: Address) -> None:
     requests = [head("HEAD", "/v1/models"), head("HEAD", "/nowhere"), head("HEAD", "/", "expect: a-miracle")]
     replies = talk(address, b"".join(requests), methods=("HEAD", "HEAD", "HEAD"))
     assert [each.status for each in replies] == [200, 404, 417]
 
 
-def test_an_early_reply_reaches_a_client_that_sends_first_and_reads_then(address: Address) -> None:
+def test_early_response_reaches_client_that_sends_before_it_reads(address: Address) -> None:
     count = 8 << 20
     with closing(connect(address)) as connection:
         connection.sendall(head("POST", "/nowhere", f"content-length: {count}"))
@@ -202,14 +198,14 @@ def test_an_early_reply_reaches_a_client_that_sends_first_and_reads_then(address
     assert reply.status == 404 and reply.headers["connection"] == "close"
 
 
-def test_an_early_reply_in_place_of_continue_ends_the_connection(address: Address) -> None:
-    """Such a client may send its body or not, so what comes next could be either."""
+def test_early_response_instead_of_continue_closes_connection(address: Address) -> None:
+    """Such a client may or may not send its body, so the next bytes could be a body or a request."""
     [reply] = talk(address, head("POST", "/nowhere", "expect: 100-continue", "content-length: 5"))
     assert (reply.status, reply.interim, reply.headers["connection"]) == (404, 0, "close")
 
 
-def test_continue_is_said_once(address: Address) -> None:
-    body = json.dumps(QUESTION).encode()
+def test_continue_is_sent_once(address: Address) -> None:
+    body = json.dumps(COMPLETION).encode()
     with closing(connect(address)) as connection:
         start = head("POST", "/v1/completions", f"content-length: {len(body)}", "expect: 100-continue")
         connection.sendall(start)
@@ -219,7 +215,7 @@ def test_continue_is_said_once(address: Address) -> None:
         assert read_reply(connection, "POST").interim == 0
 
 
-def test_an_error_whose_body_is_complete_keeps_the_connection(address: Address) -> None:
+def test_error_after_complete_body_keeps_connection(address: Address) -> None:
     bad = head("POST", "/v1/completions", "content-length: 2") + b"{}"
     replies = talk(
         address,
@@ -229,25 +225,25 @@ def test_an_error_whose_body_is_complete_keeps_the_connection(address: Address) 
     assert [each.status for each in replies] == [400, 404, 200]
 
 
-def test_a_refusal_waits_for_the_replies_before_it(address: Address) -> None:
+def test_rejection_follows_earlier_responses(address: Address) -> None:
     replies = talk(
         address, completion() + completion(stream=True) + b"\x16\x03\x01 hello\r\n\r\n", methods=("POST",) * 3
     )
     assert [each.status for each in replies] == [200, 200, 400]
-    is_refused(replies[2], 400, None)
+    assert_rejected(replies[2], 400, None)
     assert replies[2].headers["x-request-id"] != "mine"
 
 
-def test_a_client_that_leaves_between_pipelined_requests_harms_none_but_itself(address: Address) -> None:
-    """The reply to the first of them has nowhere to go, though it is not the newest."""
+def test_disconnect_between_pipelined_requests_is_harmless(address: Address) -> None:
+    """The response being written is that to the oldest request, not to the newest."""
     for _ in range(20):
         with closing(connect(address)) as connection:
             connection.sendall(completion() + GET + GET)
-    for _ in range(10):  # a process that is about to end still answers for a moment
+    for _ in range(10):  # a process that is about to crash would still respond for a moment
         assert [each.status for each in talk(address, completion("connection: close"))] == [200]
 
 
-def test_the_number_of_requests_that_wait_is_limited(address: Address) -> None:
+def test_pipelined_requests_are_limited(address: Address) -> None:
     count = 4 * MAX_PIPELINED_REQUESTS
     replies = talk(address, completion() + GET * count, methods=("POST", *["GET"] * count))
     assert len(replies) == 1 + MAX_PIPELINED_REQUESTS

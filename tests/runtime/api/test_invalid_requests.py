@@ -1,4 +1,4 @@
-"""Bad requests end in one clear error each, in OpenAI's shape, while another request goes on undisturbed."""
+"""Invalid requests get one error each, in OpenAI's shape, and do not disturb another request."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": NAME, "prompt": "hi"}
 PATHS = (CHAT, "/tokenize")
-"""One path of the gate's, one of FastAPI's."""
+"""One path past FastAPI, and one through it."""
 LIMIT = 100_000
 
 
@@ -31,16 +31,16 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 
 
 @pytest.fixture(autouse=True)
-def a_neighbour(front: Frontend) -> Iterator[None]:
-    """Another request runs all the while, and gets its whole answer."""
+def another_request(front: Frontend) -> Iterator[None]:
+    """Run another request during the test, and check its response."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, CHAT, **BODY)
+        pending = pool.submit(front.post, CHAT, **BODY)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "one")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "one")
         yield
-        front.rank.say(request.uid, " two", FinishReason.LENGTH)
-        assert asked.result().json()["choices"][0]["message"]["content"] == "one two"
+        front.rank.generate(request.uid, " two", FinishReason.LENGTH)
+        assert pending.result().json()["choices"][0]["message"]["content"] == "one two"
     assert front.rank.poll() == []
     assert front.metric("skiff_requests_in_flight") == 0
 
@@ -55,7 +55,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body", "status", "code", "says"),
+    ("path", "body", "status", "code", "message"),
     [
         (
             CHAT,
@@ -76,72 +76,81 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("/generate", {"text": "x", "token_ids": [1]}, 400, None, "either 'text' or 'token_ids'"),
     ],
 )
-def test_bad_requests(
-    front: Frontend, path: str, body: dict[str, Any], status: int, code: str | None, says: str, stream: bool
+def test_invalid_request_is_rejected(
+    front: Frontend,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    code: str | None,
+    message: str,
+    stream: bool,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, path, **{**body, "stream": stream})
-        if status == 200:  # an empty text still has its BOS
-            front.rank.end(front.rank.request().uid)
-            assert asked.result().status_code == 200
+        pending = pool.submit(front.post, path, **{**body, "stream": stream})
+        if status == 200:  # an empty text still has a BOS token
+            front.rank.finish(front.rank.request().uid)
+            assert pending.result().status_code == 200
             return
-        found = error(asked.result(), status)
+        found = error(pending.result(), status)
     assert (found["code"], found["type"]) == (code, "invalid_request_error")
-    assert says in found["message"]
+    assert message in found["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 10_000, b'{"model": "\\ud800"}', b"model=tiny"])
-def test_bodies_that_are_no_json(front: Frontend, raw: bytes, path: str) -> None:
+def test_invalid_json_is_rejected(front: Frontend, raw: bytes, path: str) -> None:
     found = error(front.http.post(front.url + path, content=raw), 400)
-    assert found["message"].startswith("the request body is no valid JSON")
+    assert found["message"].startswith("the request body is not valid JSON")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_bodies_of_the_wrong_type(front: Frontend, path: str) -> None:
-    for raw, says in ((b"[]", "must be a JSON object"), (b'{"model": NaN}', "'model': Input should be")):
-        assert says in error(front.http.post(front.url + path, content=raw), 400)["message"]
+def test_json_of_wrong_type_is_rejected(front: Frontend, path: str) -> None:
+    for raw, message in ((b"[]", "must be a JSON object"), (b'{"model": NaN}', "'model': Input should be")):
+        assert message in error(front.http.post(front.url + path, content=raw), 400)["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json"]
 )
-def test_a_body_is_json_whatever_its_content_type_says(front: Frontend, path: str, kind: str | None) -> None:
+def test_content_type_is_ignored(front: Frontend, path: str, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     response = front.http.post(front.url + path, content=b'{"nonsense": 1}', headers=headers)
     assert error(response, 400)["message"].startswith(("'model' is missing", "unknown field 'nonsense'"))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_body_of_too_many_parts(front: Frontend, path: str) -> None:
+def test_body_with_too_many_values_is_rejected(front: Frontend, path: str) -> None:
     raw = b'{"prompt": [' + b'"",' * 20_000 + b'""]}'
     assert (
         "strings, objects and arrays" in error(front.http.post(front.url + path, content=raw), 413)["message"]
     )
 
 
-def test_the_official_client_understands(front: Frontend) -> None:
+def test_openai_client_raises_status_error(front: Frontend) -> None:
     client = OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
     with pytest.raises(APIStatusError) as caught:
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}], n=129)
     assert (caught.value.status_code, caught.value.body["param"]) == (400, "n")  # type: ignore[index]
 
 
-def test_unknown_paths_and_methods(front: Frontend) -> None:
+def test_unknown_path_and_method_are_rejected(front: Frontend) -> None:
     assert error(front.get("/v2/chat"), 404)["code"] == "not_found"
-    assert error(front.http.post(front.url + "/v1/embeddings", json={}), 404)["code"] == "not_found"
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/responses"):
+        found = error(front.post(path, model=NAME, input="x"), 404)
+        assert found["code"] == "not_found"
+        assert "generates text only" in found["message"] and CHAT in found["message"]
     response = front.get(CHAT)
-    assert error(response, 405)["message"] == f"{CHAT} does not take GET; use POST"
+    assert error(response, 405)["message"] == f"{CHAT} does not support GET; use POST"
     assert response.headers["allow"] == "POST"
     response = front.post("/livez")
-    assert error(response, 405)["message"] == "/livez does not take POST; use GET, HEAD"
+    assert error(response, 405)["message"] == "/livez does not support POST; use GET, HEAD"
     assert response.headers["allow"] == "GET, HEAD"
     assert error(front.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_large_body_is_refused_before_it_is_read(front: Frontend, path: str) -> None:
+def test_large_content_length_is_rejected_before_the_body(front: Frontend, path: str) -> None:
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
         connection.sendall(
@@ -152,15 +161,15 @@ def test_a_large_body_is_refused_before_it_is_read(front: Frontend, path: str) -
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_that_is_sent_whole(front: Frontend, chunked: bool, path: str) -> None:
+def test_large_body_is_rejected(front: Frontend, chunked: bool, path: str) -> None:
     data = json.dumps({**BODY, "user": "x" * 4_000_000}).encode()
     content = iter([data[i : i + 65536] for i in range(0, len(data), 65536)]) if chunked else data
     found = error(front.http.post(front.url + path, content=content, timeout=TIMEOUT_SECONDS), 413)
     assert (found["code"], str(LIMIT) in found["message"]) == ("request_too_large", True)
 
 
-def test_too_many_requests(front: Frontend) -> None:
-    """Two more fill what may run and wait; the next is told to come back."""
+def test_request_beyond_capacity_gets_429(front: Frontend) -> None:
+    """Two more requests fill the capacity; the next one gets a Retry-After."""
     rejected = 'skiff_requests_total{endpoint="chat",outcome="rejected"}'
     before = front.metric(rejected)
     with ThreadPoolExecutor(2) as pool:
@@ -170,13 +179,13 @@ def test_too_many_requests(front: Frontend) -> None:
         assert error(response, 429)["type"] == "rate_limit_error"
         assert response.headers["retry-after"] == "1"
         for request in requests:
-            front.rank.end(request.uid)
+            front.rank.finish(request.uid)
         assert [each.result().status_code for each in waiting] == [200, 200]
     assert front.metric(rejected) == before + 1
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_client_that_leaves_within_its_request(front: Frontend, path: str) -> None:
+def test_disconnect_within_a_body_is_harmless(front: Frontend, path: str) -> None:
     host, _, port = front.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
         connection.sendall(

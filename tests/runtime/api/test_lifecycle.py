@@ -1,4 +1,4 @@
-"""Start, drain and failure as clients and probes see them."""
+"""Start, drain and failure of the API process, as clients and probes see them."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def wait_for(front: Frontend, path: str, code: int) -> None:
 
 
 def await_progress(front: Frontend, process: str, progress: float) -> dict[str, Any]:
-    """What /startupz tells once a process has come so far."""
+    """Return the body of /startupz once ``process`` reports this progress."""
     deadline = time.monotonic() + 20
     while True:
         start: dict[str, Any] = front.get("/startupz").json()
@@ -46,7 +46,7 @@ def await_progress(front: Frontend, process: str, progress: float) -> dict[str, 
         time.sleep(0.01)
 
 
-def test_start(model: Path) -> None:
+def test_start_is_reported_by_probes(model: Path) -> None:
     with running_frontend(model, ready=False) as front:
         assert [status(front, path) for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
         refused = front.post(CHAT, **BODY)
@@ -77,11 +77,11 @@ def test_start(model: Path) -> None:
         )
 
 
-def test_drain_lets_running_requests_finish(model: Path) -> None:
+def test_drain_finishes_running_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
-        requests = [front.rank.request() for _ in asked]
-        front.rank.open(*requests)
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in pending]
+        front.rank.start(*requests)
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
         assert status(front, "/livez") == 200
@@ -89,27 +89,27 @@ def test_drain_lets_running_requests_finish(model: Path) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "shutting down" in refused.json()["error"]["message"]
         for request in requests:
-            front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-        assert asked[0].result().json()["choices"][0]["message"]["content"] == "boat"
-        assert "[DONE]" in asked[1].result().text
+            front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+        assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
+        assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
 
 
-def test_a_drain_ends_at_its_deadline(model: Path) -> None:
+def test_drain_timeout_aborts_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
-        requests = [front.rank.request() for _ in asked]
-        front.rank.open(*requests)
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
+        requests = [front.rank.request() for _ in pending]
+        front.rank.start(*requests)
         for request in requests:
-            front.rank.say(request.uid, "boat")
+            front.rank.generate(request.uid, "boat")
         front.api.send(Drain(timeout_seconds=0.5))
-        replies = [each.result() for each in asked]
+        replies = [each.result() for each in pending]
         assert [reply.status_code for reply in replies] == [503, 200]
         assert all("shut down before" in reply.text for reply in replies)
         assert front.wait_exit() == 0
 
 
-def test_sigterm_drains_too(model: Path) -> None:
+def test_sigterm_drains(model: Path) -> None:
     with running_frontend(model) as front:
         front.processes["api"].terminate()
         assert front.wait_exit() == 0
@@ -118,23 +118,23 @@ def test_sigterm_drains_too(model: Path) -> None:
             assert front.wait_exit(name) == 0
 
 
-def test_failure_is_told_to_every_client(model: Path) -> None:
+def test_failure_ends_every_request_with_error(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
-        requests = [front.rank.request() for _ in asked]
-        front.rank.open(*requests[:2])
+        pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True, True)]
+        requests = [front.rank.request() for _ in pending]
+        front.rank.start(*requests[:2])
         for request in requests[:2]:
-            front.rank.say(request.uid, "boat")
+            front.rank.generate(request.uid, "boat")
         time.sleep(0.2)
         front.api.send(ServiceFailed(message="rank0 was killed by SIGKILL"))
-        replies = [each.result() for each in asked]
+        replies = [each.result() for each in pending]
         assert all("rank0 was killed by SIGKILL" in reply.text for reply in replies)
         assert all("internal_server_error" in reply.text for reply in replies)
         assert sorted(reply.status_code for reply in replies)[-1] == 500
         assert front.wait_exit() == 0
 
 
-def test_after_a_failure_new_clients_are_refused(model: Path) -> None:
+def test_after_failure_new_requests_get_503(model: Path) -> None:
     with running_frontend(model) as front:
         with httpx.Client(base_url=front.url) as client:
             assert client.get("/livez").status_code == 200
@@ -146,39 +146,39 @@ def test_after_a_failure_new_clients_are_refused(model: Path) -> None:
         assert front.wait_exit() == 0
 
 
-def test_a_silent_scheduler_does_not_stop_the_probes(model: Path) -> None:
+def test_probes_respond_while_scheduler_is_silent(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(front.post, CHAT, **BODY)
+        pending = pool.submit(front.post, CHAT, **BODY)
         front.rank.request()
         assert [status(front, path) for path in ("/livez", "/readyz", "/metrics")] == [200, 200, 200]
         front.api.send(ServiceFailed(message="gone"))
-        assert asked.result().status_code == 500
+        assert pending.result().status_code == 500
 
 
-def test_a_small_step_budget_bounds_what_is_accepted(model: Path) -> None:
-    """One request runs at a time, whatever --max-running-requests says, and one may wait."""
+def test_capacity_is_bounded_by_token_budget(model: Path) -> None:
+    """With a budget of one token per step one request can run, despite --max-running-requests, and one can wait."""
     with (
         running_frontend(
             model, max_num_batched_tokens=1, max_running_requests=8, max_queued_requests=1
         ) as front,
         ThreadPoolExecutor(2) as pool,
     ):
-        asked = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
-        requests = [front.rank.request() for _ in asked]
+        pending = [pool.submit(front.post, CHAT, **BODY) for _ in range(2)]
+        requests = [front.rank.request() for _ in pending]
         assert front.post(CHAT, **BODY).status_code == 429
         for request in requests:
-            front.rank.end(request.uid)
-        assert [each.result().status_code for each in asked] == [200, 200]
+            front.rank.finish(request.uid)
+        assert [each.result().status_code for each in pending] == [200, 200]
 
 
-def test_a_port_that_is_taken() -> None:
+def test_port_in_use_is_reported() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another"):
             listen("127.0.0.1", port)
 
 
-def test_a_tokenizer_survives_what_it_refuses(model: Path) -> None:
+def test_tokenizer_survives_rejected_requests(model: Path) -> None:
     with running_frontend(model, tokenizer_worker_num=0) as front:
         echo = Echo(front.rank)
         echo.start()
@@ -194,13 +194,13 @@ def test_a_tokenizer_survives_what_it_refuses(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no chats on Sundays') }}", "refused these messages: no chats on Sundays"),
         ("{% for m in messages %}", "chat template is malformed: line 1"),
     ],
 )
-def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str, says: str) -> None:
+def test_broken_chat_template_fails_only_chats(tmp_path: Path, template: str, message: str) -> None:
     write_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with running_frontend(tmp_path) as front:
@@ -210,15 +210,16 @@ def test_a_broken_chat_template_breaks_only_chats(tmp_path: Path, template: str,
             refused = front.post(CHAT, **BODY, stream=stream)
             found = refused.json()["error"]
             assert (refused.status_code, found["code"]) == (400, "chat_template_error")
-            assert says in found["message"]
+            assert message in found["message"]
         assert front.post("/v1/completions", model=NAME, prompt="boat").status_code == 200
         echo.stop()
 
 
 @pytest.mark.parametrize(
-    "module", ["api.server", "tokenizer.worker", "tokenizer.detokenizer", "llm", "bench.offline"]
+    "module",
+    ["api.server", "tokenizer.tokenizer_worker", "tokenizer.detokenizer", "offline.llm", "bench.offline"],
 )
-def test_front_processes_stay_light(module: str) -> None:
+def test_frontend_processes_import_no_torch(module: str) -> None:
     code = f"import sys, skiff_runtime.{module}; print([m for m in ('torch', 'transformers', 'skiff_runtime.engine') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

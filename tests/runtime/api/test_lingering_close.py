@@ -1,13 +1,16 @@
-"""The end of a connection: the last reply arrives, and no client holds its connection for ever."""
+"""Lingering close: the last response arrives, and no client keeps its connection open for ever."""
 
+import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Final
+from typing import Final, cast
+from unittest.mock import Mock
 
 import pytest
 from frontend import TIMEOUT_SECONDS
-from plain_server import GET, LARGE_BYTES, LEFT, connect, listen, serving, until_closed
+from plain_server import DISCONNECTED, GET, LARGE_BYTES, connect, listen, serving, until_closed
 from raw_http import Address
 
 from skiff_runtime.api.http import lingering_close
@@ -17,31 +20,31 @@ LINGER_SECONDS: Final = 0.2
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
-    """A server that does not linger for long."""
+    """Run a server that lingers for a short time."""
     monkeypatch.setattr(lingering_close, "LINGER_SECONDS", LINGER_SECONDS)
     listener = listen()
     with serving(listener):
         yield listener.getsockname()
 
 
-def test_the_request_being_served_learns_that_its_client_left(address: Address) -> None:
+def test_disconnect_reaches_request_being_served(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
         connection.sendall(GET.format("/v1/models").encode())
-    assert LEFT.wait(TIMEOUT_SECONDS)
+    assert DISCONNECTED.wait(TIMEOUT_SECONDS)
 
 
-def test_a_client_that_never_closes_is_closed(address: Address) -> None:
+def test_client_that_never_closes_is_disconnected(address: Address) -> None:
     with closing(connect(address)) as connection:
         connection.sendall(GET.format("/v1/models").replace("host:", "connection: close\r\nhost:").encode())
         assert until_closed(connection).endswith(b"hello")
         with pytest.raises(OSError):
-            while True:  # until the kernel learns that the other side is gone
+            while True:  # until the reset has arrived
                 connection.sendall(b"x")
                 time.sleep(LINGER_SECONDS / 10)
 
 
-def test_a_client_that_sends_on_without_end_is_cut_off(
+def test_client_that_never_stops_sending_is_disconnected(
     address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lingering_close, "LINGER_BYTES", 1 << 20)
@@ -52,7 +55,7 @@ def test_a_client_that_sends_on_without_end_is_cut_off(
                 connection.sendall(bytes(100_000))
 
 
-def test_a_last_reply_may_take_longer_than_the_connection_lingers(
+def test_last_response_may_take_longer_than_linger_time(
     address: Address,
 ) -> None:
     with closing(connect(address)) as connection:
@@ -62,3 +65,11 @@ def test_a_last_reply_may_take_longer_than_the_connection_lingers(
             received += len(piece)
             time.sleep(LINGER_SECONDS / 10)
     assert received > LARGE_BYTES
+
+
+def test_connection_that_was_reset_is_aborted() -> None:
+    transport = Mock(spec=asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.write_eof.side_effect = OSError(errno.ENOTCONN, "not connected")
+    lingering_close.LingeringClose(transport, cast(asyncio.AbstractEventLoop, None)).begin()
+    transport.abort.assert_called_once_with()

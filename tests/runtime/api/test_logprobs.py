@@ -49,7 +49,7 @@ def column(values: Sequence[float], dtype: "np.dtype[Any]") -> bytes:
 
 def send_prompt_logprobs(front: Frontend, request: GenerateRequest, *, pieces: int = 1) -> list[int]:
     """Send the log-probabilities of the prompt like the scheduler: -position, and -0.5 for token 7, the most likely."""
-    ids = front.rank.prompt(request)
+    ids = front.rank.prompt_ids(request)
     bounds = np.linspace(0, len(ids), pieces + 1).astype(int).tolist()
     for start, end in pairwise(bounds):
         positions = range(start, end)
@@ -68,7 +68,7 @@ def send_prompt_logprobs(front: Frontend, request: GenerateRequest, *, pieces: i
 
 def send_output(front: Frontend, request: GenerateRequest, text: str) -> list[int]:
     """Send one token per step, with the log-probabilities -1, -2 and so on, and -0.25 for token 7, the most likely."""
-    ids = front.rank.ids(text)
+    ids = front.rank.encode(text)
     for number, token in enumerate(ids, start=1):
         logprobs = TokenLogprobs(0, -float(number), column([7], Wire.TOKEN), column([-0.25], Wire.LOGPROB))
         finish = FinishReason.LENGTH if number == len(ids) else FinishReason.RUNNING
@@ -91,7 +91,7 @@ def test_chat_logprobs_cover_every_token_and_byte(
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     ids = send_output(front, request, "Köln 🙂 boat")
     reply = asked.result()
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
@@ -114,7 +114,7 @@ def test_chat_logprobs_without_top_logprobs(
 ) -> None:
     asked = pool.submit(client.chat.completions.create, model=NAME, messages=CHAT, logprobs=True)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     front.rank.step([(request.uid, 302, FinishReason.LENGTH)], logprobs=[TokenLogprobs(0, -30000.0)])
     logprobs = asked.result().choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -132,7 +132,7 @@ def test_completion_logprobs_cover_every_token(
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     ids = send_output(front, request, "naïve boat")
     choices = [chunk.choices[0] for chunk in asked.result()]
     found = [choice.logprobs for choice in choices if choice.logprobs]
@@ -158,7 +158,7 @@ def test_completion_logprobs_cover_every_token(
 def test_echo_with_logprobs_covers_prompt_and_output(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool, as_ids: bool, pieces: int
 ) -> None:
-    prompt: Any = [0, *front.rank.ids(PROMPT)] if as_ids else PROMPT
+    prompt: Any = [0, *front.rank.encode(PROMPT)] if as_ids else PROMPT
 
     def ask() -> Any:
         options: Any = {"logprobs": 1, "stream": stream, "echo": True}
@@ -167,7 +167,7 @@ def test_echo_with_logprobs_covers_prompt_and_output(
 
     asked: Future[Any] = pool.submit(ask)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     before = send_prompt_logprobs(front, request, pieces=pieces)
     after = send_output(front, request, " sails")
     choices = [chunk.choices[0] for chunk in asked.result()]
@@ -194,7 +194,7 @@ def test_echo_shows_the_prompt_before_the_output(
     front: Frontend, client: OpenAI, pool: ThreadPoolExecutor, stream: bool, as_ids: bool, limit: int | None
 ) -> None:
     """With ``max_tokens`` 0 the response is the prompt alone."""
-    prompt: Any = front.rank.ids(PROMPT) if as_ids else PROMPT
+    prompt: Any = front.rank.encode(PROMPT) if as_ids else PROMPT
 
     def ask() -> Any:
         options: Any = {"stream": stream, "echo": True, "max_tokens": limit}
@@ -207,10 +207,10 @@ def test_echo_shows_the_prompt_before_the_output(
     request = front.rank.request()
     assert request.sampling.max_tokens == (16 if limit is None else 1)
     assert request.sampling.prompt_logprobs == (0 if as_ids else None)
-    front.rank.open(request)
+    front.rank.start(request)
     if as_ids:
         send_prompt_logprobs(front, request)
-    front.rank.say(request.uid, " sails", FinishReason.STOP if limit == 0 else FinishReason.LENGTH)
+    front.rank.generate(request.uid, " sails", FinishReason.STOP if limit == 0 else FinishReason.LENGTH)
     chunks = asked.result()
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
@@ -218,7 +218,7 @@ def test_echo_shows_the_prompt_before_the_output(
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert all(choice.logprobs is None for chunk in chunks for choice in chunk.choices)
     usage = chunks[-1].usage
-    assert usage.completion_tokens == (0 if limit == 0 else len(front.rank.ids(" sails")))
+    assert usage.completion_tokens == (0 if limit == 0 else len(front.rank.encode(" sails")))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -227,7 +227,7 @@ def test_generate_returns_prompt_and_output_logprobs(
 ) -> None:
     asked = pool.submit(front.post, "/generate", text=PROMPT, logprobs=1, prompt_logprobs=1, stream=stream)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     before = send_prompt_logprobs(front, request)
     after = send_output(front, request, " sails")
     if stream:

@@ -1,4 +1,4 @@
-"""The official client, sync and async, streaming and not, against real front processes and an echoing scheduler."""
+"""OpenAI's client, sync and async, streaming and not, with real frontend processes and an echoing scheduler."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CHAT: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Grüße 🙂, the boat!"},
 ]
 ECHO = "Be kind.Grüße 🙂, the boat!"
-"""What the echo of the rendered chat is, without its special tokens."""
+"""Text of the rendered chat without special tokens, which is the echoed output."""
 
 
 @pytest.fixture(scope="module", params=[1, 2, 0], ids=lambda n: f"tokenizer_worker_num={n}")
@@ -31,7 +31,7 @@ def client(front: Frontend) -> OpenAI:
     return OpenAI(base_url=front.url + "/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0)
 
 
-def test_chat(client: OpenAI) -> None:
+def test_chat_completion(client: OpenAI) -> None:
     reply = client.chat.completions.create(model=NAME, messages=CHAT)
     [choice] = reply.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == (
@@ -47,7 +47,7 @@ def test_chat(client: OpenAI) -> None:
     assert reply.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_chat_stream(client: OpenAI) -> None:
+def test_chat_completion_stream(client: OpenAI) -> None:
     chunks = list(client.chat.completions.create(model=NAME, messages=CHAT, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
@@ -58,7 +58,7 @@ def test_chat_stream(client: OpenAI) -> None:
     assert len(chunks) > 8
 
 
-def test_usage_of_a_stream(client: OpenAI) -> None:
+def test_stream_includes_usage(client: OpenAI) -> None:
     whole = client.chat.completions.create(model=NAME, messages=CHAT)
     stream = client.chat.completions.create(
         model=NAME, messages=CHAT, stream=True, stream_options={"include_usage": True}
@@ -68,7 +68,7 @@ def test_usage_of_a_stream(client: OpenAI) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in others)
 
 
-def test_completions(client: OpenAI) -> None:
+def test_text_completion(client: OpenAI) -> None:
     for prompt in ("The small boat", [302, 267, 338], [[302, 267, 338]]):
         whole = client.completions.create(model=NAME, prompt=prompt)
         stream = client.completions.create(model=NAME, prompt=prompt, stream=True)
@@ -78,12 +78,12 @@ def test_completions(client: OpenAI) -> None:
         assert whole.choices[0].finish_reason == "length"
 
 
-def test_models(client: OpenAI) -> None:
+def test_models_are_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
 
 
-def test_native(front: Frontend) -> None:
+def test_generate(front: Frontend) -> None:
     reply = front.post("/generate", text="The boat").json()
     ids = reply["token_ids"]
     assert (reply["text"], reply["finish_reason"], ids[0]) == ("The boat", "length", 0)
@@ -96,10 +96,10 @@ def test_native(front: Frontend) -> None:
     assert events[-2:] == ["data: [DONE]", ""]
 
 
-def test_async_clients_do_not_mix(front: Frontend) -> None:
-    """A hundred at a time, each gets its own text."""
+def test_concurrent_requests_get_their_own_text(front: Frontend) -> None:
+    """A hundred requests run at a time."""
 
-    async def ask(client: AsyncOpenAI, number: int) -> None:
+    async def check_request(client: AsyncOpenAI, number: int) -> None:
         text = f"pod {number} 🚀" * (1 + number % 5)
         message: ChatCompletionMessageParam = {"role": "user", "content": text}
         if number % 2:
@@ -109,17 +109,17 @@ def test_async_clients_do_not_mix(front: Frontend) -> None:
         stream = await client.chat.completions.create(model=NAME, messages=[message], stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
 
-    async def ask_all() -> None:
+    async def check_all() -> None:
         async with AsyncOpenAI(
             base_url=front.url + "/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
         ) as client:
-            await asyncio.gather(*(ask(client, number) for number in range(100)))
+            await asyncio.gather(*(check_request(client, number) for number in range(100)))
 
-    asyncio.run(ask_all())
+    asyncio.run(check_all())
     assert front.metric("skiff_requests_in_flight") == 0
 
 
-def test_health_and_counts(front: Frontend) -> None:
+def test_requests_are_counted_and_health_check_passes(front: Frontend) -> None:
     before = front.metric('skiff_requests_total{endpoint="generate",outcome="finished"}')
     assert front.post("/generate", text="The boat").status_code == 200
     assert front.metric('skiff_requests_total{endpoint="generate",outcome="finished"}') == before + 1

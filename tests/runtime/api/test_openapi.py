@@ -1,4 +1,4 @@
-"""The API's description: valid, complete, and true of what is served."""
+"""The OpenAPI document: valid, complete, and in agreement with the API."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from skiff_runtime import contract
 CHAT, TEXT = contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS
 MESSAGES = [{"role": "user", "content": "boat"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "boat"}]}]
-GOOD: list[tuple[str, dict[str, Any]]] = [
+VALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": NAME, "messages": MESSAGES}),
     (CHAT, {"model": NAME, "messages": PARTS, "stop": "x", "temperature": 0, "n": 2}),
     (CHAT, {"model": NAME, "messages": MESSAGES, "stop": ["x", "y"], "max_completion_tokens": 3}),
@@ -29,7 +29,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (contract.PATH_DETOKENIZE, {"tokens": [5, 6]}),
     (contract.PATH_ABORT, {"request_id": "x"}),
 ]
-BAD: list[tuple[str, dict[str, Any]]] = [
+INVALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": NAME, "messages": []}),
     (CHAT, {"model": NAME, "messages": MESSAGES, "temperature": 3}),
     (CHAT, {"model": NAME, "messages": MESSAGES, "stop": [1]}),
@@ -69,7 +69,7 @@ def body_validator(document: dict[str, Any], path: str) -> Validator:
     return validator(document, content["application/json"]["schema"])
 
 
-def test_it_is_valid(document: dict[str, Any]) -> None:
+def test_document_is_valid(document: dict[str, Any]) -> None:
     assert document["openapi"] == "3.1.0"
     for name, schema in document["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -80,10 +80,10 @@ def test_it_is_valid(document: dict[str, Any]) -> None:
     assert set(references) <= set(document["components"]["schemas"])
 
 
-def test_every_path_is_described_and_served(front: Frontend, document: dict[str, Any]) -> None:
-    told = set(document["paths"])
+def test_every_path_is_documented_and_served(front: Frontend, document: dict[str, Any]) -> None:
+    documented = set(document["paths"])
     promised = {value for name, value in vars(contract).items() if name.startswith("PATH_")}
-    assert promised - told == {contract.PATH_OPENAPI, contract.PATH_DOCS}
+    assert promised - documented == {contract.PATH_OPENAPI, contract.PATH_DOCS}
     for path, methods in document["paths"].items():
         for method in methods:
             response = front.http.request(method, front.url + path.replace("{name}", NAME), content=b"?")
@@ -91,8 +91,8 @@ def test_every_path_is_described_and_served(front: Frontend, document: dict[str,
             assert str(response.status_code) in methods[method]["responses"]
 
 
-@pytest.mark.parametrize(("path", "body"), GOOD)
-def test_what_it_allows_is_served_as_it_says(
+@pytest.mark.parametrize(("path", "body"), VALID)
+def test_valid_body_gets_documented_response(
     front: Frontend, document: dict[str, Any], path: str, body: dict[str, Any]
 ) -> None:
     body_validator(document, path).validate(body)
@@ -104,32 +104,32 @@ def test_what_it_allows_is_served_as_it_says(
         assert header in response.headers
 
 
-@pytest.mark.parametrize(("path", "body"), BAD)
-def test_what_it_forbids_is_refused_as_it_says(
+@pytest.mark.parametrize(("path", "body"), INVALID)
+def test_invalid_body_gets_documented_error(
     front: Frontend, document: dict[str, Any], path: str, body: dict[str, Any]
 ) -> None:
     assert list(body_validator(document, path).iter_errors(body))
     response = front.post(path, **body)
     assert response.status_code == 400
-    told = document["paths"][path]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
-    validator(document, told).validate(response.json())
+    schema = document["paths"][path]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    validator(document, schema).validate(response.json())
 
 
 @pytest.mark.parametrize(
     "path", [contract.PATH_MODELS, contract.PATH_SERVER_INFO, contract.PATH_STARTUPZ, "/livez"]
 )
-def test_what_is_asked_with_get(front: Frontend, document: dict[str, Any], path: str) -> None:
-    told = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-    validator(document, told).validate(front.get(path).json())
+def test_get_returns_documented_response(front: Frontend, document: dict[str, Any], path: str) -> None:
+    schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    validator(document, schema).validate(front.get(path).json())
 
 
-def test_the_page_for_people_shows_it(front: Frontend) -> None:
+def test_docs_page_shows_document(front: Frontend) -> None:
     response = front.get(contract.PATH_DOCS)
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "SwaggerUIBundle" in response.text and f"url: '{contract.PATH_OPENAPI}'" in response.text
 
 
-def test_operations_are_grouped_by_subject(document: dict[str, Any]) -> None:
+def test_operations_are_tagged_by_subject(document: dict[str, Any]) -> None:
     tags = {
         path: tag
         for path, methods in document["paths"].items()
@@ -141,7 +141,7 @@ def test_operations_are_grouped_by_subject(document: dict[str, Any]) -> None:
     assert set(tags.values()) == {"generation", "tokens", "administration", "service", "probes"}
 
 
-def test_a_stream_s_events_are_described(document: dict[str, Any]) -> None:
+def test_stream_events_are_documented(document: dict[str, Any]) -> None:
     content = document["paths"][CHAT]["post"]["responses"]["200"]["content"]
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletionResponse"}
     schema = content["text/event-stream"]["schema"]["contentSchema"]

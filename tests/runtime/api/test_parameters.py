@@ -54,7 +54,7 @@ def send(front: Frontend, path: str, **options: Any) -> GenerateRequest:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(front.post, path, **{**INPUTS[path], **options})
         request = front.rank.request()
-        front.rank.end(request.uid, FinishReason.LENGTH)
+        front.rank.finish(request.uid, FinishReason.LENGTH)
         assert asked.result().status_code == 200
     return request
 
@@ -143,7 +143,7 @@ def test_logit_bias_of_an_unknown_token_is_refused(front: Frontend, bias: dict[s
 
 
 def render(front: Frontend, **options: Any) -> str:
-    ids = front.rank.prompt(send(front, CHAT, **options))
+    ids = front.rank.prompt_ids(send(front, CHAT, **options))
     return front.rank.tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -1,4 +1,4 @@
-"""When a refused client is told to come back."""
+"""Estimates of Retry-After."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,47 +13,47 @@ class Clock:
         return self.now
 
 
-def test_a_place_in_half_a_second_is_told_as_one() -> None:
+def test_retry_after_is_at_least_one_second() -> None:
     clock = Clock()
-    pace = RetryAfterEstimator(clock)
+    estimator = RetryAfterEstimator(clock)
     for _ in range(60):
         clock.now += 0.5
-        pace.record_completion()
-    assert pace.wait_seconds() == 1
+        estimator.record_completion()
+    assert estimator.retry_after_seconds() == 1
 
 
-def test_each_refused_client_is_told_a_later_place() -> None:
+def test_rejected_clients_return_one_after_the_other() -> None:
     clock = Clock()
-    pace = RetryAfterEstimator(clock)
+    estimator = RetryAfterEstimator(clock)
     for _ in range(2 * WINDOW_SECONDS):
         clock.now += 1
-        pace.record_completion()
-    told = [pace.wait_seconds() for _ in range(20)]
-    assert told == sorted(told) and 19 <= told[-1] <= 21
+        estimator.record_completion()
+    delays = [estimator.retry_after_seconds() for _ in range(20)]
+    assert delays == sorted(delays) and 19 <= delays[-1] <= 21
     for _ in range(30):
         clock.now += 1
-        pace.record_completion()
-    assert pace.wait_seconds() == 1
+        estimator.record_completion()
+    assert estimator.retry_after_seconds() == 1
 
 
-def test_what_ended_long_ago_does_not_count() -> None:
+def test_old_completions_do_not_count() -> None:
     clock = Clock()
-    pace = RetryAfterEstimator(clock)
+    estimator = RetryAfterEstimator(clock)
     for _ in range(1000):
-        pace.record_completion()
-    assert pace.rate() > 500
+        estimator.record_completion()
+    assert estimator.rate() > 500
     clock.now += WINDOW_SECONDS + 1
-    assert pace.rate() == 1 / WINDOW_SECONDS
-    assert pace.wait_seconds() == MAX_WAIT_SECONDS
+    assert estimator.rate() == 1 / WINDOW_SECONDS
+    assert estimator.retry_after_seconds() == MAX_WAIT_SECONDS
 
 
 @example([(2.0**-44, False)] * 60)
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=60))
-def test_a_wait_is_always_within_its_limits(steps: list[tuple[float, bool]]) -> None:
+def test_retry_after_is_always_within_limits(steps: list[tuple[float, bool]]) -> None:
     clock = Clock()
-    pace = RetryAfterEstimator(clock)
-    for seconds, ended in steps:
+    estimator = RetryAfterEstimator(clock)
+    for seconds, completed in steps:
         clock.now += seconds
-        if ended:
-            pace.record_completion()
-        assert 1 <= pace.wait_seconds() <= MAX_WAIT_SECONDS
+        if completed:
+            estimator.record_completion()
+        assert 1 <= estimator.retry_after_seconds() <= MAX_WAIT_SECONDS

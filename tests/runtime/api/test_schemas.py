@@ -7,14 +7,13 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from skiff_runtime.api.refusals import UNSUPPORTED_FIELDS
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
     StrictModel,
 )
-from skiff_runtime.api.schemas.validation import parse_body
+from skiff_runtime.api.schemas.validation import UNSUPPORTED_FIELDS, parse_body
 from skiff_runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

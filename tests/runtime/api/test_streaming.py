@@ -1,4 +1,4 @@
-"""One request step by step: the test speaks for the scheduler, real front processes for everything else."""
+"""One request step by step through real frontend processes, with the test in place of the scheduler."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(front: Frontend) -> Iterator[None]:
+def no_request_is_left(front: Frontend) -> Iterator[None]:
     yield
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while front.metric("skiff_requests_in_flight"):
@@ -34,13 +34,13 @@ def nothing_is_left(front: Frontend) -> Iterator[None]:
 
 
 @pytest.fixture
-def ask(front: Frontend) -> Iterator[Callable[..., "Future[httpx.Response]"]]:
-    """Send a chat request from a thread."""
+def send_chat(front: Frontend) -> Iterator[Callable[..., "Future[httpx.Response]"]]:
+    """Return a function that sends a chat request from a thread."""
     with ThreadPoolExecutor(4) as pool:
         yield lambda **body: pool.submit(front.post, CHAT, **{**BODY, **body})
 
 
-Ask = Callable[..., "Future[httpx.Response]"]
+SendChat = Callable[..., "Future[httpx.Response]"]
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -51,7 +51,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def raw_request(front: Frontend, stream: bool, pause: bool = False) -> socket.socket:
-    """A connection that has sent a chat request; ``pause``: with the smallest receive buffer."""
+    """Return a connection that has sent a chat request. ``pause``: with the smallest receive buffer."""
     host, _, port = front.url.removeprefix("http://").partition(":")
     connection = socket.socket()
     if pause:
@@ -64,45 +64,47 @@ def raw_request(front: Frontend, stream: bool, pause: bool = False) -> socket.so
     return connection
 
 
-def test_tokens_arrive_as_they_are_made(front: Frontend) -> None:
-    """The first word is read before the second is said."""
+def test_tokens_are_streamed_as_they_are_generated(front: Frontend) -> None:
+    """The client reads the first word before the second one is generated."""
     with httpx.Client(base_url=front.url, timeout=TIMEOUT_SECONDS) as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             client.send, client.build_request("POST", CHAT, json={**BODY, "stream": True}), stream=True
         )
         request = front.rank.request()
-        front.rank.open(request, cached=1)
-        front.rank.say(request.uid, "boat")
+        front.rank.start(request, cached=1)
+        front.rank.generate(request.uid, "boat")
         response = waiting.result()
         pieces = response.iter_text()
         seen = ""
-        while seen.count('"content":') < 1 + len(front.rank.ids("boat")):
+        while seen.count('"content":') < 1 + len(front.rank.encode("boat")):
             seen += next(pieces)
-        front.rank.say(request.uid, " pod", FinishReason.LENGTH)
+        front.rank.generate(request.uid, " pod", FinishReason.LENGTH)
         assert "[DONE]" not in seen
-        assert "".join(pieces).count('"content":') == len(front.rank.ids(" pod"))
+        assert "".join(pieces).count('"content":') == len(front.rank.encode(" pod"))
 
 
-def test_stop_string_over_tokens(front: Frontend, ask: Ask) -> None:
+def test_stop_string_spans_tokens(front: Frontend, send_chat: SendChat) -> None:
     for stream in (False, True):
-        asked = ask(stop=["##"], stream=stream, seed=5, temperature=0, max_tokens=50)
+        pending = send_chat(stop=["##"], stream=stream, seed=5, temperature=0, max_tokens=50)
         request = front.rank.request()
         assert (request.sampling.seed, request.sampling.temperature, request.sampling.max_tokens) == (
             5,
             0.0,
             50,
         )
-        front.rank.open(request)
-        front.rank.say(request.uid, "one #")
-        front.rank.say(request.uid, "# two")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "one #")
+        front.rank.generate(request.uid, "# two")
         assert front.rank.receive() == AbortRequest(uid=request.uid, finish=FinishReason.STOP)
-        front.rank.end(request.uid, FinishReason.STOP)
+        front.rank.finish(request.uid, FinishReason.STOP)
         if stream:
-            *_, last, done = events(asked.result())
+            *_, last, done = events(pending.result())
             assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
-            shown = "".join(e["choices"][0]["delta"].get("content", "") for e in events(asked.result())[:-1])
+            shown = "".join(
+                e["choices"][0]["delta"].get("content", "") for e in events(pending.result())[:-1]
+            )
         else:
-            reply = asked.result().json()
+            reply = pending.result().json()
             assert reply["choices"][0]["finish_reason"] == "stop"
             shown = reply["choices"][0]["message"]["content"]
         assert shown == "one "
@@ -112,17 +114,21 @@ def test_stop_string_over_tokens(front: Frontend, ask: Ask) -> None:
     ("finish", "reason"),
     [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort")],
 )
-def test_finish_reasons(front: Frontend, ask: Ask, finish: FinishReason, reason: str) -> None:
-    asked = ask()
+def test_finish_reason_is_returned(
+    front: Frontend, send_chat: SendChat, finish: FinishReason, reason: str
+) -> None:
+    pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.end(request.uid, finish)
-    assert asked.result().json()["choices"][0]["finish_reason"] == reason
+    front.rank.start(request)
+    front.rank.finish(request.uid, finish)
+    assert pending.result().json()["choices"][0]["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_token_has_its_own_status(front: Frontend, ask: Ask, stream: bool) -> None:
-    asked = ask(stream=stream)
+def test_error_before_first_token_has_its_own_status(
+    front: Frontend, send_chat: SendChat, stream: bool
+) -> None:
+    pending = send_chat(stream=stream)
     request = front.rank.request()
     failure = RequestFailed(
         uid=request.uid,
@@ -133,7 +139,7 @@ def test_an_error_before_the_first_token_has_its_own_status(front: Frontend, ask
         param="messages",
     )
     front.rank.step([], failed=[failure])
-    response = asked.result()
+    response = pending.result()
     assert response.status_code == 400
     assert response.json() == {
         "error": {
@@ -145,26 +151,26 @@ def test_an_error_before_the_first_token_has_its_own_status(front: Frontend, ask
     }
 
 
-def test_an_error_in_the_middle_ends_the_stream_with_it(front: Frontend, ask: Ask) -> None:
-    asked = ask(stream=True)
+def test_error_after_first_token_ends_the_stream(front: Frontend, send_chat: SendChat) -> None:
+    pending = send_chat(stream=True)
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat")
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat")
     failure = RequestFailed(uid=request.uid, status=500, kind="internal_server_error", message="broken")
     front.rank.step([], failed=[failure])
-    response = asked.result()
+    response = pending.result()
     assert response.status_code == 200
     assert events(response)[-1]["error"]["message"] == "broken"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("running", [False, True])
-def test_a_client_that_leaves_aborts_its_request(front: Frontend, stream: bool, running: bool) -> None:
+def test_disconnect_aborts_the_request(front: Frontend, stream: bool, running: bool) -> None:
     connection = raw_request(front, stream)
     request = front.rank.request()
     if running:
-        front.rank.open(request)
-        front.rank.say(request.uid, "boat")
+        front.rank.start(request)
+        front.rank.generate(request.uid, "boat")
         if stream:
             assert b"200 OK" in connection.recv(1000)
     connection.close()
@@ -173,70 +179,69 @@ def test_a_client_that_leaves_aborts_its_request(front: Frontend, stream: bool, 
     front.rank.step([(request.uid, NO_TOKEN, FinishReason.ABORT)])
 
 
-def test_an_abort_that_crosses_the_end(front: Frontend) -> None:
-    """The request ends while the abort is on its way: one terminal reply is enough."""
+def test_abort_that_crosses_the_last_row_is_harmless(front: Frontend) -> None:
+    """The request ends while the abort is in flight: one terminal reply suffices."""
     connection = raw_request(front, True)
     request = front.rank.request()
-    front.rank.open(request)
+    front.rank.start(request)
     connection.close()
-    front.rank.end(request.uid, FinishReason.LENGTH)
+    front.rank.finish(request.uid, FinishReason.LENGTH)
     assert front.rank.poll() in ([], [AbortRequest(uid=request.uid)])
 
 
-def test_a_client_that_does_not_read_is_given_up(front: Frontend) -> None:
-    """Its neighbour goes on."""
+def test_client_that_does_not_read_is_disconnected(front: Frontend) -> None:
     stalled = raw_request(front, True, pause=True)
     request = front.rank.request()
-    front.rank.open(request)
-    long = front.rank.ids("harbour " * 40)
-    told = []
+    front.rank.start(request)
+    long = front.rank.encode("harbour " * 40)
+    received = []
     for _ in range(4000):
         front.rank.step([(request.uid, token, FinishReason.RUNNING) for token in long])
-        told = front.rank.poll()
-        if told:
+        received = front.rank.poll()
+        if received:
             break
-    assert told == [AbortRequest(uid=request.uid, finish=FinishReason.ABORT)]
-    front.rank.end(request.uid)
+    assert received == [AbortRequest(uid=request.uid, finish=FinishReason.ABORT)]
+    front.rank.finish(request.uid)
     assert front.get("/readyz").status_code == 200
     stalled.close()
 
 
-def test_rows_of_unknown_requests_harm_nobody(front: Frontend, ask: Ask) -> None:
-    front.rank.say(10**12, "boat", FinishReason.LENGTH)
-    asked = ask()
+def test_rows_of_unknown_requests_are_ignored(front: Frontend, send_chat: SendChat) -> None:
+    front.rank.generate(10**12, "boat", FinishReason.LENGTH)
+    pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request)
-    front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-    assert asked.result().json()["choices"][0]["message"]["content"] == "boat"
+    front.rank.start(request)
+    front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+    assert pending.result().json()["choices"][0]["message"]["content"] == "boat"
 
 
-def test_cached_tokens_are_told_and_counted(front: Frontend, ask: Ask) -> None:
+def test_cached_tokens_are_returned_and_counted(front: Frontend, send_chat: SendChat) -> None:
     before = front.metric("skiff_cached_tokens_total")
-    asked = ask()
+    pending = send_chat()
     request = front.rank.request()
-    front.rank.open(request, cached=3)
-    front.rank.say(request.uid, "boat", FinishReason.LENGTH)
-    assert asked.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    front.rank.start(request, cached=3)
+    front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+    assert pending.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert front.metric("skiff_cached_tokens_total") == before + 3
 
 
-@pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False), ("x" * 129, False)])
-def test_request_ids(front: Frontend, sent: str, returned: bool) -> None:
+@pytest.mark.parametrize(("sent", "returned"), [("trace-7", True), ("two words", False)])
+def test_request_id_is_returned_or_replaced(front: Frontend, sent: str, returned: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
+        pending = pool.submit(httpx.post, front.url + CHAT, json=BODY, headers={"X-Request-Id": sent})
         request = front.rank.request()
-        front.rank.end(request.uid)
-        found = asked.result().headers["x-request-id"]
+        front.rank.finish(request.uid)
+        found = pending.result().headers["x-request-id"]
     assert (found == sent) == returned
     assert found
 
 
-def test_seeds_differ_where_none_is_given(front: Frontend, ask: Ask) -> None:
+def test_default_seeds_differ(front: Frontend, send_chat: SendChat) -> None:
     seeds = set()
     for _ in range(3):
-        asked = ask()
+        pending = send_chat()
         request = front.rank.request()
         seeds.add(request.sampling.seed)
-        front.rank.end(request.uid)
-        asked.result()
+        front.rank.finish(request.uid)
+        pending.result()
     assert len(seeds) == 3

@@ -51,8 +51,8 @@ def test_each_constraint_reaches_the_engine_as_a_compiled_grammar(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(front.post, path, model=NAME, **body, **fields)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "a", FinishReason.STOP)
+        front.rank.start(request)
+        front.rank.generate(request.uid, "a", FinishReason.STOP)
         assert reply.result().status_code == 200
     assert accepted_texts(model, request.grammar, TEXTS) == expected
 

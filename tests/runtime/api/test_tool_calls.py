@@ -68,14 +68,14 @@ def complete(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(ask)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, text)
-        front.rank.end(request.uid, finish)
+        front.rank.start(request)
+        front.rank.generate(request.uid, text)
+        front.rank.finish(request.uid, finish)
         return request, reply.result()
 
 
 def prompt_text(front: Frontend, request: GenerateRequest) -> str:
-    return str(front.rank.tokenizer.decode(front.rank.prompt(request)))
+    return str(front.rank.tokenizer.decode(front.rank.prompt_ids(request)))
 
 
 def test_full_response_has_complete_calls(front: Frontend, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Traces, against a real HTTP server that decodes what a collector would be sent."""
+"""Tracing, with an HTTP server that decodes spans in place of the collector."""
 
 import sys
 import threading
@@ -24,7 +24,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps every span that it is sent."""
+    """Keeps every span that it receives."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -77,17 +77,17 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_span_for_each_request(collector: Collector, tmp_path: Path) -> None:
+def test_each_request_exports_a_span(collector: Collector, tmp_path: Path) -> None:
     with (
         running_frontend(write_model(tmp_path), otlp_traces_endpoint=collector.url) as front,
         ThreadPoolExecutor(2) as pool,
     ):
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
-        asked = pool.submit(front.http.post, front.url + CHAT, json=BODY, headers=headers)
+        pending = pool.submit(front.http.post, front.url + CHAT, json=BODY, headers=headers)
         request = front.rank.request()
-        front.rank.open(request)
-        front.rank.say(request.uid, "boat", FinishReason.STOP)
-        reply = asked.result().json()
+        front.rank.start(request)
+        front.rank.generate(request.uid, "boat", FinishReason.STOP)
+        reply = pending.result().json()
         failing = pool.submit(front.post, CHAT, **BODY)
         uid = front.rank.request().uid
         front.rank.step(
@@ -101,36 +101,36 @@ def test_a_span_for_each_request(collector: Collector, tmp_path: Path) -> None:
     assert (good.name, good.trace_id.hex(), good.parent_span_id.hex()) == (f"chat {NAME}", TRACE, PARENT)
     assert 0 < good.end_time_unix_nano - good.start_time_unix_nano < TIMEOUT_SECONDS * 1e9
     assert abs(good.end_time_unix_nano / 1e9 - time.time()) < 2 * TIMEOUT_SECONDS
-    told = attributes(good)
-    assert told["gen_ai.response.id"] == reply["id"] and told["skiff.request_id"] == "mine"
-    assert told["gen_ai.usage.output_tokens"] == reply["usage"]["completion_tokens"]
-    assert told["gen_ai.usage.input_tokens"] == reply["usage"]["prompt_tokens"]
-    assert told["gen_ai.response.finish_reasons"] == ["stop"]
-    assert (told["gen_ai.request.temperature"], told["gen_ai.request.max_tokens"]) == (0.5, 9)
-    assert 0 < told["gen_ai.response.time_to_first_chunk"] < TIMEOUT_SECONDS
+    exported = attributes(good)
+    assert exported["gen_ai.response.id"] == reply["id"] and exported["skiff.request_id"] == "mine"
+    assert exported["gen_ai.usage.output_tokens"] == reply["usage"]["completion_tokens"]
+    assert exported["gen_ai.usage.input_tokens"] == reply["usage"]["prompt_tokens"]
+    assert exported["gen_ai.response.finish_reasons"] == ["stop"]
+    assert (exported["gen_ai.request.temperature"], exported["gen_ai.request.max_tokens"]) == (0.5, 9)
+    assert 0 < exported["gen_ai.response.time_to_first_chunk"] < TIMEOUT_SECONDS
     assert bad.parent_span_id == b"" and bad.trace_id != good.trace_id
     assert (bad.status.message, attributes(bad)["error.type"]) == ("out of luck", "internal_error")
 
 
-def test_a_collector_that_is_not_there_harms_nobody(tmp_path: Path) -> None:
+def test_unreachable_collector_is_harmless(tmp_path: Path) -> None:
     with (
         running_frontend(write_model(tmp_path), otlp_traces_endpoint="http://127.0.0.1:9") as front,
         ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(front.post, CHAT, **BODY)
-        front.rank.end(front.rank.request().uid, FinishReason.STOP)
-        assert asked.result().status_code == 200
+        pending = pool.submit(front.post, CHAT, **BODY)
+        front.rank.finish(front.rank.request().uid, FinishReason.STOP)
+        assert pending.result().status_code == 200
         front.api.send(Drain(timeout_seconds=1))
         assert front.wait_exit() == 0
 
 
 @pytest.mark.parametrize("address", ["localhost:4317", "grpc://x:1", "http://", ""])
-def test_a_bad_address_is_refused(address: str) -> None:
+def test_invalid_endpoint_is_rejected(address: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
         Config(otlp_traces_endpoint=address)
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[tracing\]'"):
         RequestTracer("http://127.0.0.1:4318", NAME)

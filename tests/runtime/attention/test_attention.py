@@ -22,12 +22,12 @@ from skiff_runtime.attention.selector import make_backend
 from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
-from skiff_runtime.kernels.tuning import DEFAULT
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
 DIM = 8
-LONG_CONTEXT = DEFAULT.prefill_choice.long_context
+LONG = 4096
+"""Context from which on prefill takes the implementation for large steps."""
 
 
 @dataclass
@@ -184,9 +184,9 @@ class Recorder(PhaseAttention):
     [
         ([0, 0], [40, 60], 0, 1),
         ([0, 0], [40, 61], 0, 2),
-        ([LONG_CONTEXT - 9], [8], 0, 1),
-        ([LONG_CONTEXT - 8], [8], 0, 2),
-        ([2 * LONG_CONTEXT, 5], [1, 100], 1, 1),
+        ([LONG - 9], [8], 0, 1),
+        ([LONG - 8], [8], 0, 2),
+        ([2 * LONG, 5], [1, 100], 1, 1),
     ],
     ids=["small", "large", "short context", "long context", "long decode row"],
 )
@@ -194,7 +194,7 @@ def test_prefill_by_size_chooses_by_tokens_and_context(
     starts: list[int], lengths: list[int], decode_rows: int, expected: int
 ) -> None:
     small, large = Recorder(1), Recorder(2)
-    prefill = PrefillBySize(small, large, max_small_tokens=100)
+    prefill = PrefillBySize(small, large, max_small_tokens=100, long_context=LONG)
     table = torch.zeros((len(starts), 1), dtype=torch.int32)
     first, counts = np.array(starts, np.int32), np.array(lengths, np.int32)
     batch = AttentionBatch(first, counts, decode_rows, table, table[:, 0], table)

@@ -15,11 +15,12 @@ from skiff_runtime.engine.shared_prefix import (
     pack_work_items,
 )
 from skiff_runtime.kernels.shared_prefixes import WORK_ITEM_FIELDS, max_prefix_splits, max_work_items
-from skiff_runtime.kernels.tuning import DEFAULT
+from skiff_runtime.kernels.tuning import HOPPER
 from skiff_runtime.step import Int32, StepPlan
 
 PAGE = 16
-MIN_SAVED_TOKENS = DEFAULT.shared_prefix.min_saved_tokens
+TUNING = HOPPER.shared_prefix
+MIN_SAVED = TUNING.min_saved_tokens
 
 
 def segment_ends(paths: list[list[int]]) -> Int32:
@@ -98,7 +99,9 @@ def test_work_items_cover_each_prefix_exactly_once(
     groups, tokens = groups[shuffled], tokens[shuffled]
     rows = len(groups) + padding
     assume(tokens.any())
-    packed = pack_work_items(groups, tokens, max_rows=max_rows, rows=rows)
+    packed = pack_work_items(
+        groups, tokens, max_rows=max_rows, rows=rows, min_split_tokens=TUNING.min_split_tokens
+    )
     prefix_lens, splits, order, items = np.split(packed, [rows, 2 * rows, 3 * rows])
     assert prefix_lens[: len(groups)].tolist() == tokens.tolist() and not prefix_lens[len(groups) :].any()
     assert splits.max() <= max_prefix_splits(rows) and not splits[len(groups) :].any()
@@ -124,12 +127,12 @@ def plan(cells: list[tuple[int, int, int]], opened: list[int]) -> StepPlan:
 
 
 def test_reopened_slot_shares_nothing_of_its_previous_request() -> None:
-    held = MIN_SAVED_TOKENS // PAGE
-    finder = SharedPrefixFinder(3, 2 * MIN_SAVED_TOKENS, PAGE, max_rows=16)
+    held = MIN_SAVED // PAGE
+    finder = SharedPrefixFinder(3, 2 * MIN_SAVED, PAGE, max_rows=16, tuning=TUNING)
     finder.apply(plan([(slot, column, column) for slot in (0, 2) for column in range(held)], [0, 2]))
-    slots, starts = np.array([2, 0], np.int32), np.full(2, MIN_SAVED_TOKENS + 5, np.int32)
+    slots, starts = np.array([2, 0], np.int32), np.full(2, MIN_SAVED + 5, np.int32)
     found = finder.find(slots, starts, 4)
-    assert found is not None and found[:4].tolist() == [MIN_SAVED_TOKENS, MIN_SAVED_TOKENS, 0, 0]
+    assert found is not None and found[:4].tolist() == [MIN_SAVED, MIN_SAVED, 0, 0]
     assert finder.find(slots, starts - 6, 4) is found, (
         "only the contexts have changed, so the result is cached"
     )
@@ -141,7 +144,7 @@ def test_reopened_slot_shares_nothing_of_its_previous_request() -> None:
 def test_long_context_among_short_ones_is_split(common: int) -> None:
     """The long context is split whether or not it shares a short prefix with the others."""
     count, long, short = 32, 20_000, 500
-    finder = SharedPrefixFinder(count, 2 * long, PAGE, max_rows=16)
+    finder = SharedPrefixFinder(count, 2 * long, PAGE, max_rows=16, tuning=TUNING)
     starts = np.full(count, short, np.int32)
     slots = np.arange(count, dtype=np.int32)
     lengths = [long if slot == 5 else short for slot in range(count)]
@@ -165,7 +168,7 @@ def test_long_context_among_short_ones_is_split(common: int) -> None:
 
 
 def test_short_shared_prefix_is_not_profitable() -> None:
-    held = MIN_SAVED_TOKENS // PAGE
-    finder = SharedPrefixFinder(2, 2 * MIN_SAVED_TOKENS, PAGE, max_rows=16)
+    held = MIN_SAVED // PAGE
+    finder = SharedPrefixFinder(2, 2 * MIN_SAVED, PAGE, max_rows=16, tuning=TUNING)
     finder.apply(plan([(slot, column, column) for slot in (0, 1) for column in range(held - 1)], [0, 1]))
-    assert finder.find(np.array([0, 1], np.int32), np.full(2, MIN_SAVED_TOKENS, np.int32), 2) is None
+    assert finder.find(np.array([0, 1], np.int32), np.full(2, MIN_SAVED, np.int32), 2) is None

@@ -9,7 +9,7 @@ from kernel_device import DEVICE, HALF, TOLERANCE, error, poison
 from paged_contexts import causal_attention
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeAttention,
@@ -121,7 +121,7 @@ def test_decode_attention_with_shared_prefixes(
     paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=kv_dtype, seed=dim)
     paged.share(groups, tokens)
     q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = pack_work_items(groups, tokens, max_rows=2, rows=len(lengths))
+    packed = pack_work_items(groups, tokens, max_rows=2, rows=len(lengths), min_split_tokens=256)
     output = decode(
         q.to(DEVICE),
         paged.pool,

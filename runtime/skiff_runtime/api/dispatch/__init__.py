@@ -1,1 +1,1 @@
-"""Requests in flight: admission, the way to the tokenizers, and the writing of responses."""
+"""Requests in flight: admission, dispatch to the tokenizer processes, and the writing of responses."""

@@ -1,4 +1,4 @@
-"""Requests in flight: admission, the way to the tokenizers, and the way of each row back to its request."""
+"""Dispatcher: admission of requests, their dispatch to tokenizers, and delivery of output rows to response writers."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from skiff_runtime import log
-from skiff_runtime.api.dispatch.request_state import Choice, Flight, RequestMetadata
-from skiff_runtime.api.dispatch.response_writers import NullChoiceWriter, Sink
+from skiff_runtime.api.dispatch.request_state import ChoiceState, RequestMetadata, RequestState
+from skiff_runtime.api.dispatch.response_writers import ChoiceWriter
 from skiff_runtime.api.dispatch.retry_after import RetryAfterEstimator
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.request_spec import Prompt, RequestSpec
@@ -32,16 +32,16 @@ from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
 
 ABORT_CONFIRM_SECONDS: Final = 5.0
-"""How long a request that was told to end may take to do so, before its client gets an error."""
+"""Time that the scheduler has to confirm an abort, before the client gets an error instead."""
 DISCONNECT_CONFIRM_SECONDS: Final = 60.0
-"""The same, where no client waits."""
-_NOBODY: Final = NullChoiceWriter()
+"""The same for a request whose client has disconnected."""
 
 
 class Dispatcher:
-    """Bounded: at most ``capacity`` choices are in flight, a request beyond that is refused with 429.
+    """Requests in flight, limited to ``capacity`` choices; a request beyond that is rejected with status 429.
 
-    ``on_end`` is called with each request that has ended, the service's own health checks aside.
+    A request ends with the last of its choices. A choice stays in flight, and holds capacity, until its terminal reply
+    (a finish reason or an error) arrives, even after its abort was sent: until then it occupies the scheduler.
     """
 
     def __init__(
@@ -51,15 +51,16 @@ class Dispatcher:
         capacity: int,
         status: ServiceStatus,
         metrics: Metrics,
-        on_end: Callable[[Flight], None] | None = None,
+        on_end: Callable[[RequestState], None] | None = None,
     ) -> None:
+        """``on_end`` is called with each request that has ended, except the service's own health checks."""
         self._tokenizers = tokenizers
         self._capacity = capacity
         self._status = status
         self._metrics = metrics
         self._on_end = on_end
-        self._pace = RetryAfterEstimator()
-        self._choices: dict[int, Choice] = {}
+        self._retry_after = RetryAfterEstimator()
+        self._choices: dict[int, ChoiceState] = {}
         self._next_uid = 1
         self._next_tokenizer = 0
         self._idle = asyncio.Event()
@@ -67,223 +68,231 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def submit(self, generation: RequestSpec, sinks: Sequence[Sink], caller: RequestMetadata) -> Flight:
-        """Accept a request with a sink for each choice. Raises ``Unavailable``, ``InvalidRequest`` or ``QueueFull``."""
-        self._status.check_accepts_requests()
-        self._check_room(len(sinks))
-        flight = Flight(self._next_uid, generation, caller)
-        copies = generation.copies
-        try:
-            for index, prompt in enumerate(generation.prompts):
-                self._launch(flight, prompt, sinks[index * copies : (index + 1) * copies])
-        except TransportError:
-            self.abort(flight)
-            raise
-        if caller.deadline_seconds:
-            self._wait(flight, caller.deadline_seconds, self._expire)
-        return flight
+    def submit(
+        self, spec: RequestSpec, writers: Sequence[ChoiceWriter], metadata: RequestMetadata
+    ) -> RequestState:
+        """Accept a request, with a writer for each choice, and send its prompts to tokenizers.
 
-    def _check_room(self, choices: int) -> None:
+        Raises:
+            Unavailable: The service does not accept requests.
+            InvalidRequest: The request has more choices than the capacity.
+            QueueFull: Too many choices are in flight.
+        """
+        self._status.check_accepts_requests()
+        self._check_capacity(len(writers))
+        request = RequestState(self._next_uid, spec, metadata)
+        copies = spec.copies
+        try:
+            for index, prompt in enumerate(spec.prompts):
+                self._send_prompt(request, prompt, writers[index * copies : (index + 1) * copies])
+        except TransportError:
+            self.abort(request)
+            raise
+        if metadata.deadline_seconds:
+            self._set_timer(request, metadata.deadline_seconds, self._expire)
+        return request
+
+    def _check_capacity(self, choices: int) -> None:
         if choices > self._capacity:
             raise InvalidRequest(
-                f"the request asks for {choices} answers, but only {self._capacity} can be served or wait at a time"
+                f"the request asks for {choices} choices, but only {self._capacity} can run or wait at a time"
             )
         if len(self._choices) + choices > self._capacity:
             raise QueueFull(
-                f"{len(self._choices)} requests are being served or wait already",
-                retry_after_seconds=self._pace.wait_seconds(),
+                f"{len(self._choices)} requests run or wait already",
+                retry_after_seconds=self._retry_after.retry_after_seconds(),
             )
 
-    def _launch(self, flight: Flight, prompt: Prompt, sinks: Sequence[Sink]) -> None:
-        """Send one prompt to a tokenizer; its choices are in flight from then on."""
-        uid, generation = self._next_uid, flight.generation
+    def _send_prompt(self, request: RequestState, prompt: Prompt, writers: Sequence[ChoiceWriter]) -> None:
+        """Send one prompt to the next tokenizer. Its choices, one for each writer, are in flight from then on."""
+        uid, spec = self._next_uid, request.spec
         tokenizer = self._tokenizers[self._next_tokenizer]
-        self._next_uid += len(sinks)
+        self._next_uid += len(writers)
         self._next_tokenizer = (self._next_tokenizer + 1) % len(self._tokenizers)
         tokenizer.send(
             TokenizeRequest(
                 uid=uid,
                 prompt=prompt,
-                sampling=generation.sampling,
-                text=generation.text,
-                copies=len(sinks),
-                priority=generation.priority,
-                grammar=generation.grammar,
-                cache_salt=flight.caller.cache_salt,
+                sampling=spec.sampling,
+                text=spec.text,
+                copies=len(writers),
+                priority=spec.priority,
+                grammar=spec.grammar,
+                cache_salt=request.metadata.cache_salt,
             )
         )
-        for index, sink in enumerate(sinks):
-            flight.choices[uid + index] = self._choices[uid + index] = Choice(flight, sink, tokenizer)
+        for index, writer in enumerate(writers):
+            self._choices[uid + index] = request.add_choice(uid + index, writer, tokenizer)
 
-    async def idle(self, timeout_seconds: float) -> bool:
-        """Wait until no request is in flight; False when that took too long."""
+    async def wait_until_idle(self, timeout_seconds: float) -> bool:
+        """Wait until no request is in flight. Returns False on timeout."""
         self._idle.clear()
         if self._choices:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_seconds)
         return not self._choices
 
-    def abort(self, flight: Flight) -> None:
-        """Nobody listens any more; no-op once all has ended. Choices stay in flight until their end is confirmed."""
-        if flight.choices:
-            self._note_ending(flight, AbortReason.DISCONNECT)
-            self._silence(flight)
+    def abort(self, request: RequestState) -> None:
+        """Abort a request whose client has disconnected; no-op once it has ended."""
+        if request.choices:
+            self._record_abort(request, AbortReason.DISCONNECT)
+            self._discard(request)
 
     def abort_requests(self, request_id: str | None, *, key: bytes | None) -> int:
-        """End the requests with this id, their own or their reply's, or all; their clients get what there is.
+        """Abort requests on behalf of POST /abort; their clients get the text so far. Returns the number of requests.
 
-        ``key``: only those that came with the key of this digest; None: of every client. Returns how many.
+        ``request_id``: an X-Request-Id or the ID of a response; None for all. ``key``: digest of the API key whose
+        requests alone are aborted; None for those of every client.
         """
-        flights = {choice.flight.first: choice.flight for choice in self._choices.values()}
+        requests = {choice.request.first_uid: choice.request for choice in self._choices.values()}
         count = 0
-        for flight in flights.values():
-            caller = flight.caller
-            named = request_id in (None, caller.request_id, flight.generation.formatter.id)
-            if named and flight.ending is None and caller.endpoint and key in (None, caller.key):
-                self._note_ending(flight, AbortReason.ENDPOINT)
-                self._end(flight, FinishReason.ABORT)
+        for request in requests.values():
+            metadata = request.metadata
+            matches = request_id in (None, metadata.request_id, request.spec.formatter.id)
+            running = request.abort_reason is None and metadata.endpoint is not None
+            if matches and running and key in (None, metadata.key):
+                self._record_abort(request, AbortReason.ENDPOINT)
+                self._end(request, FinishReason.ABORT)
                 count += 1
         return count
 
-    def _expire(self, flight: Flight) -> None:
-        self._note_ending(flight, AbortReason.DEADLINE)
-        self._end(flight, FinishReason.TIMEOUT)
+    def _expire(self, request: RequestState) -> None:
+        self._record_abort(request, AbortReason.DEADLINE)
+        self._end(request, FinishReason.TIMEOUT)
 
-    def _end(self, flight: Flight, finish: FinishReason) -> None:
-        """Ask for a request's end, wherever it is; its client is told of it, if need be by us."""
-        for uid, choice in flight.choices.items():
+    def _end(self, request: RequestState, finish: FinishReason) -> None:
+        """End a request early, at whichever process it is; its client gets the output so far."""
+        # The abort follows the request through the same processes, so it cannot overtake it.
+        for uid, choice in request.choices.items():
             choice.tokenizer.send(AbortRequest(uid=uid, finish=finish))
-        self._wait(flight, ABORT_CONFIRM_SECONDS, self._give_up)
+        self._set_timer(request, ABORT_CONFIRM_SECONDS, self._give_up)
 
-    def _silence(self, flight: Flight) -> None:
-        """End what is left of a request without telling anyone."""
-        for uid, choice in flight.choices.items():
-            if choice.sink is not _NOBODY:
-                choice.sink = _NOBODY
+    def _discard(self, request: RequestState) -> None:
+        """End what is left of a request, and discard its output."""
+        for uid, choice in request.choices.items():
+            if choice.discard_output():
                 choice.tokenizer.send(AbortRequest(uid=uid))
-        if flight.choices:
-            self._wait(flight, DISCONNECT_CONFIRM_SECONDS, self._give_up)
+        if request.choices:
+            self._set_timer(request, DISCONNECT_CONFIRM_SECONDS, self._give_up)
 
-    def _give_up(self, flight: Flight) -> None:
-        """No end was confirmed: whoever still listens gets an error, and the request is forgotten."""
-        log.warning("abort_unconfirmed", id=flight.caller.request_id, choices=len(flight.choices))
-        error = DeadlineExceeded("the request was to end, but the service did not confirm that in time")
-        for uid, choice in list(flight.choices.items()):
+    def _give_up(self, request: RequestState) -> None:
+        """End a request whose abort was not confirmed in time with an error."""
+        log.warning("abort_unconfirmed", id=request.metadata.request_id, choices=len(request.choices))
+        error = DeadlineExceeded("the request was aborted, but the service did not confirm that in time")
+        for uid, choice in list(request.choices.items()):
             self._fail(choice, RequestFailed.of(uid, error))
 
-    def _wait(self, flight: Flight, seconds: float, then: Callable[[Flight], None]) -> None:
-        flight.set_timer(asyncio.get_running_loop().call_later(seconds, then, flight))
+    def _set_timer(self, request: RequestState, seconds: float, then: Callable[[RequestState], None]) -> None:
+        request.set_timer(asyncio.get_running_loop().call_later(seconds, then, request))
 
-    def _note_ending(self, flight: Flight, reason: AbortReason) -> None:
-        if flight.ending is None:
-            flight.ending = reason
-            if flight.caller.endpoint is not None:
-                self._metrics.record_abort(reason)
+    def _record_abort(self, request: RequestState, reason: AbortReason) -> None:
+        if request.record_abort(reason) and request.metadata.endpoint is not None:
+            self._metrics.record_abort(reason)
 
     def deliver(self, batch: TextBatch) -> None:
-        """Hand each row to its choice."""
+        """Pass each row of a step's output to the writer of its choice. Rows of unknown uids are ignored."""
         now = time.perf_counter()
         choices, itl = self._choices, self._metrics.itl
-        self._note_prompts(batch)
+        self._deliver_prompts(batch)
         usages = iter(batch.usages)
         tokens = np.frombuffer(batch.tokens, dtype=Wire.TOKEN).tolist()
         uids = np.frombuffer(batch.uids, dtype=Wire.UID).tolist()
-        notes = _by_row(batch.logprobs, len(uids))
-        rows = zip(uids, batch.texts, tokens, batch.finishes, notes, strict=True)
+        row_logprobs = _by_row(batch.logprobs, len(uids))
+        rows = zip(uids, batch.texts, tokens, batch.finishes, row_logprobs, strict=True)
         for uid, text, token, finish, logprobs in rows:
             choice = choices.get(uid)
+            # Taken for unknown uids too: ``usages`` has an entry for each finished row.
             usage = next(usages) if finish else None
             if choice is None:
                 continue
             if token != NO_TOKEN:
                 if choice.last_token:
                     itl.observe(now - choice.last_token)
-                elif choice.flight.ttft is None:
-                    self._note_first_token(choice.flight, now)
+                elif choice.request.ttft is None:
+                    self._record_first_token(choice.request, now)
                 choice.last_token = now
             if usage is None:
-                choice.sink.write(text, token, logprobs)
+                choice.writer.write(text, token, logprobs)
             else:
-                choice.sink.finish(text, token, logprobs, FinishReason(finish), usage)
-                self._finished(choice.flight, uid, FinishReason(finish), usage)
+                choice.writer.finish(text, token, logprobs, FinishReason(finish), usage)
+                self._finish(choice.request, uid, FinishReason(finish), usage)
         for failure in batch.failed:
             self.fail(failure)
         self._metrics.record_step(batch.stats, generated=len(tokens) - tokens.count(NO_TOKEN))
 
-    def _note_prompts(self, batch: TextBatch) -> None:
+    def _deliver_prompts(self, batch: TextBatch) -> None:
         for opened in batch.opened:
             if (choice := self._choices.get(opened.uid)) is not None:
-                choice.sink.open(opened)
-        for told in batch.prompt_logprobs:
-            if (choice := self._choices.get(told.uid)) is not None:
-                choice.sink.prompt(told.tokens)
+                choice.writer.start(opened)
+        for prompt in batch.prompt_logprobs:
+            if (choice := self._choices.get(prompt.uid)) is not None:
+                choice.writer.write_prompt_logprobs(prompt.tokens)
 
     def fail(self, failure: RequestFailed) -> None:
-        """An error of one choice ends its whole request with that error."""
+        """End the whole request of a choice that failed, with the error of that choice."""
         choice = self._choices.get(failure.uid)
         if choice is not None:
             if failure.status == QueueFull.status and not failure.retry_after_seconds:
-                failure = replace(failure, retry_after_seconds=self._pace.wait_seconds())
+                # The scheduler does not know the rate of completions.
+                failure = replace(failure, retry_after_seconds=self._retry_after.retry_after_seconds())
             self._fail(choice, failure)
-            self._silence(choice.flight)
+            self._discard(choice.request)
 
-    def _fail(self, choice: Choice, failure: RequestFailed) -> None:
-        if choice.flight.failure is None:
-            choice.flight.failure = failure
-        choice.sink.fail(failure)
-        self._land(failure.uid)
+    def _fail(self, choice: ChoiceState, failure: RequestFailed) -> None:
+        choice.request.record_failure(failure)
+        choice.writer.fail(failure)
+        self._remove_choice(failure.uid)
 
     def fail_all(self, error: RequestError, reason: AbortReason | None = None) -> None:
-        """End every request in flight with ``error``; ``reason``: why, where it is no fault."""
+        """End every request in flight with ``error``. ``reason`` is recorded if the requests are aborted."""
         for uid, choice in list(self._choices.items()):
             if reason is not None:
-                self._note_ending(choice.flight, reason)
+                self._record_abort(choice.request, reason)
             self._fail(choice, RequestFailed.of(uid, error))
 
-    def _note_first_token(self, flight: Flight, now: float) -> None:
-        flight.ttft = now - flight.started
-        if flight.caller.endpoint is not None:
-            self._metrics.ttft.observe(flight.ttft)
+    def _record_first_token(self, request: RequestState, now: float) -> None:
+        ttft = request.record_first_token(now)
+        if request.metadata.endpoint is not None:
+            self._metrics.ttft.observe(ttft)
 
-    def _finished(self, flight: Flight, uid: int, finish: FinishReason, usage: Usage) -> None:
+    def _finish(self, request: RequestState, uid: int, finish: FinishReason, usage: Usage) -> None:
         self._metrics.record_usage(usage)
-        flight.usages[uid - flight.first] = usage
-        flight.finish = finish
-        self._land(uid)
+        request.record_finish(uid, finish, usage)
+        self._remove_choice(uid)
 
-    def _land(self, uid: int) -> None:
-        """A choice has had its terminal reply; with the last one its request has ended."""
-        flight = self._choices.pop(uid).flight
-        del flight.choices[uid]
-        self._pace.record_completion()
+    def _remove_choice(self, uid: int) -> None:
+        """Remove a choice that has had its terminal reply; with the last one its request has ended."""
+        request = self._choices.pop(uid).request
+        request.remove_choice(uid)
+        self._retry_after.record_completion()
         if not self._choices:
             self._idle.set()
-        if not flight.choices:
-            flight.set_timer(None)
-            if flight.caller.endpoint is not None:
-                self._ended(flight, flight.caller.endpoint)
+        if not request.choices:
+            request.set_timer(None)
+            if request.metadata.endpoint is not None:
+                self._record_end(request, request.metadata.endpoint)
 
-    def _ended(self, flight: Flight, endpoint: Endpoint) -> None:
-        seconds = time.perf_counter() - flight.started
-        outcome = flight.outcome()
+    def _record_end(self, request: RequestState, endpoint: Endpoint) -> None:
+        seconds = time.perf_counter() - request.started
+        outcome = request.outcome()
         self._metrics.record_request(endpoint, outcome, seconds)
-        if flight.failure is not None and outcome is Outcome.REJECTED:
-            self._metrics.record_rejection(flight.failure.status)
+        if request.failure is not None and outcome is Outcome.REJECTED:
+            self._metrics.record_rejection(request.failure.status)
         if self._on_end is not None:
-            self._on_end(flight)
+            self._on_end(request)
         log.event(
-            "request",
-            id=flight.caller.request_id,
+            "request_ended",
+            id=request.metadata.request_id,
             endpoint=endpoint,
             outcome=outcome,
             seconds=seconds,
-            **flight.facts(),
+            **request.log_fields(),
         )
 
 
 def _by_row(logprobs: list[TextLogprobs], rows: int) -> list[TextLogprobs | None]:
-    """The log-probabilities of each row, for most batches none."""
-    told: list[TextLogprobs | None] = [None] * rows
+    """Return the log-probabilities of each row, None for rows without; most batches have none at all."""
+    by_row: list[TextLogprobs | None] = [None] * rows
     for each in logprobs:
-        told[each.row] = each
-    return told
+        by_row[each.row] = each
+    return by_row

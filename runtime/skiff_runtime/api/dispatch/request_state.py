@@ -1,25 +1,28 @@
-"""A request in flight: who asked, its choices, and how it ended."""
+"""State of a request in flight: its metadata, its choices, and how it ended."""
 
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from msgspec.structs import asdict
 
-from skiff_runtime.api.dispatch.response_writers import Sink
+from skiff_runtime.api.dispatch.response_writers import ChoiceWriter, NullChoiceWriter
 from skiff_runtime.api.formats.chunks import sum_usage
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.messages import FinishReason, RequestFailed, Usage
 from skiff_runtime.messages.transport import Sender
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
 
+_NULL_WRITER: Final = NullChoiceWriter()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetadata:
-    """What a request says beside its body. ``endpoint`` None: the service's own health check.
+    """Properties of a request beside its body. ``endpoint`` is None for the service's own health check.
 
-    ``deadline_seconds`` 0: none. ``trace``: W3C trace context, by header name. ``key``: digest of its API key, b"" for
-    none. ``cache_salt``: the namespace of the prefix cache, see ``principal.derive_cache_namespace``.
+    ``deadline_seconds``: 0 for no deadline. ``trace``: W3C trace context headers by name. ``key``: digest of its API
+    key, b"" without one. ``cache_salt``: namespace of the prefix cache, see ``auth.derive_cache_namespace``.
     """
 
     request_id: str
@@ -30,80 +33,122 @@ class RequestMetadata:
     cache_salt: bytes = b""
 
 
-class Flight:
-    """One accepted request, until all of its choices have ended."""
+class RequestState:
+    """One accepted request, until all of its choices have ended.
+
+    ``choices`` holds those that have not ended, by uid. ``ttft`` is the time to the first token in seconds.
+    ``abort_reason`` is None unless the service or the client ended the request early.
+    """
 
     __slots__ = (
-        "caller",
+        "_timer",
+        "_usages",
+        "abort_reason",
         "choices",
-        "ending",
         "failure",
         "finish",
-        "first",
-        "generation",
+        "first_uid",
+        "metadata",
+        "spec",
         "started",
-        "timer",
         "ttft",
-        "usages",
     )
 
-    def __init__(self, first: int, generation: RequestSpec, caller: RequestMetadata) -> None:
-        """``first``: uid of the first choice; those of the others follow."""
-        self.first = first
-        self.caller = caller
-        self.generation = generation
+    def __init__(self, first_uid: int, spec: RequestSpec, metadata: RequestMetadata) -> None:
+        """``first_uid``: uid of the first choice; those of the others follow it."""
+        self.first_uid = first_uid
+        self.metadata = metadata
+        self.spec = spec
         self.started = time.perf_counter()
         self.ttft: float | None = None
-        self.ending: AbortReason | None = None
+        self.abort_reason: AbortReason | None = None
         self.failure: RequestFailed | None = None
         self.finish = FinishReason.RUNNING
-        self.choices: dict[int, Choice] = {}
-        self.usages = [Usage(0, 0, 0)] * generation.num_choices
-        self.timer: asyncio.TimerHandle | None = None
+        self.choices: dict[int, ChoiceState] = {}
+        self._usages = [Usage(0, 0, 0)] * spec.num_choices
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def usage(self) -> Usage:
         """Token counts of the whole request, once it has ended."""
-        return sum_usage(self.usages, self.generation.copies)
+        return sum_usage(self._usages, self.spec.copies)
+
+    def add_choice(self, uid: int, writer: ChoiceWriter, tokenizer: Sender) -> "ChoiceState":
+        """Add a choice that was sent to ``tokenizer``, and return its state."""
+        self.choices[uid] = choice = ChoiceState(self, writer, tokenizer)
+        return choice
+
+    def remove_choice(self, uid: int) -> None:
+        """Remove a choice that has ended."""
+        del self.choices[uid]
+
+    def record_first_token(self, now: float) -> float:
+        """Record the arrival of the first token at ``now``, and return the time to first token in seconds."""
+        self.ttft = now - self.started
+        return self.ttft
+
+    def record_abort(self, reason: AbortReason) -> bool:
+        """Record why the request ends early. Returns False if another reason was recorded before."""
+        if self.abort_reason is not None:
+            return False
+        self.abort_reason = reason
+        return True
+
+    def record_failure(self, failure: RequestFailed) -> None:
+        """Record an error of one choice; the first one is that of the request."""
+        if self.failure is None:
+            self.failure = failure
+
+    def record_finish(self, uid: int, finish: FinishReason, usage: Usage) -> None:
+        """Record how choice ``uid`` finished, and its token counts."""
+        self._usages[uid - self.first_uid] = usage
+        self.finish = finish
 
     def outcome(self) -> Outcome:
-        """How it ended."""
-        if self.ending is AbortReason.DISCONNECT or self.finish is FinishReason.ABORT:
+        """Return how the request ended."""
+        if self.abort_reason is AbortReason.DISCONNECT or self.finish is FinishReason.ABORT:
             return Outcome.ABORTED
         if self.failure is None:
             return Outcome.FINISHED
         return Outcome.REJECTED if self.failure.status < 500 else Outcome.FAILED
 
-    def facts(self) -> dict[str, object]:
-        """What the log tells of its end."""
+    def log_fields(self) -> dict[str, object]:
+        """Return the fields of the log event for the request's end."""
         if self.failure is not None:
-            facts: dict[str, object] = {"status": self.failure.status, "error": self.failure.message}
+            fields: dict[str, object] = {"status": self.failure.status, "error": self.failure.message}
         else:
-            facts = {"finish": self.finish.name.lower(), **asdict(self.usage)}
-        if self.ending is not None:
-            facts["ended_by"] = self.ending
-        if len(self.usages) > 1:
-            facts["choices"] = len(self.usages)
+            fields = {"finish": self.finish.name.lower(), **asdict(self.usage)}
+        if self.abort_reason is not None:
+            fields["ended_by"] = self.abort_reason
+        if self.spec.num_choices > 1:
+            fields["choices"] = self.spec.num_choices
         if self.ttft is not None:
-            facts["ttft_seconds"] = self.ttft
-        if self.generation.user is not None:
-            facts["user"] = self.generation.user
-        return facts
+            fields["ttft_seconds"] = self.ttft
+        if self.spec.user is not None:
+            fields["user"] = self.spec.user
+        return fields
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
-        """Wait for this instead of what was waited for."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = timer
+        """Replace the request's timer, and cancel the one before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
 
-class Choice:
-    """One answer of a request, under its own uid. An abort goes the way that the request went."""
+class ChoiceState:
+    """One choice of a request, under its own uid. ``tokenizer``: the process that it, and so its abort, was sent to."""
 
-    __slots__ = ("flight", "last_token", "sink", "tokenizer")
+    __slots__ = ("last_token", "request", "tokenizer", "writer")
 
-    def __init__(self, flight: Flight, sink: Sink, tokenizer: Sender) -> None:
-        self.flight = flight
-        self.sink = sink
+    def __init__(self, request: RequestState, writer: ChoiceWriter, tokenizer: Sender) -> None:
+        self.request = request
+        self.writer = writer
         self.tokenizer = tokenizer
-        self.last_token = 0.0
+        self.last_token = 0.0  # when its last token arrived; 0 before the first one
+
+    def discard_output(self) -> bool:
+        """Discard all further output of this choice. Returns False if it is discarded already."""
+        if self.writer is _NULL_WRITER:
+            return False
+        self.writer = _NULL_WRITER
+        return True

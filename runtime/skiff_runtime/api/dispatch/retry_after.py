@@ -1,4 +1,4 @@
-"""How fast requests end lately, and so when one that is refused now may find a place."""
+"""Estimate of Retry-After for requests that are rejected because too many wait, from the rate of completions."""
 
 import math
 import time
@@ -11,41 +11,45 @@ MAX_WAIT_SECONDS: Final = 60
 
 
 class RetryAfterEstimator:
-    """Counts of ended requests, one a second, for the last ``WINDOW_SECONDS``."""
+    """Counts completed choices for each of the last ``WINDOW_SECONDS`` seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._seconds: deque[tuple[int, int]] = deque()
-        self._ended = 0
-        self._booked = 0.0
+        self._completions: deque[tuple[int, int]] = deque()  # (second, count), oldest first
+        self._total = 0
+        self._last_reserved = 0.0  # the time at which the last rejected client should return
 
     def record_completion(self) -> None:
-        """A request ended, so a place became free."""
+        """Record that a choice completed now, which frees its capacity."""
         second = int(self._clock())
-        self._ended += 1
-        if self._seconds and self._seconds[-1][0] == second:
-            self._seconds[-1] = (second, self._seconds[-1][1] + 1)
+        self._total += 1
+        if self._completions and self._completions[-1][0] == second:
+            self._completions[-1] = (second, self._completions[-1][1] + 1)
         else:
-            self._seconds.append((second, 1))
-            self._forget(second)
+            self._completions.append((second, 1))
+            self._drop_old(second)
 
     def rate(self) -> float:
-        """Requests a second. One more than was seen counts, so that silence is a low rate, not none."""
+        """Return completions per second, with one added so that the rate is never 0."""
         now = self._clock()
-        self._forget(int(now))
-        watched = min(now - self._began, WINDOW_SECONDS)
-        return (self._ended + 1) / max(watched, 1.0)
+        self._drop_old(int(now))
+        observed_seconds = min(now - self._began, WINDOW_SECONDS)
+        return (self._total + 1) / max(observed_seconds, 1.0)
 
-    def wait_seconds(self) -> int:
-        """When a client that is refused now should come back: a place each, in the order in which they were refused.
+    def retry_after_seconds(self) -> int:
+        """Return the delay after which a client that is rejected now should retry: 1 to ``MAX_WAIT_SECONDS``.
 
-        At least 1, at most ``MAX_WAIT_SECONDS``.
+        Each rejected client reserves the next completion, so that they return one after the other.
         """
         now = self._clock()
-        self._booked = min(max(self._booked, now) + 1 / self.rate(), now + MAX_WAIT_SECONDS)
-        return min(max(1, math.ceil(self._booked - now)), MAX_WAIT_SECONDS)  # the sum was rounded
+        self._last_reserved = min(
+            max(self._last_reserved, now) + 1 / self.rate(),
+            now + MAX_WAIT_SECONDS,
+        )
+        # The sum above is rounded, so the difference may exceed the maximum by a little.
+        return min(max(1, math.ceil(self._last_reserved - now)), MAX_WAIT_SECONDS)
 
-    def _forget(self, second: int) -> None:
-        while self._seconds and self._seconds[0][0] <= second - WINDOW_SECONDS:
-            self._ended -= self._seconds.popleft()[1]
+    def _drop_old(self, second: int) -> None:
+        while self._completions and self._completions[0][0] <= second - WINDOW_SECONDS:
+            self._total -= self._completions.popleft()[1]

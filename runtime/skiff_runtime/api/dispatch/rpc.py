@@ -1,4 +1,4 @@
-"""Questions to the other processes that are answered by one message: what tokens a text has, what text tokens have."""
+"""Remote procedure calls to other processes: tokenize, detokenize, flush the prefix cache. Each is one message each way."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Sender
 
 MAX_PENDING_CALLS: Final = 256
-ANSWER_SECONDS: Final = 30.0
-RETRY_SECONDS: Final = 1
+CALL_TIMEOUT_SECONDS: Final = 30.0
+RETRY_AFTER_SECONDS: Final = 1
 
-Question = EncodeRequest | DecodeRequest | FlushCache
-Answer = Encoded | Decoded | Flushed
+RpcRequest = EncodeRequest | DecodeRequest | FlushCache
+RpcResponse = Encoded | Decoded | Flushed
 
 
 class RpcFailed(RequestError):
-    """Another process answered with an error."""
+    """Another process answered a call with an error."""
 
     def __init__(self, failure: RequestFailed) -> None:
         super().__init__(failure.message, param=failure.param, code=failure.code)
@@ -35,47 +35,53 @@ class RpcFailed(RequestError):
 
 
 class RpcClient:
-    """Bounded in number and time. Their uids are negative, so that no answer is taken for a request's."""
+    """Pending calls, limited in number and time. Their uids are negative, unlike those of generation requests."""
 
     def __init__(self, tokenizers: Sequence[Sender], status: ServiceStatus) -> None:
         self._tokenizers = tokenizers
         self._status = status
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[RpcResponse]] = {}
         self._last_uid = 0
 
-    async def ask(self, question: Callable[[int], Question]) -> Answer:
-        """Send the question that ``question`` makes of a uid; its answer. Raises ``RequestError``."""
+    async def call(self, make_request: Callable[[int], RpcRequest]) -> RpcResponse:
+        """Send the request that ``make_request`` returns for a uid, and return the response.
+
+        Raises:
+            Unavailable: The service does not accept requests, or did not respond in time.
+            QueueFull: Too many calls are pending.
+            RpcFailed: The response is an error.
+        """
         self._status.check_accepts_requests()
-        if len(self._waiting) >= MAX_PENDING_CALLS:
+        if len(self._pending) >= MAX_PENDING_CALLS:
             raise QueueFull(
-                f"{MAX_PENDING_CALLS} such requests wait already; retry shortly",
-                retry_after_seconds=RETRY_SECONDS,
+                f"{MAX_PENDING_CALLS} requests of this kind are waiting already; retry shortly",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         self._last_uid -= 1
         uid = self._last_uid
-        self._tokenizers[-uid % len(self._tokenizers)].send(question(uid))
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[uid] = answer
+        self._tokenizers[-uid % len(self._tokenizers)].send(make_request(uid))
+        response: asyncio.Future[RpcResponse] = asyncio.get_running_loop().create_future()
+        self._pending[uid] = response
         try:
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+            return await asyncio.wait_for(response, CALL_TIMEOUT_SECONDS)
         except TimeoutError:
-            raise Unavailable(f"there was no answer within {ANSWER_SECONDS:g} s; retry shortly") from None
+            raise Unavailable(f"no response within {CALL_TIMEOUT_SECONDS:g} s; retry shortly") from None
         finally:
-            del self._waiting[uid]
+            del self._pending[uid]
 
-    def answer(self, answer: Answer) -> None:
-        """An answer came; no-op where nobody waits for it any more."""
-        waiting = self._waiting.get(answer.uid)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def resolve(self, response: RpcResponse) -> None:
+        """Complete the call that ``response`` belongs to; no-op if it has timed out."""
+        pending = self._pending.get(response.uid)
+        if pending is not None and not pending.done():
+            pending.set_result(response)
 
     def fail(self, failure: RequestFailed) -> None:
-        """A question cannot be answered."""
-        waiting = self._waiting.get(failure.uid)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(RpcFailed(failure))
+        """Fail the call that ``failure`` belongs to; no-op if it belongs to none."""
+        pending = self._pending.get(failure.uid)
+        if pending is not None and not pending.done():
+            pending.set_exception(RpcFailed(failure))
 
     def fail_all(self, error: RequestError) -> None:
-        """The service ends."""
-        for uid in list(self._waiting):
+        """Fail every pending call with ``error``."""
+        for uid in list(self._pending):
             self.fail(RequestFailed.of(uid, error))

@@ -1,4 +1,4 @@
-"""Where the service stands: which start phase each process is in, whether it is ready, draining or failed."""
+"""State of the service and of its processes: the source of the probes, of /startupz and of admission."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from skiff_runtime.messages import PhaseReport, ProcessHealth
 MAX_RETRY_SECONDS: Final = 60
 
 
-class State(StrEnum):
-    """Life of a service."""
+class ServiceState(StrEnum):
+    """Lifecycle of a service."""
 
     STARTING = "starting"
     READY = "ready"
@@ -22,15 +22,15 @@ class State(StrEnum):
 
 
 _REFUSALS = {
-    State.STARTING: "the model is still being loaded; /startupz tells how far it is",
-    State.DRAINING: "the service is shutting down; retry with another replica",
-    State.FAILED: "the service failed and restarts; retry shortly",
+    ServiceState.STARTING: "the model is still being loaded; /startupz shows the progress",
+    ServiceState.DRAINING: "the service is shutting down; retry with another replica",
+    ServiceState.FAILED: "the service failed and is restarting; retry shortly",
 }
 
 
 @dataclass(slots=True)
 class ProcessStartup:
-    """How far one process is, and how many seconds its earlier phases took."""
+    """Startup of one process: its phase, the progress of that phase from 0 to 1, and the seconds of earlier phases."""
 
     phase: str = PHASES[0]
     progress: float = 0.0
@@ -38,32 +38,36 @@ class ProcessStartup:
 
 
 class ServiceStatus:
-    """What the probes tell."""
+    """State of the service, startup of its processes, and their heartbeats."""
 
     def __init__(self) -> None:
-        self.state = State.STARTING
+        self.state = ServiceState.STARTING
         self.kv_tokens = 0
         self._began = time.monotonic()
-        self._served: float | None = None
+        self._ready_at: float | None = None
         self._processes: dict[str, ProcessStartup] = {}
-        self._beats = ProcessHealth([], [], [])
-        self._told_beats = self._began
+        self._health = ProcessHealth([], [], [])
+        self._health_received = self._began
 
     def check_accepts_requests(self) -> None:
-        """Raise ``Unavailable`` unless new requests are served."""
-        if self.state is not State.READY:
-            raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_seconds())
+        """Raise ``Unavailable`` unless the service accepts new requests."""
+        if self.state is not ServiceState.READY:
+            raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_after_seconds())
 
-    def _retry_seconds(self) -> int:
-        """A start is thought to take as long again as it has, a restart as long as the start did; others serve now."""
+    def _retry_after_seconds(self) -> int:
+        """Return the estimated delay until the service is ready.
+
+        A start is expected to take as long again as it has taken, a restart as long as the start took. A draining
+        service does not come back, and its other replicas are ready now.
+        """
         now = time.monotonic()
-        if self.state is State.DRAINING:
+        if self.state is ServiceState.DRAINING:
             return 1
-        began_until = self._served if self._served is not None else now
-        return min(MAX_RETRY_SECONDS, 1 + int(began_until - self._began))
+        start_end = self._ready_at if self._ready_at is not None else now
+        return min(MAX_RETRY_SECONDS, 1 + int(start_end - self._began))
 
-    def note(self, report: PhaseReport) -> None:
-        """A process entered a phase, or came further in it."""
+    def record_phase(self, report: PhaseReport) -> None:
+        """Record that a process entered a phase, or progressed in it."""
         process = self._processes.setdefault(report.process, ProcessStartup())
         if report.phase != process.phase:
             process.seconds[process.phase] = report.seconds
@@ -71,35 +75,49 @@ class ServiceStatus:
         process.progress = report.progress
 
     def mark_ready(self, kv_tokens: int) -> None:
-        """Every process serves."""
+        """Record that every process is ready. A service that drains or has failed already stays so."""
         self.kv_tokens = kv_tokens
         for process in self._processes.values():
             process.phase, process.progress = PHASES[-1], 1.0
-        self._served = time.monotonic()
-        if self.state is State.STARTING:
-            self.state = State.READY
+        self._ready_at = time.monotonic()
+        if self.state is ServiceState.STARTING:
+            self.state = ServiceState.READY
 
-    def record_heartbeats(self, beats: ProcessHealth) -> None:
-        """The supervisor tells when each process was last heard of."""
-        self._beats = beats
-        self._told_beats = time.monotonic()
+    def mark_draining(self) -> bool:
+        """Stop accepting requests. Returns False if the service drains or has failed already."""
+        if self.state not in (ServiceState.STARTING, ServiceState.READY):
+            return False
+        self.state = ServiceState.DRAINING
+        return True
+
+    def mark_failed(self) -> bool:
+        """Record the failure of the service. Returns False if it has failed already."""
+        if self.state is ServiceState.FAILED:
+            return False
+        self.state = ServiceState.FAILED
+        return True
+
+    def record_heartbeats(self, health: ProcessHealth) -> None:
+        """Record the supervisor's report of each process's last heartbeat."""
+        self._health = health
+        self._health_received = time.monotonic()
 
     def heartbeats(self) -> list[tuple[str, bool, float]]:
-        """Each process with whether it runs and how many seconds it has been silent, as far as is known here."""
-        since = time.monotonic() - self._told_beats
-        told = zip(self._beats.processes, self._beats.running, self._beats.ages, strict=True)
-        return [(name, running, age + since) for name, running, age in told]
+        """Return (name, whether it runs, seconds since its last heartbeat) for each process, as last reported."""
+        since = time.monotonic() - self._health_received
+        health = zip(self._health.processes, self._health.running, self._health.ages, strict=True)
+        return [(name, running, age + since) for name, running, age in health]
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds that each finished phase took in the process that was slowest in it."""
+        """Return the seconds of each finished phase in the process that was slowest in it."""
         slowest: dict[str, float] = {}
         for process in self._processes.values():
             for phase, seconds in process.seconds.items():
                 slowest[phase] = max(seconds, slowest.get(phase, 0.0))
         return {phase: slowest[phase] for phase in PHASES if phase in slowest}
 
-    def report(self) -> dict[str, Any]:
-        """For /startupz. ``elapsed_seconds``: how long the start takes, or took."""
+    def startup_report(self) -> dict[str, Any]:
+        """Return the body of /startupz. ``elapsed_seconds``: duration of the start so far, or in all once it is ready."""
         processes = {
             name: {
                 "phase": process.phase,
@@ -108,5 +126,5 @@ class ServiceStatus:
             }
             for name, process in sorted(self._processes.items())
         }
-        elapsed = round((self._served or time.monotonic()) - self._began, 3)
+        elapsed = round((self._ready_at or time.monotonic()) - self._began, 3)
         return {"status": self.state, "elapsed_seconds": elapsed, "processes": processes}

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces of requests, where ``--otlp-traces-endpoint`` asks for them: one span a request, sent by a thread.
+"""OpenTelemetry tracing, with ``--otlp-traces-endpoint``: one span for each request, exported by a thread.
 
-Attributes have the names of OpenTelemetry's semantic conventions for generative AI. The queue of spans is bounded:
-where the collector is slow or gone, spans are dropped, and no request waits. The OTEL_* variables of the exporter
-(headers, certificates, service name) hold, too.
+Attributes follow OpenTelemetry's semantic conventions for generative AI. The queue of spans is bounded: if the
+collector is slow or unreachable, spans are dropped and no request waits. The exporter's OTEL_* environment variables
+(headers, certificates, service name) apply too.
 """
 
 import threading
@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from skiff_runtime import __version__
-from skiff_runtime.api.dispatch.request_state import Flight
+from skiff_runtime.api.dispatch.request_state import RequestState
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.metrics.labels import Endpoint, Outcome
+from skiff_runtime.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -33,7 +33,7 @@ Attributes = dict[str, str | int | float | bool | list[str]]
 
 
 def check_tracing() -> None:
-    """Raise ``ConfigError`` unless the packages that traces need are installed."""
+    """Raise ``ConfigError`` unless the packages that tracing needs are installed."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -44,48 +44,50 @@ def check_tracing() -> None:
 
 
 class RequestTracer:
-    """Turns each request that has ended into a span."""
+    """Exports a span for each request that has ended."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         check_tracing()
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._model = model
-        self._provider = _provider(_traces_url(endpoint))
+        self._provider = _make_provider(_traces_url(endpoint))
         self._tracer = self._provider.get_tracer("skiff", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, flight: Flight) -> None:
-        """Queue the span of a request that ends now; its parent is the client's span, if it told one."""
+    def record(self, request: RequestState) -> None:
+        """Queue the span of a request that ends now; its parent is the span in the client's trace context, if any."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        assert flight.caller.endpoint is not None
+        endpoint = request.metadata.endpoint
+        assert endpoint is not None
         now_ns = time.time_ns()
         span = self._tracer.start_span(
-            f"{_OPERATIONS[flight.caller.endpoint]} {self._model}",
-            context=self._propagator.extract(flight.caller.trace or {}),
+            f"{_OPERATIONS[endpoint]} {self._model}",
+            context=self._propagator.extract(request.metadata.trace or {}),
             kind=SpanKind.SERVER,
-            attributes=_attributes(flight, self._model),
-            start_time=now_ns - int((time.perf_counter() - flight.started) * 1e9),
+            attributes=_make_attributes(request, endpoint, self._model),
+            start_time=now_ns - int((time.perf_counter() - request.started) * 1e9),
         )
-        if flight.outcome() is Outcome.FAILED and flight.failure is not None:
-            span.set_status(Status(StatusCode.ERROR, flight.failure.message))
+        if request.outcome() is Outcome.FAILED and request.failure is not None:
+            span.set_status(Status(StatusCode.ERROR, request.failure.message))
         span.end(now_ns)
 
     def close(self) -> None:
-        """Send what is queued, for a moment; what a slow collector has not taken by then is lost."""
-        last = threading.Thread(target=self._provider.shutdown, daemon=True)
-        last.start()
-        last.join(CLOSE_SECONDS)
+        """Export the queued spans for at most ``CLOSE_SECONDS``; spans that the collector has not received by then are lost."""
+        # The provider's shutdown may wait for the collector much longer, so it runs on a thread that may be left behind.
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        thread.join(CLOSE_SECONDS)
 
 
 def _traces_url(endpoint: str) -> str:
-    """A collector's address has the conventional path, unless it names another."""
+    """Return a collector's URL, with OTLP's conventional path unless it has one."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else endpoint
 
 
-def _provider(url: str) -> "TracerProvider":
+def _make_provider(url: str) -> "TracerProvider":
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -105,32 +107,31 @@ def _provider(url: str) -> "TracerProvider":
     return provider
 
 
-def _attributes(flight: Flight, model: str) -> Attributes:
-    assert flight.caller.endpoint is not None
-    sampling, usage = flight.generation.sampling, flight.usage
-    told: Attributes = {
-        "gen_ai.operation.name": _OPERATIONS[flight.caller.endpoint],
+def _make_attributes(request: RequestState, endpoint: Endpoint, model: str) -> Attributes:
+    sampling, usage = request.spec.sampling, request.usage
+    attributes: Attributes = {
+        "gen_ai.operation.name": _OPERATIONS[endpoint],
         "gen_ai.provider.name": "skiff",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.response.id": flight.generation.formatter.id,
+        "gen_ai.response.id": request.spec.formatter.id,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.stream": flight.generation.stream,
+        "gen_ai.request.stream": request.spec.stream,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        "skiff.request_id": flight.caller.request_id,
-        "skiff.outcome": str(flight.outcome()),
+        "skiff.request_id": request.metadata.request_id,
+        "skiff.outcome": str(request.outcome()),
     }
     if sampling.max_tokens:
-        told["gen_ai.request.max_tokens"] = sampling.max_tokens
-    if flight.generation.num_choices > 1:
-        told["gen_ai.request.choice.count"] = flight.generation.num_choices
-    if flight.ttft is not None:
-        told["gen_ai.response.time_to_first_chunk"] = flight.ttft
-    if flight.failure is None:
-        told["gen_ai.response.finish_reasons"] = [flight.finish.name.lower()]
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if request.spec.num_choices > 1:
+        attributes["gen_ai.request.choice.count"] = request.spec.num_choices
+    if request.ttft is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = request.ttft
+    if request.failure is None:
+        attributes["gen_ai.response.finish_reasons"] = [request.finish.name.lower()]
     else:
-        told["error.type"] = flight.failure.code or str(flight.failure.status)
-    return told
+        attributes["error.type"] = request.failure.code or str(request.failure.status)
+    return attributes

@@ -1,1 +1,1 @@
-"""HTTP: the protocol, its limits, access control, request bodies and responses."""
+"""HTTP: the protocol and its limits, access control, request headers and bodies, and responses."""

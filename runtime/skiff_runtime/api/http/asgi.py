@@ -1,10 +1,13 @@
-"""Writes ASGI messages from a callback: in order, without a task and without waiting.
+"""ASGI types, and a writer that sends a response's ASGI messages from a callback, in order and without a task.
 
-A server's ``send`` finishes at once unless the client reads too slowly. So it is driven by hand: the message is
-on its way when ``write`` returns. Only where ``send`` waits does a task take over, while what follows is
-collected, up to ``MAX_BACKLOG_BYTES`` and what ``raise_backlog_limit`` adds; a client that lets more pile up is given up. The pieces of a stream go
-straight to the connection, where the server lends it (``scope["extensions"][CHUNKS]``): an ASGI message costs as
-much as the rest of a token's way through this process.
+A server's ``send`` completes at once unless the client reads too slowly. So ``AsgiWriter`` drives the coroutine by
+hand: the message has been sent when ``body`` returns. Only where ``send`` suspends does a task take over, and
+further messages are collected, up to ``MAX_BACKLOG_BYTES`` and the bytes added by ``raise_backlog_limit``. A client
+that lets more pile up is disconnected.
+
+The pieces of a stream bypass ASGI and go straight to the connection where the server offers that
+(``scope["extensions"][CHUNK_WRITER_EXTENSION]``): one ASGI message costs as much as the rest of a token's path through
+this process.
 """
 
 import asyncio
@@ -15,51 +18,57 @@ from typing import Any, Final
 MAX_BACKLOG_BYTES: Final = 1 << 20
 CHUNK_WRITER_EXTENSION: Final = "skiff.chunks"
 
+Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+"""Pairs of a name in lower case and a value."""
 WriteChunk = Callable[[bytes], bool]
-"""Writes a piece of a body that has begun; False where it must be sent as a message instead."""
+"""Writes a piece of a body that has begun. Returns False if the piece must be sent as an ASGI message instead."""
 
 
 class AsgiWriter:
-    """One response. ``on_overflow`` is called once, when the backlog grew too large; nothing is written after."""
+    """The response to one request. ``closed``: the backlog overflowed, and nothing more is written."""
 
     __slots__ = (
         "_backlog",
         "_backlog_bytes",
-        "_chunk",
-        "_limit_bytes",
+        "_backlog_limit_bytes",
         "_on_overflow",
         "_send",
         "_task",
+        "_write_chunk",
         "closed",
     )
 
     def __init__(
-        self, send: Send, *, on_overflow: Callable[[], None], chunk: WriteChunk | None = None
+        self, send: Send, *, on_overflow: Callable[[], None], write_chunk: WriteChunk | None = None
     ) -> None:
+        """``on_overflow`` is called once, when the backlog exceeds its limit."""
         self._send = send
-        self._chunk = chunk
+        self._write_chunk = write_chunk
         self._on_overflow = on_overflow
         self._task: asyncio.Task[None] | None = None
         self._backlog: deque[Message] = deque()
         self._backlog_bytes = 0
-        self._limit_bytes = MAX_BACKLOG_BYTES
+        self._backlog_limit_bytes = MAX_BACKLOG_BYTES
         self.closed = False
 
     def raise_backlog_limit(self, extra_bytes: int) -> None:
-        """Let so much more pile up, of what comes faster than anyone could read it."""
-        self._limit_bytes += extra_bytes
+        """Allow ``extra_bytes`` more to pile up, for output that arrives faster than any client could read it."""
+        self._backlog_limit_bytes += extra_bytes
 
     def start(self, status: int, headers: Headers) -> None:
-        """Write status line and headers."""
+        """Send the status line and the headers."""
         self._write({"type": "http.response.start", "status": status, "headers": headers})
 
     def body(self, data: bytes, *, more: bool) -> None:
-        """Write a piece of the body; the last one has ``more`` False."""
-        chunk = self._chunk if more and data and self._task is None and not self.closed else None
-        if chunk is None or not chunk(data):
+        """Send a piece of the body; ``more`` is False for the last one."""
+        # While the task runs, every piece has to queue behind the message that it is sending.
+        write_chunk = self._write_chunk if more and data and self._task is None and not self.closed else None
+        if write_chunk is None or not write_chunk(data):
             self._write({"type": "http.response.body", "body": data, "more_body": more})
 
     def _write(self, message: Message) -> None:
@@ -73,18 +82,18 @@ class AsgiWriter:
             waiting = next(steps)
         except StopIteration:
             return
-        self._task = asyncio.get_running_loop().create_task(self._drain(_Resumed(steps, waiting)))
+        self._task = asyncio.get_running_loop().create_task(self._drain(_StartedAwaitable(steps, waiting)))
 
     def _collect(self, message: Message) -> None:
         self._backlog.append(message)
         self._backlog_bytes += len(message.get("body", b""))
-        if self._backlog_bytes > self._limit_bytes:
+        if self._backlog_bytes > self._backlog_limit_bytes:
             self.closed = True
             self._backlog.clear()
             self._on_overflow()
 
-    async def _drain(self, first: "_Resumed") -> None:
-        """Finish the send that waits, then send what was collected meanwhile, as few messages."""
+    async def _drain(self, first: "_StartedAwaitable") -> None:
+        """Finish the suspended send, then send the collected messages, joined into as few as possible."""
         await first
         while self._backlog:
             message = self._backlog.popleft()
@@ -98,8 +107,8 @@ class AsgiWriter:
         self._task = None
 
 
-class _Resumed:
-    """An awaitable that somebody began to drive: ``waiting`` is what it waits for, ``steps`` the rest of it."""
+class _StartedAwaitable:
+    """An awaitable that has run to its first suspension, where it yielded ``waiting``; ``steps`` is the rest of it."""
 
     __slots__ = ("_steps", "_waiting")
 

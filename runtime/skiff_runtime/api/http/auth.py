@@ -1,18 +1,18 @@
-"""Access control of one service: from a request's headers to its principal, or to a refusal."""
+"""Authentication and authorization: API keys, admin keys, and the principal of a request."""
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from typing import Final, Self
 
 from skiff_runtime import contract
 from skiff_runtime.api.http.allowed_hosts import AllowedHosts, is_loopback
-from skiff_runtime.api.http.asgi import Headers
+from skiff_runtime.api.http.asgi import Headers, Scope
 from skiff_runtime.api.http.cors import CorsPolicy
-from skiff_runtime.api.http.request_body import Scope, get_header
-from skiff_runtime.api.principal import Principal
+from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.config import Config
 from skiff_runtime.config.api_keys import KeyRing
-from skiff_runtime.errors import Unauthorized
+from skiff_runtime.errors import Forbidden, InvalidRequest, Unauthorized
 
 PROBE_PATHS: Final = frozenset(
     {
@@ -23,79 +23,135 @@ PROBE_PATHS: Final = frozenset(
         contract.PATH_METRICS,
     }
 )
-"""Served without a key and on connections beyond the limit: kubelets, scrapers and routers ask for them."""
+"""Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
 DOCS_PATHS: Final = frozenset({contract.PATH_OPENAPI, contract.PATH_DOCS})
-"""Served without a key, too: they tell what every Skiff serves, and a browser sends no key."""
+"""Served without a key too: they describe what every Skiff serves, and a browser sends no key for them."""
 UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | DOCS_PATHS
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
+_SCOPE_KEY: Final = "skiff.principal"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The sender of a request, as far as authentication identifies it.
+
+    ``key``: SHA-256 digest of its API key, b"" without keys. ``admin``: it may act on the requests of others.
+    """
+
+    key: bytes = b""
+    admin: bool = False
+
+    def require_admin(self) -> None:
+        """Raise ``Forbidden`` unless this principal may act on the requests of others."""
+        if not self.admin:
+            raise Forbidden(
+                "this acts on the requests of others: send an admin key as 'Authorization: Bearer KEY' "
+                "(set with --admin-api-key or --admin-api-key-file; without admin keys it is allowed on loopback only)"
+            )
+
+    def require_priority(self, priority: int, *, allowed: bool) -> None:
+        """Raise ``InvalidRequest`` for a priority above the default where the server does not allow it."""
+        if priority < 0 and not (allowed or self.admin):
+            raise InvalidRequest(
+                f"'priority' {priority} would run before the requests of others, which this server does not allow "
+                "(--allow-priority); send 0 or more, or leave it out",
+                param="priority",
+                code="priority_not_allowed",
+            )
+
+
+ANONYMOUS: Final = Principal()
+
+
+def get_principal(scope: Scope) -> Principal:
+    """Return the principal that authorization found for a request."""
+    principal: Principal = scope.get(_SCOPE_KEY, ANONYMOUS)
+    return principal
+
+
+def set_principal(scope: Scope, principal: Principal) -> None:
+    """Store the principal of a request."""
+    scope[_SCOPE_KEY] = principal
+
+
+def derive_cache_namespace(key: bytes, salt: str | None) -> bytes:
+    """Return the namespace of the prefix cache for a key's digest (b"" if keys share one) and a client's ``cache_salt``.
+
+    Returns b"" if there is neither. The namespace is a digest, so that a client that knows another's salt but not its
+    key cannot reach its namespace.
+    """
+    if not key and salt is None:
+        return b""
+    text = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(len(key).to_bytes(1) + key + text).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
-    """``keys`` open the API, ``admin_keys`` also what acts on the requests of others.
+    """Access control of one service, from a request's headers to its principal or to an error.
 
-    ``hosts``: None where any Host header is accepted. ``everyone_is_admin``: there are no admin keys, and only this
-    machine can connect.
+    ``keys`` give access to the API, ``admin_keys`` also to operations on the requests of others. ``hosts``: None if any
+    Host header is accepted. ``everyone_is_admin``: there are no admin keys, and only this machine can connect.
     """
 
     keys: KeyRing
     admin_keys: KeyRing
-    origins: CorsPolicy
+    cors: CorsPolicy
     hosts: AllowedHosts | None
     everyone_is_admin: bool
     _keyless: Principal = field(init=False)
-    """Made once: the principal of every request where keys are not wanted."""
+    """The principal of every request to a server without keys, made once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_keyless", Principal(admin=self.everyone_is_admin))
 
     @classmethod
-    def of(cls, config: Config) -> Self:
-        """Return what a resolved configuration asks for."""
+    def from_config(cls, config: Config) -> Self:
+        """Return the policy of a resolved configuration."""
         loopback = is_loopback(config.host)
         return cls(
             keys=KeyRing(config.api_key),
             admin_keys=KeyRing(config.admin_api_key),
-            origins=CorsPolicy(config.allowed_origins),
+            cors=CorsPolicy(config.allowed_origins),
             hosts=AllowedHosts(config.allowed_hosts) if loopback and not config.api_key else None,
             everyone_is_admin=loopback and not config.admin_api_key,
         )
 
-    def check(self, scope: Scope) -> Principal:
+    def authorize(self, scope: Scope) -> Principal:
         """Return the principal of a request.
 
         Raises:
-            HostRefused: it addresses a server without keys on loopback by a foreign name.
-            OriginRefused: without keys, a page of another origin wants something done. A key is what no page has of
-                itself, so with keys any origin may ask.
-            Unauthorized: a key is needed, and there is none or it is not known.
+            HostRefused: The server runs on loopback without keys, and the request names another host.
+            OriginRefused: The server has no keys, and a page of another origin requests more than a read. With keys,
+                any origin may send requests, because a page has no key unless its user enters one.
+            Unauthorized: A key is required, and the request has none or an unknown one.
         """
         headers = scope["headers"]
         if self.hosts is not None:
             self.hosts.check(headers)
         if self.admin_keys:
-            digest = self.admin_keys.find(_bearer(headers))
+            digest = self.admin_keys.find(_get_bearer_token(headers))
             if digest is not None:
                 return Principal(digest, admin=True)
         if not self.keys:
-            self.origins.check(scope)
+            self.cors.check_origin(scope)
             return self._keyless
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return Principal()
-        return Principal(self._key(headers), admin=self.everyone_is_admin)
+        return Principal(self._authenticate(headers), admin=self.everyone_is_admin)
 
-    def _key(self, headers: Headers) -> bytes:
+    def _authenticate(self, headers: Headers) -> bytes:
         """Return the digest of the request's key, which must be known."""
-        given = _bearer(headers)
-        if not given:
-            raise Unauthorized("an API key is needed: send the header 'Authorization: Bearer KEY'")
-        digest = self.keys.find(given)
+        token = _get_bearer_token(headers)
+        if not token:
+            raise Unauthorized("an API key is required: send the header 'Authorization: Bearer KEY'")
+        digest = self.keys.find(token)
         if digest is None:
             raise Unauthorized("the API key is not known here; ask the service's owner for one")
         return digest
 
 
-def _bearer(headers: Headers) -> bytes:
-    """Return the key in the Authorization header; empty where there is none, which no ring of keys has."""
-    given = _BEARER.fullmatch(get_header(headers, b"authorization"))
-    return given.group(1) if given else b""
+def _get_bearer_token(headers: Headers) -> bytes:
+    """Return the key in the Authorization header; b"", which no key ring contains, if there is none."""
+    match = _BEARER.fullmatch(get_header(headers, b"authorization"))
+    return match.group(1) if match else b""

@@ -1,8 +1,8 @@
-"""Lingering close: how a TCP connection ends without losing the last reply (RFC 9112, section 9.6).
+"""Lingering close: ends a TCP connection without losing the last response (RFC 9112, section 9.6).
 
-A socket that is closed while the client still sends makes the kernel answer with a reset, and a reset destroys what the
-client has not read yet. So the sending half is closed first; what still comes is read and forgotten, within limits, until the
-client closes its half.
+If a socket is closed while the client still sends, the kernel answers with a reset, and the reset destroys what the
+client has not read yet. So the server closes its sending half first, then reads and discards what arrives, within
+limits, until the client closes its half.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from typing import Final
 
 LINGER_SECONDS: Final = 5.0
 LINGER_BYTES: Final = 1 << 26
-"""Most that is read and forgotten on one connection."""
+"""Limit on the bytes that are read and discarded on one connection."""
 
 
 class LingeringClose:
-    """The end of one connection."""
+    """The lingering close of one connection. ``begun``: nothing more can be written."""
 
     __slots__ = ("_discarded", "_loop", "_timer", "_transport", "_unsent", "begun")
 
@@ -31,31 +31,35 @@ class LingeringClose:
         if self.begun or self._transport.is_closing():
             return
         self.begun = True
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-            self._watch()
-        else:
+        if not self._transport.can_write_eof():
             self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection, and the event loop has not noticed it yet
+            self._transport.abort()
+            return
+        self._start_timer()
 
     def discard(self, count: int) -> None:
-        """Count bytes that come behind the last request; beyond the limit the connection ends at once."""
+        """Count bytes that arrive behind the last request; beyond the limit, abort the connection."""
         self._discarded += count
         if self._discarded > LINGER_BYTES:
             self._transport.abort()
 
     def stop(self) -> None:
-        """Forget the timer: the connection is gone."""
+        """Cancel the timer of a connection that was lost."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _watch(self) -> None:
+    def _start_timer(self) -> None:
         self._unsent = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(LINGER_SECONDS, self._expire)
 
     def _expire(self) -> None:
-        """End the connection, unless the client is still reading what was written."""
+        """Abort the connection, unless the client still reads what was written."""
         if 0 < self._transport.get_write_buffer_size() < self._unsent:
-            self._watch()
+            self._start_timer()
         else:
             self._transport.abort()

@@ -1,6 +1,6 @@
-"""uvicorn's request/response cycle, as adapted to this API: chunks without ASGI messages, head and body in one write.
+"""Adaptation of uvicorn's request/response cycle: chunks without ASGI messages, head and body in one write.
 
-``uvicorn_internals`` names what it needs of uvicorn.
+``uvicorn_internals`` lists the parts of uvicorn that this relies on.
 """
 
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from skiff_runtime.api.http.uvicorn_internals import RequestResponseCycle
 
 
 class CycleTransport:
-    """The connection as a reply sees it; to close it is left to the protocol."""
+    """The connection as a response sees it; closing it is left to the protocol."""
 
     __slots__ = ("close", "is_closing", "write")
 
     def __init__(
         self, write: Callable[[bytes], None], close: Callable[[], None], is_closing: Callable[[], bool]
     ) -> None:
-        """``write`` is the socket's own: what a token passes on its way is no place for a detour."""
+        """``write`` is the transport's own bound method: a wrapper would add a call for every token."""
         self.write = write
         self.close = close
         self.is_closing = is_closing
 
 
 class CloseDelimited:
-    """The ASGI ``send`` of a reply to an HTTP/1.0 client, which knows no chunks: the body ends with the connection."""
+    """The ASGI ``send`` of a response to an HTTP/1.0 client, which knows no chunks: the connection's end ends the body."""
 
     __slots__ = ("_cycle", "_send")
 
@@ -33,14 +33,14 @@ class CloseDelimited:
         self._send = cycle.send
 
     async def __call__(self, message: Message) -> None:
-        """Send ``message`` without chunks; a Content-Length that the reply has is sent as it is."""
+        """Send ``message`` without chunks; a Content-Length of the response is sent unchanged."""
         self._cycle.chunked_encoding = False
         self._cycle.expected_content_length = len(message.get("body", b""))
         await self._send(message)  # type: ignore[arg-type]
 
 
 class ChunkedBody:
-    """One response's body, past the ASGI messages that begin and end it."""
+    """One response's body, written without the ASGI messages that begin and end it."""
 
     __slots__ = ("_cycle",)
 
@@ -48,7 +48,7 @@ class ChunkedBody:
         self._cycle = cycle
 
     def write(self, data: bytes) -> bool:
-        """Write ``data``, not empty, as one chunk; False while the connection is full, or where that cannot be."""
+        """Write ``data``, not empty, as one chunk. Returns False if writing is paused or the body is not chunked."""
         cycle = self._cycle
         if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
             return False
@@ -57,10 +57,10 @@ class ChunkedBody:
 
 
 class HeadCoalescer:
-    """A connection, as one response sees it, until its body begins: the head goes out with the first piece of the body.
+    """Transport of one response until its body begins: writes the head together with the first piece of the body.
 
-    One system call instead of two, and one wake-up of the client. What is written before the head (100 Continue) is not
-    held back.
+    This takes one system call instead of two, and wakes the client once. 100 Continue, which precedes
+    the head, is not held back.
     """
 
     __slots__ = ("_cycle", "_head", "_transport")
@@ -71,7 +71,7 @@ class HeadCoalescer:
         self._head: bytes | None = None
 
     def write(self, data: bytes) -> None:
-        """Keep the head; then write it, and step aside."""
+        """Hold the head back; with the next piece, write both and restore the cycle's own transport."""
         if not self._cycle.response_started:
             self._transport.write(data)
         elif self._head is None:
@@ -85,14 +85,14 @@ class HeadCoalescer:
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Write what was kept, for no body came, and close."""
+        """Write the head if it is held back, because no body followed, and close."""
         if self._head is not None:
             self._transport.write(self._head)
         self._transport.close()
 
 
-def adapt(cycle: RequestResponseCycle, transport: CycleTransport) -> None:
-    """Prepare a cycle whose application has not started."""
+def adapt_cycle(cycle: RequestResponseCycle, transport: CycleTransport) -> None:
+    """Prepare a cycle before its application starts."""
     cycle.transport = transport  # type: ignore[assignment]
     if cycle.scope["http_version"] == "1.0":
         cycle.send = CloseDelimited(cycle)  # type: ignore[method-assign, assignment]

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol on httptools, which uvicorn does not document: the API serves connections by a subclass of it.
+"""Undocumented parts of uvicorn: its HTTP/1.1 protocol on httptools, of which the API's protocol is a subclass.
 
-No other module imports from `uvicorn.protocols`.
+No other module imports from ``uvicorn.protocols``.
 """
 
 from typing import Final

@@ -1,1 +1,1 @@
-"""Path operations of the API."""
+"""Path operations of the API: FastAPI routers, and the generation endpoints, which bypass FastAPI."""

@@ -1,4 +1,4 @@
-"""Errors of FastAPI's path operations, as replies in OpenAI's shape."""
+"""Exception handlers of FastAPI's path operations: errors become responses in OpenAI's shape."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,39 +10,38 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skiff_runtime import contract
-from skiff_runtime.api.error_replies import error_body, error_headers
-from skiff_runtime.api.http.responses import JSON
+from skiff_runtime.api.http.responses import JSON, error_body, error_headers
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 
 _GENERATION_PATHS: Final = ", ".join(
     (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
 )
 _MAX_SHOWN_CHARACTERS: Final = 200
-_FAULTS: Final = (500, 504)
-"""Statuses of requests that failed, which is no refusal."""
+_FAILURES: Final = (500, 504)
+"""Statuses of accepted requests that failed, which are not rejections."""
 
 
-def add_exception_handlers(app: FastAPI, on_refused: Callable[[int], None]) -> None:
-    """Make each error a reply. ``on_refused`` is called with the status of each request that is refused."""
+def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> None:
+    """Turn each error into a response. ``on_rejected`` is called with the status of each rejected request."""
 
-    async def refused(_request: Request, error: Exception) -> Response:
+    async def handle_request_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        if error.status not in _FAULTS:
-            on_refused(error.status)
-        return _reply(error, error.status)
+        if error.status not in _FAILURES:
+            on_rejected(error.status)
+        return _make_response(error, error.status)
 
-    async def no_body(_request: Request, error: Exception) -> Response:
-        """The one fault that FastAPI finds itself: ``JsonBody`` raises ``InvalidRequest`` for all others."""
+    async def handle_validation_error(_request: Request, error: Exception) -> Response:
+        """Handle the only error that FastAPI itself finds: ``JsonBody`` raises ``InvalidRequest`` for all others."""
         assert isinstance(error, RequestValidationError)
-        on_refused(400)
-        return _reply(InvalidRequest("the request body is no valid JSON: it is empty"), 400)
+        on_rejected(400)
+        return _make_response(InvalidRequest("the request body is not valid JSON: it is empty"), 400)
 
-    async def not_served(request: Request, error: Exception) -> Response:
+    async def handle_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        on_refused(error.status_code)
+        on_rejected(error.status_code)
         path = request.url.path[:_MAX_SHOWN_CHARACTERS]
         if error.status_code == 404:
-            return _reply(
+            return _make_response(
                 InvalidRequest(
                     f"there is no {path}: this server generates text only, at {_GENERATION_PATHS}; "
                     f"GET {contract.PATH_DOCS} lists every path",
@@ -50,32 +49,32 @@ def add_exception_handlers(app: FastAPI, on_refused: Callable[[int], None]) -> N
                 ),
                 404,
             )
-        allowed = _allowed(error)
-        response = _reply(
+        allowed = _allowed_methods(error)
+        response = _make_response(
             InvalidRequest(
-                f"{path} does not take {request.method}; use {allowed}", code="method_not_allowed"
+                f"{path} does not support {request.method}; use {allowed}", code="method_not_allowed"
             ),
             error.status_code,
         )
         response.headers["allow"] = allowed
         return response
 
-    async def broken(_request: Request, _error: Exception) -> Response:
-        """The client learns that the fault is ours; the server logs the rest."""
-        return _reply(InternalError("an internal error; the server's log has the details"), 500)
+    async def handle_exception(_request: Request, _error: Exception) -> Response:
+        """Hide the details from the client. Starlette raises the error again, and the server logs it."""
+        return _make_response(InternalError("an internal error; see the server's log"), 500)
 
-    app.add_exception_handler(RequestError, refused)
-    app.add_exception_handler(RequestValidationError, no_body)
-    app.add_exception_handler(HTTPException, not_served)
-    app.add_exception_handler(Exception, broken)
+    app.add_exception_handler(RequestError, handle_request_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(Exception, handle_exception)
 
 
-def _allowed(error: HTTPException) -> str:
-    """Return the methods that a path takes: HEAD wherever GET is one."""
+def _allowed_methods(error: HTTPException) -> str:
+    """Return the methods that a path allows: HEAD too wherever GET is allowed."""
     methods = (error.headers or {}).get("Allow", "another method")
     return "GET, HEAD" if methods == "GET" else methods
 
 
-def _reply(error: RequestError, status: int) -> Response:
+def _make_response(error: RequestError, status: int) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return Response(error_body(error), status_code=status, media_type=JSON, headers=headers)

@@ -1,38 +1,81 @@
-"""A generation endpoint as an ASGI application: body in, request dispatched, reply written by its sink.
+"""Generation endpoints: as ASGI applications, and in the OpenAPI document.
 
-The request's own task does nothing but wait for the client to leave. Rows are written from the reader's callback;
-the server ends the wait when the response is complete, or when the client disconnects, which aborts the request.
+POST requests on their paths go from the access middleware to a ``GenerationEndpoint`` without passing FastAPI
+(docs/decisions/0012-fastapi-beside-the-hot-path.md has the costs): the body is read, the request dispatched, and the
+response written by its choice writers. FastAPI gets routes that declare bodies and responses and are never called.
+
+A request's own task only waits for the client to disconnect. Rows are written from the callback that reads messages; the
+server ends the wait when the response is complete, or when the client disconnects, which aborts the request.
 """
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self
 
-from skiff_runtime import log
+from fastapi import APIRouter, Depends, Header, Response
+from pydantic import BaseModel, Field
+from pydantic.json_schema import SkipJsonSchema
+
+from skiff_runtime import contract, log
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers, write_error
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
-from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Send
-from skiff_runtime.api.http.request_body import (
-    BodyReader,
-    ClientDisconnected,
-    Receive,
-    Scope,
-    deadline_seconds,
-    get_trace_context,
-)
+from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
+from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
+from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
+from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import get_request_id, get_response_headers
-from skiff_runtime.api.principal import derive_cache_namespace, get_principal
+from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses
+from skiff_runtime.api.schemas.request_bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+)
+from skiff_runtime.api.schemas.response_bodies import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    GenerateResponse,
+)
+from skiff_runtime.config import Config
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome
 
+EVENT_STREAM: Final = "text/event-stream"
+
 Prepare = Callable[[bytes, ServedModel], RequestSpec]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings:
+    """Settings that all generation endpoints share.
+
+    ``max_seconds``: deadline of every request, 0 for none. ``traced``: requests are traced. ``allow_priority``: clients
+    without an admin key may raise their priority. ``isolate_keys``: only requests of one key share cached prefixes.
+    """
+
+    max_seconds: float
+    traced: bool
+    allow_priority: bool
+    isolate_keys: bool
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Return the settings of a configuration."""
+        return cls(
+            max_seconds=config.request_timeout_seconds,
+            traced=config.otlp_traces_endpoint is not None,
+            allow_priority=config.allow_priority,
+            isolate_keys=config.isolate_keys,
+        )
+
+
 class GenerationEndpoint:
-    """One path. ``prepare`` makes a generation of a raw body, or raises ``RequestError``."""
+    """The ASGI application of one path. ``prepare`` validates a raw body, and raises ``RequestError``."""
 
     def __init__(
         self,
@@ -43,69 +86,62 @@ class GenerationEndpoint:
         dispatcher: Dispatcher,
         metrics: Metrics,
         body: BodyReader,
-        longest_seconds: float,
-        traced: bool,
-        allows_priority: bool,
-        isolates_keys: bool,
+        settings: GenerationSettings,
     ) -> None:
-        """``longest_seconds``: when a request is ended at the latest, 0 for never; ``traced``: its parent is wanted.
-
-        ``allows_priority``: requests may ask to run before others; ``isolates_keys``: cached prefixes are shared by
-        requests of one key only.
-        """
         self._name = name
         self._prepare = prepare
         self._model = model
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._body = body
-        self._longest_seconds = longest_seconds
-        self._traced = traced
-        self._allows_priority = allows_priority
-        self._isolates_keys = isolates_keys
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = _Exchange(scope, send)
+        settings = self._settings
         try:
-            deadline = deadline_seconds(scope["headers"], self._longest_seconds)
+            deadline = parse_deadline(scope["headers"], settings.max_seconds)
             raw = await self._body.read(scope["headers"], receive)
-            generation = self._prepare(raw, self._model)
+            spec = self._prepare(raw, self._model)
             principal = get_principal(scope)
-            principal.require_priority(generation.priority, allowed=self._allows_priority)
-            flight = self._dispatcher.submit(
-                generation,
-                make_choice_writers(generation, exchange.writer, exchange.headers),
+            principal.require_priority(spec.priority, allowed=settings.allow_priority)
+            request = self._dispatcher.submit(
+                spec,
+                make_choice_writers(spec, exchange.writer, exchange.headers),
                 RequestMetadata(
                     request_id=exchange.id,
                     endpoint=self._name,
                     deadline_seconds=deadline,
-                    trace=get_trace_context(scope["headers"]) if self._traced else None,
+                    trace=get_trace_context(scope["headers"]) if settings.traced else None,
                     key=principal.key,
                     cache_salt=derive_cache_namespace(
-                        principal.key if self._isolates_keys else b"", generation.cache_salt
+                        principal.key if settings.isolate_keys else b"", spec.cache_salt
                     ),
                 ),
             )
         except ClientDisconnected:
             return
         except RequestError as error:
-            self._metrics.record_request(self._name, Outcome.REJECTED, 0.0)
-            self._metrics.record_rejection(error.status)
-            log.event(
-                "request_rejected",
-                id=exchange.id,
-                endpoint=self._name,
-                status=error.status,
-                error=error.message,
-            )
-            write_error(exchange.writer, error, exchange.headers)
-            await exchange.ended(receive)
+            self._reject(exchange, error)
+            await exchange.wait_until_over(receive)
             return
         try:
-            await exchange.ended(receive)
+            await exchange.wait_until_over(receive)
         finally:
-            self._dispatcher.abort(flight)
+            self._dispatcher.abort(request)
+
+    def _reject(self, exchange: "_Exchange", error: RequestError) -> None:
+        self._metrics.record_request(self._name, Outcome.REJECTED, 0.0)
+        self._metrics.record_rejection(error.status)
+        log.event(
+            "request_rejected",
+            id=exchange.id,
+            endpoint=self._name,
+            status=error.status,
+            error=error.message,
+        )
+        write_error(exchange.writer, error, exchange.headers)
 
 
 class _Exchange:
@@ -114,12 +150,12 @@ class _Exchange:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = get_request_id(scope)
         self.headers = get_response_headers(scope)
-        chunk = scope.get("extensions", {}).get(CHUNK_WRITER_EXTENSION)
-        self.writer = AsgiWriter(send, on_overflow=self._give_up, chunk=chunk)
+        write_chunk = scope.get("extensions", {}).get(CHUNK_WRITER_EXTENSION)
+        self.writer = AsgiWriter(send, on_overflow=self._cancel, write_chunk=write_chunk)
         self._task = asyncio.current_task()
 
-    async def ended(self, receive: Receive) -> None:
-        """Wait until the response is complete, the client has left, or it reads too slowly."""
+    async def wait_until_over(self, receive: Receive) -> None:
+        """Wait until the response is complete, or the client has disconnected or reads too slowly."""
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -128,6 +164,66 @@ class _Exchange:
                 raise
             log.warning("slow_client_disconnected", id=self.id)
 
-    def _give_up(self) -> None:
+    def _cancel(self) -> None:
         assert self._task is not None
         self._task.cancel()
+
+
+async def _document_headers(
+    x_request_timeout_seconds: Annotated[
+        Annotated[float, Field(gt=0, le=MAX_DEADLINE_SECONDS)] | SkipJsonSchema[None],
+        Header(description="Ends the request after this many seconds."),
+    ] = None,
+    traceparent: Annotated[str, Header(description="W3C trace context.")] = "",
+) -> None:
+    """Document the headers that the endpoints read."""
+
+
+def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[str, Any]:
+    """Document a response that is JSON, or a stream of events.
+
+    ``response_model`` puts the schema of the events among the document's components.
+    """
+    events = {
+        "type": "string",
+        "description": "Lines 'data: JSON'; the last is 'data: [DONE]'.",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": f"#/components/schemas/{event.__name__}"},
+    }
+    success = {**DEFAULT_RESPONSES[200], "model": full, "content": {EVENT_STREAM: {"schema": events}}}
+    return {"response_class": Response, "response_model": event, "responses": {200: success}}
+
+
+def make_generation_routes() -> APIRouter:
+    """Return the routes that document the generation endpoints, and are never called."""
+    router = APIRouter(
+        tags=["generation"],
+        dependencies=[Depends(_document_headers)],
+        responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504),
+    )
+
+    @router.post(
+        contract.PATH_CHAT_COMPLETIONS,
+        summary="Answer a conversation",
+        **_document_responses(ChatCompletionResponse, ChatCompletionChunk),
+    )
+    async def chat_completions(body: ChatCompletionRequest) -> None:
+        """With "stream": true the response is a stream of server-sent events."""
+
+    @router.post(
+        contract.PATH_COMPLETIONS,
+        summary="Continue a text",
+        **_document_responses(CompletionResponse, CompletionResponse),
+    )
+    async def completions(body: CompletionRequest) -> None:
+        """With "stream": true the response is a stream of server-sent events."""
+
+    @router.post(
+        contract.PATH_GENERATE,
+        summary="Continue a text or token IDs",
+        **_document_responses(GenerateResponse, GenerateResponse),
+    )
+    async def generate(body: GenerateBody) -> None:
+        """Skiff's own endpoint: text or token IDs in, text and token IDs out, whole or as a stream of server-sent events."""
+
+    return router

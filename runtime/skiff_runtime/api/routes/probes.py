@@ -1,22 +1,20 @@
-"""GET operations: probes (/livez /readyz /startupz /health_generate), /metrics, /server_info and /v1/models."""
+"""Probes (/livez, /readyz, /startupz, /health_generate) and /metrics, for kubelets, scrapers and routers."""
 
 import asyncio
-import dataclasses
 import time
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Header, Response
 from pydantic import BaseModel
 
-from skiff_runtime import __version__, contract
+from skiff_runtime import contract
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.request_state import RequestMetadata
 from skiff_runtime.api.dispatch.response_writers import NullChoiceWriter
-from skiff_runtime.api.dispatch.service_status import ServiceStatus, State
+from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.formats.generate import GenerateResponseFormatter
 from skiff_runtime.api.formats.request_spec import RequestSpec
-from skiff_runtime.api.formats.served_model import ServedModel
-from skiff_runtime.api.routes.openapi import failures, text, unready
+from skiff_runtime.api.routes.openapi import error_responses, not_ready_response, text_response
 from skiff_runtime.errors import InternalError, RequestError, Unavailable
 from skiff_runtime.messages import (
     FinishReason,
@@ -28,88 +26,59 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.exposition import MetricsExposition
-from skiff_runtime.processes.launch import Launch
 
 HEALTH_CHECK_TIMEOUT_SECONDS: Final = 30.0
-
-
-class ModelCard(BaseModel):
-    """The served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """All served models: one."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
 
 
 class StatusResponse(BaseModel):
     """The state of the service."""
 
-    status: State
+    status: ServiceState
 
 
 class StartupResponse(StatusResponse):
-    """Progress of the start: each process's phase, its progress from 0 to 1, and its phases' seconds."""
+    """Progress of the start: each process's phase, its progress from 0 to 1, and the seconds of its earlier phases."""
 
     elapsed_seconds: float
     processes: dict[str, dict[str, Any]]
 
 
 class HealthResponse(BaseModel):
-    """One token was generated in this many seconds."""
+    """Seconds in which one token was generated."""
 
     status: Literal["ok"]
     seconds: float
 
 
-class ServerInfo(BaseModel):
-    """Version, model, configuration (secrets left out), capacity and start."""
-
-    version: str
-    status: State
-    model: dict[str, Any]
-    config: dict[str, Any]
-    kv_tokens: int
-    start_phase_seconds: dict[str, float]
-
-
 def make_probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
-    """Return the operations of kubelets, scrapers and routers."""
+    """Return the probes and the metrics page."""
     router = APIRouter(tags=["probes"])
     health = _HealthCheck(dispatcher)
     page = MetricsExposition(metrics)
 
-    @router.get(contract.PATH_LIVEZ, summary="Alive?", responses=unready(StatusResponse))
+    @router.get(contract.PATH_LIVEZ, summary="Liveness", responses=not_ready_response(StatusResponse))
     async def livez(response: Response) -> StatusResponse:
-        """200 until the service fails: the supervisor ends every process when one of them does not beat."""
-        _set_status(response, good=status.state is not State.FAILED)
+        """Return 200 until the service fails: the supervisor ends every process if one of them sends no heartbeat."""
+        _set_status(response, ok=status.state is not ServiceState.FAILED)
         return StatusResponse(status=status.state)
 
-    @router.get(contract.PATH_READYZ, summary="Ready?", responses=unready(StatusResponse))
+    @router.get(contract.PATH_READYZ, summary="Readiness", responses=not_ready_response(StatusResponse))
     async def readyz(response: Response) -> StatusResponse:
-        """200 while new requests are served."""
-        _set_status(response, good=status.state is State.READY)
+        """Return 200 while the service accepts new requests."""
+        _set_status(response, ok=status.state is ServiceState.READY)
         return StatusResponse(status=status.state)
 
-    @router.get(contract.PATH_STARTUPZ, summary="Started?", responses=unready(StartupResponse))
+    @router.get(contract.PATH_STARTUPZ, summary="Startup", responses=not_ready_response(StartupResponse))
     async def startupz(response: Response) -> StartupResponse:
-        """200 once every process is ready; the body has the phase and the progress of each."""
-        _set_status(response, good=status.state in (State.READY, State.DRAINING))
-        return StartupResponse(**status.report())
+        """Return 200 once every process is ready; the body has each process's phase and progress."""
+        _set_status(response, ok=status.state in (ServiceState.READY, ServiceState.DRAINING))
+        return StartupResponse(**status.startup_report())
 
     @router.get(
-        contract.PATH_HEALTH_GENERATE, summary="Generate one token", responses=failures(429, 500, 503)
+        contract.PATH_HEALTH_GENERATE, summary="Generate one token", responses=error_responses(429, 500, 503)
     )
     async def health_generate() -> HealthResponse:
-        """One real token through every process. Checks that come meanwhile wait for the same one."""
+        """Generate one token through every process. Checks that arrive meanwhile wait for the same token."""
         began = time.perf_counter()
         await health.run()
         return HealthResponse(status="ok", seconds=round(time.perf_counter() - began, 6))
@@ -118,100 +87,54 @@ def make_probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Me
         contract.PATH_METRICS,
         summary="Metrics",
         response_class=Response,
-        responses=text("text/plain", "application/openmetrics-text"),
+        responses=text_response("text/plain", "application/openmetrics-text"),
     )
     async def read_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
-        """Prometheus' text format, or OpenMetrics where the header Accept names it."""
+        """Return the metrics in Prometheus' text format, or in OpenMetrics if the Accept header asks for it."""
         content, content_type = page.read(accept)
         return Response(content, headers={"content-type": content_type})
 
     return router
 
 
-def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceStatus) -> APIRouter:
-    """Return the operations that describe the service."""
-    router = APIRouter(tags=["service"])
-    card = ModelCard(
-        id=model.name,
-        object="model",
-        created=int(time.time()),
-        owned_by="skiff",
-        max_model_len=model.max_model_len,
-    )
-
-    @router.get(contract.PATH_MODELS, summary="List the served model")
-    async def models() -> ModelList:
-        """OpenAI's list of models."""
-        return ModelList(object="list", data=[card])
-
-    @router.get(
-        contract.PATH_MODELS + "/{name:path}", summary="Show the served model", responses=failures(404)
-    )
-    async def one_model(name: str) -> ModelCard:
-        """One entry of that list."""
-        model.check_model_name(name)
-        return card
-
-    @router.get(contract.PATH_SERVER_INFO, summary="Show version and configuration")
-    async def server_info() -> ServerInfo:
-        """Version, model, configuration, capacity and start."""
-        described = {
-            field: value
-            for field, value in dataclasses.asdict(launch.model).items()
-            if isinstance(value, str | int | float | list | tuple)
-        }
-        return ServerInfo(
-            version=__version__,
-            status=status.state,
-            model={"name": model.name, **described},
-            config=launch.config.public_fields(),
-            kv_tokens=status.kv_tokens,
-            start_phase_seconds=status.phase_seconds(),
-        )
-
-    return router
-
-
-def _set_status(response: Response, *, good: bool) -> None:
-    response.status_code = 200 if good else 503
+def _set_status(response: Response, *, ok: bool) -> None:
+    response.status_code = 200 if ok else 503
 
 
 class _HealthCheck:
-    """Generates one token, the same one for all that ask at a time."""
+    """Generates one token, shared by all checks that run at a time."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._check: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Wait for a token. Raises ``RequestError``."""
+        """Wait until a token was generated. Raises ``RequestError``."""
         if self._check is None or self._check.done():
-            self._check = asyncio.get_running_loop().create_task(self._one_token())
-        await asyncio.shield(self._check)
+            self._check = asyncio.get_running_loop().create_task(self._generate_token())
+        await asyncio.shield(self._check)  # the other checks go on if this one's client disconnects
 
-    async def _one_token(self) -> None:
-        sink = _HealthSink()
+    async def _generate_token(self) -> None:
+        writer = _HealthCheckWriter()
         sampling = SamplingSpec(max_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
-        generation = RequestSpec(
+        spec = RequestSpec(
             prompts=[[0]],
             sampling=sampling,
             text=TextOptions(),
             formatter=GenerateResponseFormatter(),
             stream=False,
         )
-        flight = self._dispatcher.submit(
-            generation, [sink], RequestMetadata(request_id="health", endpoint=None)
-        )
+        request = self._dispatcher.submit(spec, [writer], RequestMetadata(request_id="health", endpoint=None))
         try:
-            await asyncio.wait_for(sink.ended, HEALTH_CHECK_TIMEOUT_SECONDS)
+            await asyncio.wait_for(writer.ended, HEALTH_CHECK_TIMEOUT_SECONDS)
         except TimeoutError:
             raise Unavailable(f"no token within {HEALTH_CHECK_TIMEOUT_SECONDS:g} s") from None
         finally:
-            self._dispatcher.abort(flight)
+            self._dispatcher.abort(request)
 
 
-class _HealthSink(NullChoiceWriter):
-    """Waits for the end of a request."""
+class _HealthCheckWriter(NullChoiceWriter):
+    """Waits for the end of the check's request. ``ended``: raises ``InternalError`` if it failed."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

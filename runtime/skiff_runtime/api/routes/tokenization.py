@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer over HTTP, in vLLM's shapes."""
+"""POST /tokenize and /detokenize: the model's tokenizer over HTTP, in vLLM's formats."""
 
 from typing import Annotated, Final, Self
 
@@ -12,7 +12,7 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.formats.chat_completions import build_chat_prompt
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.routes.json_body import BoundedRoute, JsonBody
-from skiff_runtime.api.routes.openapi import failures
+from skiff_runtime.api.routes.openapi import error_responses
 from skiff_runtime.api.schemas.request_bodies import (
     MAX_CHAT_TEMPLATE_KWARGS,
     MAX_MESSAGES,
@@ -29,9 +29,9 @@ ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class TokenizeBody(ToolFields):
-    """POST /tokenize: a text in ``prompt``, or a conversation in ``messages`` with what the chat endpoint takes beside.
+    """Body of POST /tokenize: a text in ``prompt``, or a conversation in ``messages`` with fields of the chat endpoint.
 
-    ``add_special_tokens`` is for a text; a conversation's template writes its own.
+    ``add_special_tokens`` applies to a text; the chat template adds those of a conversation.
     """
 
     model_config = ConfigDict(json_schema_extra=exactly_one("prompt", "messages"))
@@ -50,7 +50,7 @@ class TokenizeBody(ToolFields):
     ) = None
 
     @model_validator(mode="after")
-    def _one_input(self) -> Self:
+    def _has_one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("input", "send either 'prompt' or 'messages'")
         if self.prompt is not None and any(getattr(self, name) is not None for name in _CHAT_FIELDS):
@@ -67,14 +67,14 @@ _CHAT_FIELDS = {
 
 
 class DetokenizeBody(StrictModel):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: ModelName | None = None
     tokens: TokenIds
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a prompt."""
+    """Token IDs of a prompt."""
 
     count: int
     max_model_len: int
@@ -83,25 +83,25 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text of token ids."""
+    """Text of token IDs."""
 
     prompt: str
 
 
-_ERRORS: Final = failures(400, 404, 408, 413, 429, 500, 503)
+_ERROR_RESPONSES: Final = error_responses(400, 404, 408, 413, 429, 500, 503)
 
 
-def make_tokenization_routes(model: ServedModel, queries: RpcClient) -> APIRouter:
-    """Return the operations."""
-    router = APIRouter(tags=["tokens"], route_class=BoundedRoute, responses=_ERRORS)
+def make_tokenization_routes(model: ServedModel, rpc: RpcClient) -> APIRouter:
+    """Return the operations of the tokenizer."""
+    router = APIRouter(tags=["tokens"], route_class=BoundedRoute, responses=_ERROR_RESPONSES)
 
     @router.post(contract.PATH_TOKENIZE, summary="Tokenize a prompt")
     async def tokenize(body: JsonBody[TokenizeBody]) -> TokenizeResponse:
-        """Return the token ids of a text or of a conversation, as they would be computed."""
+        """Return the token IDs of a text or of a conversation, as a generation request would compute them."""
         model.check_model_name(body.model)
-        prompt = _prompt(body, model.name)
+        prompt = _build_prompt(body, model.name)
         special = body.add_special_tokens is not False
-        encoded = await queries.ask(lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special))
+        encoded = await rpc.call(lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special))
         assert isinstance(encoded, Encoded)
         tokens = np.frombuffer(encoded.token_ids, dtype=Wire.TOKEN).tolist()
         return TokenizeResponse(
@@ -111,18 +111,18 @@ def make_tokenization_routes(model: ServedModel, queries: RpcClient) -> APIRoute
             token_strs=encoded.texts if body.return_token_strs else None,
         )
 
-    @router.post(contract.PATH_DETOKENIZE, summary="Detokenize token ids")
+    @router.post(contract.PATH_DETOKENIZE, summary="Detokenize token IDs")
     async def detokenize(body: JsonBody[DetokenizeBody]) -> DetokenizeResponse:
-        """Return the text of token ids, special ones included."""
+        """Return the text of token IDs, with special tokens."""
         model.check_model_name(body.model)
-        decoded = await queries.ask(lambda uid: DecodeRequest(uid, body.tokens))
+        decoded = await rpc.call(lambda uid: DecodeRequest(uid, body.tokens))
         assert isinstance(decoded, Decoded)
         return DetokenizeResponse(prompt=decoded.text)
 
     return router
 
 
-def _prompt(body: TokenizeBody, model: str) -> str | ChatPrompt:
+def _build_prompt(body: TokenizeBody, model: str) -> str | ChatPrompt:
     if body.prompt is not None:
         return body.prompt
     fields = body.model_fields_set & (_CHAT_FIELDS | {"messages"})

@@ -1,4 +1,4 @@
-"""Raw bytes to a validated request body, once; pydantic's errors to one sentence that says what to change."""
+"""Validation of request bodies: from raw bytes to a model, or to one sentence about what to change."""
 
 from difflib import get_close_matches
 from typing import Any, Final, TypeVar
@@ -6,76 +6,105 @@ from typing import Any, Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from skiff_runtime.api.refusals import EXPECTED_TYPES, UNSUPPORTED_FIELDS
 from skiff_runtime.api.schemas.request_bodies import StrictModel
 from skiff_runtime.errors import InvalidRequest
 
+UNSUPPORTED_FIELDS: Final[dict[str, str]] = {
+    "audio": "remove it; only text is generated",
+    "best_of": "use 1; ask for several with 'n' and choose among them",
+    "function_call": "remove it; use 'tools'",
+    "functions": "remove it; use 'tools'",
+    "metadata": "remove it; nothing is stored",
+    "modalities": 'use ["text"]',
+    "moderation": "remove it",
+    "name": "remove it from the message; write the name into its content",
+    "prediction": "remove it",
+    "prompt_cache_key": "remove it; prefixes are found without it",
+    "prompt_cache_options": "remove it; prefixes are found without it",
+    "prompt_cache_retention": "remove it; prefixes are kept while there is room",
+    "reasoning_effort": "remove it",
+    "safety_identifier": "remove it; use 'user'",
+    "service_tier": 'use "auto"',
+    "store": "use false; nothing is stored",
+    "suffix": "remove it",
+    "verbosity": 'use "medium"',
+    "web_search_options": "remove it; nothing is searched",
+}
+"""Fields of OpenAI's API that are not supported yet, and what to do instead."""
+
+EXPECTED_TYPES: Final[dict[str, str]] = {
+    "content": "must be a string or a list of text parts",
+    "prompt": "must be a string, a list of token ids, or a list of those",
+    "stop": "must be a string or a list of strings",
+}
+"""Fields of several types, and the types that they accept."""
+
 _MAX_SHOWN_CHARACTERS: Final = 60
-_MAX_FAULTS: Final = 100
-_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
+_MAX_ERRORS: Final = 100
+_UNION_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 
 Body = TypeVar("Body", bound=StrictModel)
 
 
-def parse_body(kind: type[Body], raw: bytes) -> Body:
-    """The body in ``raw``. Raises ``InvalidRequest`` about its first fault."""
+def parse_body(model: type[Body], raw: bytes) -> Body:
+    """Return the body in ``raw``. Raises ``InvalidRequest`` about its first error."""
     try:
-        return kind.model_validate_json(raw)
+        return model.model_validate_json(raw)
     except ValidationError as error:
-        raise _refusal(_telling(error), kind) from None
+        raise _describe(_select_error(error), model) from None
 
 
-def _telling(error: ValidationError) -> ErrorDetails:
-    """The first fault, told by the branch of a union that went deepest."""
-    if error.error_count() > _MAX_FAULTS:
-        raise InvalidRequest(f"the request body has {error.error_count()} faults; is it meant for this API?")
-    faults = error.errors(include_url=False, include_context=False)
-    same = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
-    return max(same, key=lambda fault: len(fault["loc"]))
+def _select_error(error: ValidationError) -> ErrorDetails:
+    """Return the first error; for a field of several types, that of the type which matched the value most deeply."""
+    if error.error_count() > _MAX_ERRORS:
+        raise InvalidRequest(f"the request body has {error.error_count()} errors; is it meant for this API?")
+    errors = error.errors(include_url=False, include_context=False)
+    same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    return max(same_field, key=lambda each: len(each["loc"]))
 
 
-def _refusal(error: ErrorDetails, kind: type[StrictModel]) -> InvalidRequest:
+def _describe(error: ErrorDetails, model: type[StrictModel]) -> InvalidRequest:
     if error["type"] == "json_invalid":
         return InvalidRequest(
-            f"the request body is no valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}"
+            f"the request body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}"
         )
-    path = _path(error["loc"])
+    path = _simplify_path(error["loc"])
     if not path:
-        whole = "the request body must be a JSON object"
-        return InvalidRequest(whole if error["type"] == "model_type" else error["msg"])
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+        no_object = error["type"] == "model_type"
+        return InvalidRequest("the request body must be a JSON object" if no_object else error["msg"])
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     names = [part for part in path if isinstance(part, str)]
     first, last = names[0], names[-1]
     if error["type"] == "missing":
-        return InvalidRequest(f"'{where}' is missing", param=where)
+        return InvalidRequest(f"'{param}' is missing", param=param)
     for name in (first, last):
         if name in UNSUPPORTED_FIELDS:
             return InvalidRequest(
-                f"'{where}' is not supported yet: {UNSUPPORTED_FIELDS[name]}",
-                param=where,
+                f"'{param}' is not supported yet: {UNSUPPORTED_FIELDS[name]}",
+                param=param,
                 code="unsupported_parameter",
             )
     if error["type"] == "extra_forbidden":
-        meant = get_close_matches(last, sorted(set(kind.model_fields) - set(UNSUPPORTED_FIELDS)), n=1)
-        hint = f", or did you mean '{meant[0]}'?" if meant and len(path) == 1 else ""
+        similar = get_close_matches(last, sorted(set(model.model_fields) - set(UNSUPPORTED_FIELDS)), n=1)
+        hint = f", or did you mean '{similar[0]}'?" if similar and len(path) == 1 else ""
         return InvalidRequest(
-            f"unknown field '{where}'; remove it{hint}", param=where, code="unknown_parameter"
+            f"unknown field '{param}'; remove it{hint}", param=param, code="unknown_parameter"
         )
     if path[-1] in EXPECTED_TYPES and error["type"].endswith("_type"):
-        return InvalidRequest(f"'{where}' {EXPECTED_TYPES[last]}", param=where)
-    return InvalidRequest(f"'{where}': {error['msg']}{_shown(error)}", param=where)
+        return InvalidRequest(f"'{param}' {EXPECTED_TYPES[last]}", param=param)
+    return InvalidRequest(f"'{param}': {error['msg']}{_format_value(error)}", param=param)
 
 
-def _path(location: tuple[int | str, ...]) -> list[int | str]:
-    """``location`` without what pydantic adds for the branches of a union, such as ``list[constrained-int]``."""
+def _simplify_path(location: tuple[int | str, ...]) -> list[int | str]:
+    """Remove the parts that pydantic adds for the branches of a union, such as ``list[constrained-int]``."""
     first, *others = location or ("",)
-    kept = [part for part in others if isinstance(part, int) or not (part in _BRANCHES or "[" in part)]
+    kept = [part for part in others if isinstance(part, int) or not (part in _UNION_BRANCHES or "[" in part)]
     path = [first, *kept] if first else []
     return [part if isinstance(part, int) else part[:_MAX_SHOWN_CHARACTERS] for part in path]
 
 
-def _shown(error: ErrorDetails) -> str:
-    """The offending value, where it is short enough to show."""
+def _format_value(error: ErrorDetails) -> str:
+    """Return the invalid value for the end of a message; "" if it is long, structured or of the wrong type."""
     value: Any = error["input"]
     if not isinstance(value, str | int | float | bool) or error["type"].endswith("_type"):
         return ""

@@ -1,0 +1,87 @@
+"""Model list and server information: GET /v1/models and /server_info."""
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from skiff_runtime import contract
+from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
+from skiff_runtime.api.formats.served_model import ServedModel
+from skiff_runtime.api.routes.openapi import error_responses
+from skiff_runtime.processes.launch import Launch
+from skiff_runtime.version import __version__
+
+
+class ModelCard(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """List of the served models, which has one entry."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ServerInfo(BaseModel):
+    """Version, model, configuration (without secrets), capacity and startup times."""
+
+    version: str
+    status: ServiceState
+    model: dict[str, Any]
+    config: dict[str, Any]
+    kv_tokens: int
+    start_phase_seconds: dict[str, float]
+
+
+def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceStatus) -> APIRouter:
+    """Return the operations that describe the service."""
+    router = APIRouter(tags=["service"])
+    card = ModelCard(
+        id=model.name,
+        object="model",
+        created=int(time.time()),
+        owned_by="skiff",
+        max_model_len=model.max_model_len,
+    )
+
+    @router.get(contract.PATH_MODELS, summary="List the served model")
+    async def models() -> ModelList:
+        """List the served model in OpenAI's shape."""
+        return ModelList(object="list", data=[card])
+
+    @router.get(
+        contract.PATH_MODELS + "/{name:path}", summary="Show the served model", responses=error_responses(404)
+    )
+    async def one_model(name: str) -> ModelCard:
+        """Show one entry of that list."""
+        model.check_model_name(name)
+        return card
+
+    @router.get(contract.PATH_SERVER_INFO, summary="Show version and configuration")
+    async def server_info() -> ServerInfo:
+        """Show the version, model, configuration, capacity and startup times."""
+        description = {
+            field: value
+            for field, value in dataclasses.asdict(launch.model).items()
+            if isinstance(value, str | int | float | list | tuple)
+        }
+        return ServerInfo(
+            version=__version__,
+            status=status.state,
+            model={"name": model.name, **description},
+            config=launch.config.public_fields(),
+            kv_tokens=status.kv_tokens,
+            start_phase_seconds=status.phase_seconds(),
+        )
+
+    return router
