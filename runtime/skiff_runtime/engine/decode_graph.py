@@ -18,9 +18,10 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
+from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 

@@ -16,7 +16,7 @@ from skiff_runtime.engine.fp8_support import check_fp8_support
 from skiff_runtime.engine.free_memory import free_bytes
 from skiff_runtime.engine.launch_bound import launch_bound_tokens
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
