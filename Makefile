@@ -77,7 +77,7 @@ gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models w
 	$(GPU_PIP) --editable '.[gpu]'
 	for model in $(GPU_SHAPES); do $(BIN)/skiff bench offline --model shape://$$model $(GPU_BENCH); done
 	for cache in auto fp8_e4m3; do $(BIN)/skiff bench offline --model shape://qwen3-14b --quantization fp8 --kv-cache-dtype $$cache $(GPU_BENCH); done
-	for order in fcfs lpm; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --workload shared-prefix --schedule-policy $$order $(GPU_BENCH); done
+	for order in fcfs lpm; do $(BIN)/skiff bench offline --model shape://llama-3.1-8b --dataset-name generated-shared-prefix --schedule-policy $$order $(GPU_BENCH); done
 
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up

@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, which must be said before anything imports Triton."""
+"""Test configuration: without a GPU, Triton runs kernels in its interpreter, which must be set before any import of Triton."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test of kernels allocates shows where it was not written."""
+    """Fill allocations of kernel tests with poison, which shows where nothing was written."""
     from kernel_device import poison_allocations  # which imports Triton
 
     poison_allocations(monkeypatch)

@@ -117,16 +117,18 @@ class Applier:
 
     async def _change(self, key: Key, uid: str, kind: Kind, obj: dict[str, Any]) -> dict[str, Any]:
         """Read a child and apply to exactly the version that was read."""
-        place = key[0], obj["metadata"]["name"]
-        live = await self._client.get(kind, *place)
+        namespaced_name = key[0], obj["metadata"]["name"]
+        live = await self._client.get(kind, *namespaced_name)
         ownership.require_owned(kind, live, service=key[1], uid=uid)
         fields = ownership.migrated_fields(live)
         if fields is not None:
             version = live["metadata"]["resourceVersion"]
-            edits = {"/metadata/managedFields": fields}
-            live = await self._client.edit(kind, *place, edits, version=version)
+            patch = {"/metadata/managedFields": fields}
+            live = await self._client.edit(kind, *namespaced_name, patch, version=version)
         guard = {name: live["metadata"][name] for name in ("uid", "resourceVersion")}
-        return await self._client.apply(kind, *place, {**obj, "metadata": {**obj["metadata"], **guard}})
+        return await self._client.apply(
+            kind, *namespaced_name, {**obj, "metadata": {**obj["metadata"], **guard}}
+        )
 
     async def _delete(self, key: Key, uid: str, step: plan.Step) -> None:
         """Delete a child of the InferenceService `uid`, unless it is gone or no longer ours."""

@@ -159,7 +159,7 @@ class Cache:
             return [Record(key, key[1], e.uid, int(e.resource_version)) for key, e in entries if e.present]
         if kind == POD:
             return [Record(key, pod.name, pod.uid) for key, e in entries for pod in e.pods.values()]
-        children = [(key, place, child) for key, e in entries for place, child in e.children.items()]
+        children = [(key, child_key, child) for key, e in entries for child_key, child in e.children.items()]
         return [
             Record(key, name, child.uid, int(child.resource_version))
             for key, (of, name), child in children

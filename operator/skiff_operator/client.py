@@ -125,8 +125,8 @@ class Client:
         self, kind: Kind, namespace: str, name: str, values: dict[str, Any], *, version: str
     ) -> dict[str, Any]:
         """Replace values at JSON pointers by a JSON patch. Raises `ApiConflict` for another version of the object."""
-        places = {"/metadata/resourceVersion": version, **values}
-        operations = [{"op": "replace", "path": path, "value": value} for path, value in places.items()]
+        replacements = {"/metadata/resourceVersion": version, **values}
+        operations = [{"op": "replace", "path": path, "value": value} for path, value in replacements.items()]
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
         return await self.request("PATCH", path, operations, query=query, content_type=_JSON_PATCH)
 

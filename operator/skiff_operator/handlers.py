@@ -14,7 +14,7 @@ import kopf
 from skiff_operator import reflector
 from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.settings import Settings
-from skiff_operator.watch_streams import WATCHED, Sink
+from skiff_operator.watch_streams import WATCHED, EventHandler
 from skiff_runtime import contract
 
 
@@ -60,12 +60,12 @@ def register() -> kopf.OperatorRegistry:
     return registry
 
 
-async def run(sink: Sink, settings: Settings) -> None:
+async def run(handler: EventHandler, settings: Settings) -> None:
     """Watch until a signal ends the process or this task is cancelled.
 
     Raises:
         OperatorError: this process cannot watch.
     """
-    await reflector.run(sink, register(), configure(settings), settings.namespaces)
+    await reflector.run(handler, register(), configure(settings), settings.namespaces)
     # kopf leaves its generators of watch events unfinished, and asyncio would log that while the process ends.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -142,8 +142,8 @@ class Leadership:
     async def _write(self, lease: dict[str, Any]) -> bool:
         asked_at = time.monotonic()
         lease["spec"]["renewTime"] = _micro_time()
-        place = self._settings.lease_namespace, self._settings.lease_name
-        self._mine = await self._client.replace(LEASE, *place, lease)
+        namespaced_name = self._settings.lease_namespace, self._settings.lease_name
+        self._mine = await self._client.replace(LEASE, *namespaced_name, lease)
         self._renewed_at = asked_at
         return True
 

@@ -8,9 +8,9 @@ from skiff_runtime import contract
 
 _FORMS: Final = {
     "demo": re.compile(r"demo://"),
-    "hf": re.compile(r"hf://(?P<place>[\w.-]+/[\w.-]+)"),
-    "pvc": re.compile(r"pvc://(?P<place>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
-    "file": re.compile(r"file://(?P<place>/.+)"),
+    "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+)"),
+    "pvc": re.compile(r"pvc://(?P<location>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
+    "file": re.compile(r"file://(?P<location>/.+)"),
 }
 assert tuple(sorted(_FORMS)) == tuple(sorted(contract.MODEL_SCHEMES))
 
@@ -18,10 +18,10 @@ _HELP: Final = "use demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH or file://
 
 
 class Source(NamedTuple):
-    """`place`: the hub's repository, the claim's name or the host's path; `path`: inside the claim."""
+    """`location`: the hub's repository, the claim's name or the host's path; `path`: inside the claim."""
 
     scheme: str
-    place: str = ""
+    location: str = ""
     path: str = ""
 
 
@@ -33,6 +33,6 @@ def parse(uri: str) -> Source:
         raise InvalidSpec(f"spec.model.uri: {uri!r} is not understood; {_HELP}")
     parts = match.groupdict()
     path = (parts.get("path") or "").strip("/")
-    if ".." in path.split("/") or ".." in (parts.get("place") or "").split("/"):
+    if ".." in path.split("/") or ".." in (parts.get("location") or "").split("/"):
         raise InvalidSpec(f"spec.model.uri: {uri!r} must not contain '..'; name the directory itself")
-    return Source(scheme, parts.get("place") or "", path)
+    return Source(scheme, parts.get("location") or "", path)

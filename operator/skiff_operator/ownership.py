@@ -48,9 +48,9 @@ def require_owned(kind: Kind, live: dict[str, Any], *, service: str, uid: str) -
         raise NameTaken(
             f"{kind.name} {name} belongs to an earlier InferenceService {service} and is not deleted yet"
         )
-    whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "has no controller"
+    owned_by = f"belongs to {owner['kind']} {owner['name']}" if owner else "has no controller"
     raise NameTaken(
-        f"{kind.name} {name} exists and is not this InferenceService's: it {whose}; "
+        f"{kind.name} {name} exists and is not this InferenceService's: it {owned_by}; "
         "delete it or rename the InferenceService"
     )
 

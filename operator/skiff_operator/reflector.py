@@ -28,7 +28,7 @@ from kopf._core.reactor import queueing
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.log import logger
-from skiff_operator.watch_streams import WATCHED, Sink, StreamKey
+from skiff_operator.watch_streams import WATCHED, EventHandler, StreamKey
 
 BORROWED: Final = {
     "kopf._cogs.clients.watching.infinite_watch": {"settings", "resource", "namespace", "operator_paused"},
@@ -78,16 +78,19 @@ def check() -> None:
 
 
 async def run(
-    sink: Sink, registry: kopf.OperatorRegistry, settings: kopf.OperatorSettings, namespaces: tuple[str, ...]
+    handler: EventHandler,
+    registry: kopf.OperatorRegistry,
+    settings: kopf.OperatorSettings,
+    namespaces: tuple[str, ...],
 ) -> None:
-    """Run kopf, with its watches reflected into `sink`, until a signal ends it or this task is cancelled.
+    """Run kopf, with its watches reflected into `handler`, until a signal ends it or this task is cancelled.
 
     Raises:
         OperatorError: kopf's internals differ, the API server lacks a kind, or the credentials are invalid.
     """
     check()
     insights = references.Insights()
-    with _reflected(sink):
+    with _reflected(handler):
         operator = asyncio.create_task(
             kopf.operator(
                 registry=registry,
@@ -115,7 +118,7 @@ async def run(
 
 
 @contextlib.contextmanager
-def _reflected(sink: Sink) -> Iterator[None]:
+def _reflected(handler: EventHandler) -> Iterator[None]:
     """Replace kopf's loop of lists and watches by `Reflector` inside the block."""
     kinds = {(kind.group, kind.version, kind.plural): kind for kind in WATCHED}
     original = watching.infinite_watch
@@ -124,7 +127,7 @@ def _reflected(sink: Sink) -> Iterator[None]:
         *, settings: kopf.OperatorSettings, resource: Any, namespace: str | None, **_: Any
     ) -> AsyncIterator[Any]:
         kind = kinds[resource.group, resource.version, resource.plural]
-        return Reflector(sink, StreamKey(kind, namespace), settings, resource).reflect()
+        return Reflector(handler, StreamKey(kind, namespace), settings, resource).reflect()
 
     watching.infinite_watch = reflect
     try:
@@ -141,9 +144,11 @@ class Reflector:
     requested again periodically.
     """
 
-    def __init__(self, sink: Sink, stream: StreamKey, settings: kopf.OperatorSettings, resource: Any) -> None:
-        """Reflect `resource`, as kopf discovered it, into `sink`."""
-        self._sink = sink
+    def __init__(
+        self, handler: EventHandler, stream: StreamKey, settings: kopf.OperatorSettings, resource: Any
+    ) -> None:
+        """Reflect `resource`, as kopf discovered it, into `handler`."""
+        self._handler = handler
         self._stream = stream
         self._resource = resource
         self._watching = settings.watching
@@ -153,7 +158,7 @@ class Reflector:
 
     async def reflect(self) -> AsyncIterator[watching.Bookmark]:
         """List and watch for ever; kopf's own watcher receives only the ends of lists."""
-        await self._sink.streams.may_begin(self._stream)
+        await self._handler.streams.may_begin(self._stream)
         while True:
             try:
                 resource_version = await self._list()
@@ -180,13 +185,13 @@ class Reflector:
         )
         async with contextlib.aclosing(pages):
             async for objects, listed_at in pages:
-                self._sink.streams.heard(self._stream)
+                self._handler.streams.heard(self._stream)
                 for obj in objects:
                     shown.add(obj["metadata"]["uid"])
-                    self._sink.on_event(self._stream.kind, "LISTED", obj)
+                    self._handler.on_event(self._stream.kind, "LISTED", obj)
                 resource_version = listed_at
                 del objects  # or else two pages would be in memory while the next one is read
-        self._sink.on_listed(self._stream, shown, int(resource_version))
+        self._handler.on_listed(self._stream, shown, int(resource_version))
         return resource_version
 
     async def _watch(self, resource_version: str) -> NoReturn:
@@ -200,7 +205,7 @@ class Reflector:
             failure: Exception | None = None
             try:
                 async with await self._request(resource_version) as response:
-                    self._sink.streams.heard(self._stream)
+                    self._handler.streams.heard(self._stream)
                     async for line in api.iter_jsonlines(response.content):
                         resource_version = self._take(json.loads(line))
             except aiohttp.SocketTimeoutError:
@@ -240,10 +245,10 @@ class Reflector:
         name, obj = event["type"], event["object"]
         if name == "ERROR":
             raise StreamError(obj.get("message", str(obj)), status=obj.get("code", 0))
-        self._sink.streams.heard(self._stream)
+        self._handler.streams.heard(self._stream)
         self._failures = 0
         if name in ("ADDED", "MODIFIED", "DELETED"):
-            self._sink.on_event(self._stream.kind, name, obj)
+            self._handler.on_event(self._stream.kind, name, obj)
         resource_version: str = obj["metadata"]["resourceVersion"]
         return resource_version
 
@@ -252,7 +257,7 @@ class Reflector:
         answered = isinstance(error, errors.APIError)
         asked = _retry_after(error) if answered else 0.0
         delay = min(max(self._delay(), asked), self._last_delay)
-        self._sink.streams.failed(self._stream, str(error) or repr(error), answered=answered)
+        self._handler.streams.failed(self._stream, str(error) or repr(error), answered=answered)
         extra = {"stream": str(self._stream), "error": repr(error), "retry_seconds": f"{delay:.1f}"}
         logger.warning("watch failed", extra=extra)
         await asyncio.sleep(delay)

@@ -27,8 +27,8 @@ class StreamKey(NamedTuple):
 
     def __str__(self) -> str:
         """Return the name of the stream in logs and probes."""
-        place = f"namespace {self.namespace}" if self.namespace else "all namespaces"
-        return f"{self.kind.plural} in {place}"
+        scope = f"namespace {self.namespace}" if self.namespace else "all namespaces"
+        return f"{self.kind.plural} in {scope}"
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class WatchStreams:
         return [(key, stream.lists) for key, stream in self._streams.items()]
 
 
-class Sink(Protocol):
+class EventHandler(Protocol):
     """The receiver of events; its methods must not block."""
 
     @property

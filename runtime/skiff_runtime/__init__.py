@@ -6,11 +6,11 @@ offline inference.
 
 from typing import TYPE_CHECKING
 
+from skiff_runtime.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from skiff_runtime.offline.llm import LLM as LLM
     from skiff_runtime.offline.sampling_params import SamplingParams as SamplingParams
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

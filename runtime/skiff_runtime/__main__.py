@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from skiff_runtime import __version__, log
+from skiff_runtime import log
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
 from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
 from skiff_runtime.errors import FetchError, SkiffError
+from skiff_runtime.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -18,7 +19,7 @@ _BENCHMARKS: Final = {
     "serve": ("online.serve", "open-loop load against a running server"),
     "compare": ("online.compare", "two results of bench serve side by side"),
     "offline": ("offline.throughput", "throughput of the engine, without HTTP"),
-    "gaps": (
+    "prefill-interference": (
         "offline.prefill_interference",
         "inter-token latency of running requests while a long prompt is prefilled",
     ),

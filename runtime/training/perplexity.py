@@ -30,7 +30,7 @@ COUNT = 100
 
 
 @dataclass
-class Told:
+class ChatLogprobs:
     """Losses in nats of the tokens of questions and of answers, and the likeliest token at every position."""
 
     questions: list[float] = field(default_factory=list)
@@ -38,9 +38,9 @@ class Told:
     likeliest: list[int] = field(default_factory=list)
 
 
-def measure(device: str, options: dict[str, Any], count: int) -> Told:
+def measure(device: str, options: dict[str, Any], count: int) -> ChatLogprobs:
     """The perplexity of one configuration on the chats."""
-    told = Told()
+    logprobs = ChatLogprobs()
     with LLM("demo://", device=device, **{"dtype": "bfloat16", **options}) as llm:
         cases = [*template_cases(count, trained=False), *late_cases(count // 4)]
         starts = [llm.encode(rendered(case), add_special_tokens=False) for case in cases]
@@ -51,9 +51,9 @@ def measure(device: str, options: dict[str, Any], count: int) -> Told:
         for start, done in zip(starts, llm.generate(prompts, sampling), strict=True):
             for place, each in enumerate(done.prompt_logprobs):
                 if each.logprob is not None:
-                    (told.questions if place < len(start) else told.answers).append(-each.logprob)
-                    told.likeliest.append(each.top[0].token_id)
-    return told
+                    (logprobs.questions if place < len(start) else logprobs.answers).append(-each.logprob)
+                    logprobs.likeliest.append(each.top[0].token_id)
+    return logprobs
 
 
 def perplexity(losses: list[float]) -> float:
@@ -71,11 +71,11 @@ def main() -> None:
     arguments = parser.parse_args()
     first: list[int] = []
     for name, options in CONFIGURATIONS.items():
-        told = measure(arguments.device, options, arguments.count)
-        first = first or told.likeliest
-        same = sum(a == b for a, b in zip(told.likeliest, first, strict=True)) / len(first)
+        logprobs = measure(arguments.device, options, arguments.count)
+        first = first or logprobs.likeliest
+        same = sum(a == b for a, b in zip(logprobs.likeliest, first, strict=True)) / len(first)
         print(
-            f"{name:12}  questions {perplexity(told.questions):.4f}  answers {perplexity(told.answers):.6f}  "
+            f"{name:12}  questions {perplexity(logprobs.questions):.4f}  answers {perplexity(logprobs.answers):.6f}  "
             f"agreement {same:.2%}  of {len(first)}",
             flush=True,
         )

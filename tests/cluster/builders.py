@@ -98,13 +98,13 @@ class Buildah:
     def command(self, *words: str) -> list[str]:
         """Return a buildah command, in a mount namespace of its own: its mounts, and its notes in /var/lib, end with it."""
         storage, running = self.layout.images / "storage", self.layout.images / "run"
-        places = ["--root", str(storage), "--runroot", str(running), "--storage-driver", "overlay"]
+        paths = ["--root", str(storage), "--runroot", str(running), "--storage-driver", "overlay"]
         settings = running / "containers.conf"
         running.mkdir(parents=True, exist_ok=True)
         settings.write_text(f'[network]\nnetwork_config_dir = "{running / "cni"}"\n')
         namespace = ["unshare", "-m", "--propagation", "private"]
         private = ["sh", "-c", 'mount -t tmpfs tmpfs /var/lib && exec "$@"', "sh"]
-        return [*namespace, *private, "env", f"CONTAINERS_CONF={settings}", "buildah", *places, *words]
+        return [*namespace, *private, "env", f"CONTAINERS_CONF={settings}", "buildah", *paths, *words]
 
     def build(self, recipe: Recipe, secrets: Mapping[str, Path], log: Path) -> None:
         """See Builder; nothing is pulled, for every base is built here."""

@@ -52,26 +52,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def up(places: Layout) -> None:
+def up(paths: Layout) -> None:
     """Bring a cluster up and say where its kubeconfig is."""
-    provider = choose(places)
+    provider = choose(paths)
     provider.up()
     print(provider.kubeconfig)
 
 
-def down(places: Layout, *, purge: bool) -> None:
+def down(paths: Layout, *, purge: bool) -> None:
     """Take the cluster down; say what of the cache remains."""
-    provider = made(places)
+    provider = made(paths)
     if provider is not None:
         provider.down()
     if purge:
-        with step(f"removing {places.root}"):
-            shutil.rmtree(places.root)
+        with step(f"removing {paths.root}"):
+            shutil.rmtree(paths.root)
         return
-    if places.bin.exists():
-        size = output(["du", "-sh", places.root], timeout_seconds=300).split()[0]
+    if paths.bin.exists():
+        size = output(["du", "-sh", paths.root], timeout_seconds=300).split()[0]
         say(
-            f"no cluster is left; {places.root} keeps what was built ({size}): `cluster.py down --purge` removes it"
+            f"no cluster is left; {paths.root} keeps what was built ({size}): `cluster.py down --purge` removes it"
         )
 
 
@@ -88,49 +88,49 @@ def control_plane(arguments: argparse.Namespace) -> None:
     return print(plane.kubeconfig)
 
 
-def kubeconfig(places: Layout) -> Path:
+def kubeconfig(paths: Layout) -> Path:
     """Return the path of the kubeconfig of the cluster that is up; raises ClusterError when there is none."""
-    provider = choose(places)
+    provider = choose(paths)
     if not provider.kubeconfig.exists():
         raise ClusterError("no cluster is up: `make cluster` brings one up")
     return provider.kubeconfig
 
 
-def program(name: str, places: Layout) -> Path:
+def program(name: str, paths: Layout) -> Path:
     """Return the path of one of PATHS."""
     builders = {"kubectl": toolchain.kubectl, "helm": toolchain.helm, "helm-docs": toolchain.helm_docs}
-    return builders[name](places) if name in builders else debian.prometheus(places)[name]
+    return builders[name](paths) if name in builders else debian.prometheus(paths)[name]
 
 
-def tools(places: Layout) -> None:
+def tools(paths: Layout) -> None:
     """Make every program that the integration tests start ready, so that no test waits for a build."""
-    debian.ensure(debian.CONTROL_PLANE_PACKAGES, places)
+    debian.ensure(debian.CONTROL_PLANE_PACKAGES, paths)
     for name in controlplane.PROGRAMS:
         controlplane.binary(name)
     for name in PATHS:
-        program(name, places)
+        program(name, paths)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Carry out one command."""
-    places = layout()
+    paths = layout()
     if arguments.command == "kubeconfig":
-        return print(kubeconfig(places))
+        return print(kubeconfig(paths))
     if arguments.command == "image":
-        return print(delivery.reference(arguments.name, places, choose(places)))
+        return print(delivery.reference(arguments.name, paths, choose(paths)))
     if getattr(arguments, "control_plane_only", False):
         return control_plane(arguments)
-    with locked(places.lock):
+    with locked(paths.lock):
         if arguments.command == "up":
-            up(places)
+            up(paths)
         elif arguments.command == "down":
-            down(places, purge=arguments.purge)
+            down(paths, purge=arguments.purge)
         elif arguments.command == "images":
-            delivery.deliver(places, choose(places), arguments.names or delivery.PRODUCT)
+            delivery.deliver(paths, choose(paths), arguments.names or delivery.PRODUCT)
         elif arguments.command == "tools":
-            tools(places)
+            tools(paths)
         else:
-            print(program(arguments.command.removesuffix("-path"), places))
+            print(program(arguments.command.removesuffix("-path"), paths))
     return None
 
 

@@ -134,9 +134,9 @@ def binary(name: str) -> Path:
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     if assets and (Path(assets) / name).exists():
         return Path(assets) / name
-    places = layout()
-    ensure([tool for tool in CONTROL_PLANE if tool.name == name], places)
-    return places.bin / name
+    paths = layout()
+    ensure([tool for tool in CONTROL_PLANE if tool.name == name], paths)
+    return paths.bin / name
 
 
 class ControlPlane:

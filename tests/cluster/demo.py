@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from commands import ClusterError, output, say, step, succeeds
+from operator_installation import OPERATOR_NAMESPACE, OperatorInstallation
 from paths import REPOSITORY, layout
 from providers import made
-from tenancy import OPERATOR_NAMESPACE, Tenancy
 
 CLUSTER: Final = Path(__file__).with_name("cluster.py")
 CHART: Final = REPOSITORY / "charts" / "skiff"
@@ -148,7 +148,7 @@ def up() -> None:
     program = cluster("kubectl-path")
     kubectl = Kubectl(program, kubeconfig)
     helm = cluster("helm-path")
-    Tenancy(program, kubeconfig).claim()
+    OperatorInstallation(program, kubeconfig).claim()
     cluster("images")
     install_operator(helm, kubeconfig)
     kubectl.show("apply", "-n", NAMESPACE, "-f", SAMPLE.relative_to(REPOSITORY))
@@ -163,15 +163,15 @@ def up() -> None:
 
 def down() -> None:
     """Remove what `up` made: the service, the operator, its CRD, and the cluster if it is ours; not what was built."""
-    places = layout()
-    provider = made(places)
+    paths = layout()
+    provider = made(paths)
     if provider is None and not os.environ.get("KUBECONFIG"):
         say("no demo is up")
         return
     kubeconfig = cluster("kubeconfig")
     program = cluster("kubectl-path")
-    kubectl, tenancy = Kubectl(program, kubeconfig), Tenancy(program, kubeconfig)
-    if succeeds(kubectl.command("get", "--raw", "/readyz")) and tenancy.ours:
+    kubectl, operator_installation = Kubectl(program, kubeconfig), OperatorInstallation(program, kubeconfig)
+    if succeeds(kubectl.command("get", "--raw", "/readyz")) and operator_installation.ours:
         with step("removing the service and the operator"):
             output(
                 kubectl.command("delete", "--ignore-not-found", "-n", NAMESPACE, "-f", SAMPLE),
@@ -179,7 +179,7 @@ def down() -> None:
             )
             output([cluster("helm-path"), "--kubeconfig", kubeconfig, "uninstall", "skiff", "--ignore-not-found", "--wait",
                     "--namespace", OPERATOR_NAMESPACE], timeout_seconds=180)  # fmt: skip
-            tenancy.remove()
+            operator_installation.remove()
     cluster("down")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helm import CHART, RELEASE, Helm
 from kube import Kube, tool, wait
-from tenancy import OPERATOR_NAMESPACE, Tenancy
+from operator_installation import OPERATOR_NAMESPACE, OperatorInstallation
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "skiff-e2e"
@@ -29,7 +29,7 @@ def helm() -> Helm:
 @pytest.fixture(scope="session")
 def operator(helm: Helm) -> Kube:
     """The operator's namespace, with the operator running in it; ClusterError where one is there that somebody relies on."""
-    Tenancy(tool("kubectl-path"), tool("kubeconfig")).claim()
+    OperatorInstallation(tool("kubectl-path"), tool("kubeconfig")).claim()
     repository, _, tag = tool("image", "operator").rpartition(":")
     runtime = tool("image", "runtime")
     values = f"image.repository={repository},image.tag={tag},runtimeImage.cpu={runtime}"

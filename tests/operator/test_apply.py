@@ -229,10 +229,10 @@ def test_conflicts_are_distinguished_by_their_reason(api: ApiServer, plane: Cont
         account = scene.goal.objects[(SERVICE_ACCOUNT, KEY_NAME)]
         with pytest.raises(ApiAlreadyExists):
             await scene.client.create(SERVICE_ACCOUNT, api.namespace, account)
-        place = api.namespace, "llama-cache"
+        namespaced_name = api.namespace, "llama-cache"
         with pytest.raises(ApiConflict):
-            await scene.client.edit(CLAIM, *place, {}, version="1")
+            await scene.client.edit(CLAIM, *namespaced_name, {}, version="1")
         with pytest.raises(ApiConflict):
-            await scene.client.delete(CLAIM, *place, uid=scene.goal.uid, version="1")
+            await scene.client.delete(CLAIM, *namespaced_name, uid=scene.goal.uid, version="1")
 
     play(api, plane, acts)

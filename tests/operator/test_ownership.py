@@ -36,7 +36,7 @@ def test_it_heals_when_the_strangers_go(api: ApiServer, flavour: str) -> None:
     strangers.give_back()
 
     def healed() -> bool:
-        found = [api.find(*place) for place, _ in children("llama", api.namespace)]
+        found = [api.find(*object_key) for object_key, _ in children("llama", api.namespace)]
         owners = [obj and obj["metadata"].get("ownerReferences", [{}])[0].get("uid") for obj in found]
         return set(owners) == {made["metadata"]["uid"]}
 

@@ -221,14 +221,14 @@ def test_what_the_api_server_refuses_is_told(api: ApiServer) -> None:
 def test_deleting_removes_everything_and_making_it_again_works(api: ApiServer) -> None:
     for _ in range(2):
         create(api, replicas=2, model=hub(), cache={"size": "1Gi"})
-        places = [*((plural, "llama") for plural in (*CHILDREN, "poddisruptionbudgets"))]
-        places.append(("persistentvolumeclaims", "llama-cache"))
-        for plural, name in places:
+        object_keys = [*((plural, "llama") for plural in (*CHILDREN, "poddisruptionbudgets"))]
+        object_keys.append(("persistentvolumeclaims", "llama-cache"))
+        for plural, name in object_keys:
             wait_child(api, plural, name)
         api.delete("inferenceservices", "llama")
 
-        def gone(places: list[tuple[str, str]] = places) -> bool:
+        def gone(object_keys: list[tuple[str, str]] = object_keys) -> bool:
             PlayKubelet(api, "llama").remove_deleted()
-            return not any(api.find(plural, name) for plural, name in places)
+            return not any(api.find(plural, name) for plural, name in object_keys)
 
         eventually(gone, "all children are gone")

@@ -1,8 +1,8 @@
-"""Ctrl-C for processes that tests start."""
+"""Interrupts (Ctrl-C) of processes that tests start."""
 
 import signal
 
 
 def heed_interrupts() -> None:
-    """As at a terminal, for ``preexec_fn``; tests in the background of a shell inherit that SIGINT is ignored."""
+    """Restore the default action of SIGINT, as a ``preexec_fn``: a shell's background processes inherit that it is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -78,7 +78,7 @@ class Kube:
         return next((each for each in conditions if each["type"] == kind), {})
 
     def is_ready(self, name: str) -> bool:
-        """Whether an InferenceService is Ready in its latest generation."""
+        """Return whether an InferenceService is Ready in its latest generation."""
         found = self.get("inferenceservice", name)
         if (
             found is None

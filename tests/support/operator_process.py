@@ -99,7 +99,7 @@ class OperatorProcess:
         return psutil.Process(self._process.pid)
 
     def leads(self) -> bool:
-        """Whether it holds the Lease and works; raises when the process has ended instead."""
+        """Return whether it holds the Lease and works. Raises when the process has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise AssertionError(f"the operator ended:\n{self.log.read_text()[-3000:]}")
         try:
@@ -132,7 +132,7 @@ class OperatorProcess:
         return int(sum(count for method, count in self.requests().items() if method not in ("GET", "PUT")))
 
     def healthy(self) -> bool:
-        """Whether the liveness probe passes."""
+        """Return whether the liveness probe passes."""
         reply = httpx.get(f"http://127.0.0.1:{self.health_port}/healthz", trust_env=False)
         return reply.status_code == 200
 

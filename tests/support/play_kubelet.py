@@ -44,13 +44,15 @@ class PlayKubelet:
         """Write one container's state (the init container's with `init`) and the pod's readiness."""
         inits, mains = pod["spec"].get("initContainers", []), pod["spec"]["containers"]
         done = {"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": TIME, "finishedAt": TIME}}
-        told = {"state": state, "lastState": last or {}, "ready": ready, "restartCount": restarts}
+        status = {"state": state, "lastState": last or {}, "ready": ready, "restartCount": restarts}
         waits = {"state": {"waiting": {"reason": "PodInitializing"}}}
         status = {
             "phase": "Running",
             "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": TIME}],
-            "initContainerStatuses": [_container(spec, told if init else {"state": done}) for spec in inits],
-            "containerStatuses": [_container(spec, waits if init else told) for spec in mains],
+            "initContainerStatuses": [
+                _container(spec, status if init else {"state": done}) for spec in inits
+            ],
+            "containerStatuses": [_container(spec, waits if init else status) for spec in mains],
         }
         self._api.merge("pods", pod["metadata"]["name"], {"status": status}, "status")
 
@@ -86,7 +88,7 @@ class PlayKubelet:
                         raise
 
 
-def _container(spec: Any, told: dict[str, Any]) -> dict[str, Any]:
+def _container(spec: Any, status: dict[str, Any]) -> dict[str, Any]:
     """One container's status, with what the API server demands of it."""
     fixed = {"name": spec["name"], "image": spec["image"], "imageID": "", "ready": False, "restartCount": 0}
-    return {**fixed, **told}
+    return {**fixed, **status}

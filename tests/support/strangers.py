@@ -17,7 +17,7 @@ from skiff_operator.kinds import CHILDREN
 from skiff_operator.settings import Settings
 
 Object = dict[str, Any]
-Place = tuple[str, str]
+ObjectKey = tuple[str, str]
 """Plural of a kind, and a name."""
 
 SPEC: Object = {"model": hub(), "runtime": {"device": "cpu"}, "replicas": 2, "cache": {"size": "1Gi"}}
@@ -56,7 +56,7 @@ def inference_service(name: str, **fields: Any) -> Object:
     return body
 
 
-def children(name: str, namespace: str) -> Iterator[tuple[Place, Object]]:
+def children(name: str, namespace: str) -> Iterator[tuple[ObjectKey, Object]]:
     """Yield what the operator would make for `inference_service(name)`, without the owner."""
     service = spec.parse(raw(name, namespace=namespace, **copy.deepcopy(SPEC)))
     for (kind, child), built in plan.objects(service, Settings()).items():
@@ -70,8 +70,8 @@ class Strangers:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.places: list[Place] = []
-        self._before: dict[Place, str] = {}
+        self.object_keys: list[ObjectKey] = []
+        self._before: dict[ObjectKey, str] = {}
         no_pods = {"metadata": {"name": "no-pods"}, "spec": {"hard": {"pods": "0"}}}
         cluster.create("resourcequotas", no_pods)
         owner = cluster.create("leases", {"metadata": {"name": "owner"}})
@@ -93,7 +93,7 @@ class Strangers:
         """Create an object, unless the cluster itself has made one of its name."""
         if self._cluster.find(plural, name) is None:
             self._cluster.create(plural, obj)
-        self.places.append((plural, name))
+        self.object_keys.append((plural, name))
 
     def remember(self) -> None:
         """Wait until the cluster's own controllers leave the objects as they are, and keep these."""
@@ -111,12 +111,16 @@ class Strangers:
     def check(self) -> None:
         """Fail unless every object is what it was, to the byte."""
         now = self._now()
-        changed = [place for place in self.places if now[place] != self._before[place]]
-        assert not changed, {place: (self._before[place], now[place]) for place in changed}
+        changed = [
+            object_key for object_key in self.object_keys if now[object_key] != self._before[object_key]
+        ]
+        assert not changed, {
+            object_key: (self._before[object_key], now[object_key]) for object_key in changed
+        }
 
     def give_back(self) -> None:
         """Delete all of them."""
-        for plural, name in self.places:
+        for plural, name in self.object_keys:
             self._cluster.delete(plural, name)
 
     def _disguise(self, obj: Object, flavour: str) -> Object:
@@ -126,8 +130,11 @@ class Strangers:
             obj["metadata"]["ownerReferences"] = [self._owner]
         return obj
 
-    def _now(self) -> dict[Place, str]:
-        return {place: json.dumps(self._cluster.find(*place), sort_keys=True) for place in self.places}
+    def _now(self) -> dict[ObjectKey, str]:
+        return {
+            object_key: json.dumps(self._cluster.find(*object_key), sort_keys=True)
+            for object_key in self.object_keys
+        }
 
 
 def condition(cluster: Cluster, name: str, kind: str = "Degraded") -> tuple[str, str, str]:
@@ -191,9 +198,13 @@ def _all_conflict(cluster: Cluster, names: list[str]) -> None:
 
 
 def _only_strangers_remain(cluster: Cluster, names: list[str], strangers: Strangers) -> None:
-    ours = [place for name in names for place, _ in children(name, cluster.namespace)]
+    ours = [object_key for name in names for object_key, _ in children(name, cluster.namespace)]
 
     def gone() -> bool:
-        return not [place for place in ours if place not in strangers.places and cluster.find(*place)]
+        return not [
+            object_key
+            for object_key in ours
+            if object_key not in strangers.object_keys and cluster.find(*object_key)
+        ]
 
     eventually(gone, "what the operator made is gone")

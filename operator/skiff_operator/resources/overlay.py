@@ -96,13 +96,13 @@ def _merge_list(base: list[Any], patch: Any, *, list_name: str) -> list[Any]:
     if not isinstance(patch, list) or not all(_has_key(item, key) for item in patch):
         raise InvalidSpec(f"spec.podTemplate: {list_name} must be a list whose entries have a {key}")
     merged = list(base)
-    places = {item.get(key): index for index, item in enumerate(merged)}
+    index_by_key = {item.get(key): index for index, item in enumerate(merged)}
     for item in patch:
-        if item[key] in places:
-            index = places[item[key]]
+        if item[key] in index_by_key:
+            index = index_by_key[item[key]]
             merged[index] = merge(merged[index], item)
         else:
-            places[item[key]] = len(merged)
+            index_by_key[item[key]] = len(merged)
             merged.append(item)
     return merged
 

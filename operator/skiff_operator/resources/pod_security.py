@@ -95,14 +95,14 @@ def check(template: dict[str, Any], *, account: str) -> None:
     where = f"{_WHERE}.securityContext"
     _check_values(security, _SECURITY_FIELDS, where)
     _check_user(security, where)
-    for place, sysctl in _entries(security, "sysctls", where):
+    for path, sysctl in _entries(security, "sysctls", where):
         if sysctl.get("name") not in _SYSCTLS:
-            raise _refusal(place, f"must be one of {', '.join(_SYSCTLS)}")
+            raise _refusal(path, f"must be one of {', '.join(_SYSCTLS)}")
     for group in _CONTAINER_GROUPS:
-        for place, container in _entries(pod, group, _WHERE):
-            _check_container(container, security, place)
-    for place, volume in _entries(pod, "volumes", _WHERE):
-        _check_volume(volume, place)
+        for path, container in _entries(pod, group, _WHERE):
+            _check_container(container, security, path)
+    for path, volume in _entries(pod, "volumes", _WHERE):
+        _check_volume(volume, path)
     _check_identity(pod, account)
     for name, profile in _mapping(template["metadata"], "annotations", "spec.podTemplate.metadata").items():
         allowed = profile in ("", "runtime/default") or str(profile).startswith("localhost/")
@@ -127,22 +127,22 @@ def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_container(container: dict[str, Any], pod_security: dict[str, Any], where: str) -> None:
-    place = f"{where}.securityContext"
+    path = f"{where}.securityContext"
     security = _mapping(container, "securityContext", where)
-    _check_values(security, _CONTAINER_FIELDS, place)
-    _check_user(security, place)
+    _check_values(security, _CONTAINER_FIELDS, path)
+    _check_user(security, path)
     if security.get("allowPrivilegeEscalation") is None:
-        raise _refusal(f"{place}.allowPrivilegeEscalation", "must be false")
+        raise _refusal(f"{path}.allowPrivilegeEscalation", "must be false")
     for field in _INHERITED:
-        if _find(security, field, place) is None and _find(pod_security, field, where) is None:
+        if _find(security, field, path) is None and _find(pod_security, field, where) is None:
             raise _refusal(
-                f"{place}.{field}", f"must be {_words(_SECURITY_FIELDS[field])}, here or for the pod"
+                f"{path}.{field}", f"must be {_words(_SECURITY_FIELDS[field])}, here or for the pod"
             )
-    capabilities = _mapping(security, "capabilities", place)
-    if "ALL" not in _list(capabilities, "drop", f"{place}.capabilities"):
-        raise _refusal(f"{place}.capabilities.drop", "must contain ALL")
-    if any(name != "NET_BIND_SERVICE" for name in _list(capabilities, "add", f"{place}.capabilities")):
-        raise _refusal(f"{place}.capabilities.add", "may contain NET_BIND_SERVICE only")
+    capabilities = _mapping(security, "capabilities", path)
+    if "ALL" not in _list(capabilities, "drop", f"{path}.capabilities"):
+        raise _refusal(f"{path}.capabilities.drop", "must contain ALL")
+    if any(name != "NET_BIND_SERVICE" for name in _list(capabilities, "add", f"{path}.capabilities")):
+        raise _refusal(f"{path}.capabilities.add", "may contain NET_BIND_SERVICE only")
     for port_place, port in _entries(container, "ports", where):
         _check_values(port, {"hostPort": (0,)}, port_place)
     for handler in _HANDLERS:
@@ -155,10 +155,10 @@ def _check_volume(volume: dict[str, Any], where: str) -> None:
         if source is not None and name not in ("name", "hostPath", *_VOLUME_TYPES):
             raise _refusal(f"{where}.{name}", f"must be of another type: {', '.join(_VOLUME_TYPES)}")
     projected = _mapping(volume, "projected", where)
-    for place, source in _entries(projected, "sources", f"{where}.projected"):
+    for path, source in _entries(projected, "sources", f"{where}.projected"):
         for credential in _CREDENTIALS:
             if source.get(credential) is not None:
-                raise _denial(f"{place}.{credential}", "pods have no credentials of the API server")
+                raise _denial(f"{path}.{credential}", "pods have no credentials of the API server")
 
 
 def _check_identity(pod: dict[str, Any], account: str) -> None:

@@ -45,10 +45,10 @@ def build(service: InferenceService) -> list[Volume]:
         volumes.append(Volume("dshm", shared, "/dev/shm"))
     source = service.source
     if source.scheme == "pvc":
-        claim = {"persistentVolumeClaim": {"claimName": source.place, "readOnly": True}}
+        claim = {"persistentVolumeClaim": {"claimName": source.location, "readOnly": True}}
         volumes.append(Volume("model", claim, MODEL_DIRECTORY, read_only=True))
     elif source.scheme == "file":
-        host = {"hostPath": {"path": source.place, "type": "Directory"}}
+        host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.scheme == "hf":
         volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))

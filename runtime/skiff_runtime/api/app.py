@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from fastapi import Depends, FastAPI
 
-from skiff_runtime import __version__, contract
+from skiff_runtime import contract
 from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
@@ -38,6 +38,7 @@ from skiff_runtime.api.routes.tokenization import make_tokenization_routes
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint
 from skiff_runtime.processes.launch import Launch
+from skiff_runtime.version import __version__
 
 _ABOUT: Final = (
     "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "

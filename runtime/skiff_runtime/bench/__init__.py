@@ -1,1 +1,1 @@
-"""Load generator for a running server, and the offline throughput benchmark."""
+"""Benchmarks: load on a running server (online), the engine alone (offline), and the serving path alone (path)."""

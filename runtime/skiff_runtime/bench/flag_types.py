@@ -1,4 +1,4 @@
-"""Types of the benchmarks' flags: each refuses by name what makes no sense."""
+"""Types of the benchmarks' flags. Each raises argparse.ArgumentTypeError for a value that makes no sense."""
 
 import argparse
 import math
@@ -11,26 +11,26 @@ MAX_COUNT: Final = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A range of lengths in tokens, both ends included, drawn from evenly."""
+class LengthRange:
+    """A range of lengths in tokens, from ``low`` to ``high`` inclusive, with a uniform distribution."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """``128`` or ``100:1024``."""
+        """Parse a length such as ``128``, or a range such as ``100:1024``."""
         low, colon, high = text.partition(":")
         try:
-            span = cls(int(low), int(high) if colon else int(low))
+            lengths = cls(int(low), int(high) if colon else int(low))
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a length or LOW:HIGH, not {text!r}") from None
-        if not 1 <= span.low <= span.high <= MAX_COUNT:
+        if not 1 <= lengths.low <= lengths.high <= MAX_COUNT:
             raise argparse.ArgumentTypeError(f"needs 1 <= LOW <= HIGH <= {MAX_COUNT}, not {text!r}")
-        return span
+        return lengths
 
     def draw(self, generator: np.random.Generator) -> int:
-        """One length."""
+        """Draw a length."""
         return int(generator.integers(self.low, self.high + 1))
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Span:
 
 
 def positive_int(text: str) -> int:
-    """A whole number from 1 to ten million."""
+    """Parse a whole number from 1 to ten million."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_COUNT}, not {text!r}")
@@ -46,32 +46,38 @@ def positive_int(text: str) -> int:
 
 
 def natural_int(text: str) -> int:
-    """A whole number from 0 to ten million."""
+    """Parse a whole number from 0 to ten million."""
     return 0 if text == "0" else positive_int(text)
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Parse whole numbers separated by commas."""
+    return tuple(positive_int(each) for each in text.split(","))
+
+
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
-    value = _number(text)
+    """Parse a finite number above 0."""
+    value = _parse_float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return value
 
 
 def natural_float(text: str) -> float:
-    """A finite number, 0 or above."""
-    return 0.0 if _number(text) == 0 else positive_float(text)
+    """Parse a finite number, 0 or above."""
+    return 0.0 if _parse_float(text) == 0 else positive_float(text)
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """Numbers above 0, or ``inf``, with commas between; none twice."""
+    """Parse different numbers above 0, or ``inf``, separated by commas."""
     found = tuple(math.inf if each == "inf" else positive_float(each) for each in text.split(","))
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"names a rate twice: {text!r}")
     return found
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
+    """Parse a number; anything else is NaN, which every range excludes."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a load consists of: prompts, output lengths and moments of arrival, all from a seed."""
+"""Synthetic workloads: prompts, output lengths and arrival times, all drawn from a seeded generator."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from skiff_runtime.bench.flag_types import Span
+from skiff_runtime.bench.flag_types import LengthRange
 
 _COMMON: Final = (
     "the of to in is on for with as by at from or an be this that it are was not but have has they you we he "
@@ -16,88 +16,87 @@ _COMMON: Final = (
     "over think also back after use two how our work first well way even new want because any these give day most"
 )
 WORDS: Final = tuple(_COMMON.split())
-"""Short, common words: about one token each in any tokenizer."""
+"""Short and common words, so that each is about one token in any tokenizer."""
 
 Messages = list[dict[str, str]]
 Prompt = list[int] | str | Messages
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One request to be made: token ids, a text, or a conversation; and how many tokens to ask for."""
+class SampleRequest:
+    """A request to send: its prompt (token ids, a text, or a conversation), and the number of tokens to generate."""
 
     prompt: Prompt
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
-    """A workload whose prompts share their beginnings: how many groups, prompts in each, and tokens they share."""
+class PrefixGroups:
+    """Shape of a shared-prefix workload: ``groups`` prefixes of ``tokens`` tokens, each in ``per_group`` prompts."""
 
     groups: int
     per_group: int
     tokens: int
 
 
-def random_tokens(
-    count: int, inputs: Span, outputs: Span, vocabulary: int, generator: np.random.Generator
-) -> list[Sample]:
-    """Prompts of random token ids below ``vocabulary``: no two share a prefix worth speaking of."""
+def draw_token_prompts(
+    count: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int, generator: np.random.Generator
+) -> list[SampleRequest]:
+    """Draw prompts of random token ids below ``vocab_size``. They are too random to share more than a few tokens."""
     samples = []
     for _ in range(count):
-        ids: list[int] = generator.integers(0, vocabulary, size=inputs.draw(generator)).tolist()
-        samples.append(Sample(ids, outputs.draw(generator)))
+        ids: list[int] = generator.integers(0, vocab_size, size=inputs.draw(generator)).tolist()
+        samples.append(SampleRequest(ids, outputs.draw(generator)))
     return samples
 
 
-def random_texts(count: int, inputs: Span, outputs: Span, generator: np.random.Generator) -> list[Sample]:
-    """Conversations of one message of random words, about one token a word."""
+def draw_chat_prompts(
+    count: int, inputs: LengthRange, outputs: LengthRange, generator: np.random.Generator
+) -> list[SampleRequest]:
+    """Draw conversations of one message of random words, about one token per word."""
     samples = []
     for _ in range(count):
-        text = _words(inputs.draw(generator), generator)
-        samples.append(Sample([{"role": "user", "content": text}], outputs.draw(generator)))
+        text = _draw_words(inputs.draw(generator), generator)
+        samples.append(SampleRequest([{"role": "user", "content": text}], outputs.draw(generator)))
     return samples
 
 
-def shared_prefixes(
-    plan: Prefixes, inputs: Span, outputs: Span, vocabulary: int, generator: np.random.Generator
-) -> list[Sample]:
-    """Token-id prompts of ``plan.groups`` groups in a random order; those of a group begin alike.
+def draw_shared_prefix_tokens(
+    shape: PrefixGroups,
+    inputs: LengthRange,
+    outputs: LengthRange,
+    vocab_size: int,
+    generator: np.random.Generator,
+) -> list[SampleRequest]:
+    """Draw token-id prompts in groups that share a prefix, in random order.
 
-    ``inputs`` is the length of each prompt's own end, after the shared prefix.
+    ``inputs`` is the length of the part that follows the shared prefix.
     """
-    prefixes = generator.integers(0, vocabulary, size=(plan.groups, plan.tokens)).tolist()
+    prefixes = generator.integers(0, vocab_size, size=(shape.groups, shape.tokens)).tolist()
     samples = []
-    for group in _group_order(plan, generator):
-        own: list[int] = generator.integers(0, vocabulary, size=inputs.draw(generator)).tolist()
-        samples.append(Sample(prefixes[group] + own, outputs.draw(generator)))
+    for group in _draw_order(shape, generator):
+        suffix: list[int] = generator.integers(0, vocab_size, size=inputs.draw(generator)).tolist()
+        samples.append(SampleRequest(prefixes[group] + suffix, outputs.draw(generator)))
     return samples
 
 
-def shared_texts(plan: Prefixes, inputs: Span, outputs: Span, generator: np.random.Generator) -> list[Sample]:
-    """As ``shared_prefixes``, in words: the prefix is the system message, as it is in most services."""
-    prefixes = [_words(plan.tokens, generator) for _ in range(plan.groups)]
+def draw_shared_prefix_chats(
+    shape: PrefixGroups, inputs: LengthRange, outputs: LengthRange, generator: np.random.Generator
+) -> list[SampleRequest]:
+    """Draw conversations as ``draw_shared_prefix_tokens`` draws token ids; the prefix is the system message."""
+    prefixes = [_draw_words(shape.tokens, generator) for _ in range(shape.groups)]
     samples = []
-    for group in _group_order(plan, generator):
+    for group in _draw_order(shape, generator):
         messages = [
             {"role": "system", "content": prefixes[group]},
-            {"role": "user", "content": _words(inputs.draw(generator), generator)},
+            {"role": "user", "content": _draw_words(inputs.draw(generator), generator)},
         ]
-        samples.append(Sample(messages, outputs.draw(generator)))
+        samples.append(SampleRequest(messages, outputs.draw(generator)))
     return samples
 
 
-def _group_order(plan: Prefixes, generator: np.random.Generator) -> list[int]:
-    order: list[int] = generator.permutation(np.repeat(np.arange(plan.groups), plan.per_group)).tolist()
-    return order
-
-
-def _words(count: int, generator: np.random.Generator) -> str:
-    return " ".join(WORDS[word] for word in generator.integers(0, len(WORDS), size=count).tolist())
-
-
-def arrivals(count: int, per_second: float, generator: np.random.Generator) -> list[float]:
-    """Seconds after the start at which requests arrive: a Poisson process, or all at once for ``inf``."""
+def draw_arrivals(count: int, per_second: float, generator: np.random.Generator) -> list[float]:
+    """Draw the arrival times of a Poisson process, in seconds after the start; all are 0 for a rate of ``inf``."""
     if math.isinf(per_second):
         return [0.0] * count
     gaps = generator.exponential(1.0 / per_second, size=count)
@@ -106,8 +105,10 @@ def arrivals(count: int, per_second: float, generator: np.random.Generator) -> l
     return times
 
 
-def body(sample: Sample, *, model: str, temperature: float, seed: int, ignore_eos: bool) -> bytes:
-    """The request's JSON, for /v1/chat/completions if the prompt is a conversation, else /v1/completions."""
+def encode_body(
+    sample: SampleRequest, *, model: str, temperature: float, seed: int, ignore_eos: bool
+) -> bytes:
+    """Encode a request as JSON: for /v1/chat/completions if its prompt is a conversation, else /v1/completions."""
     is_chat = isinstance(sample.prompt, list) and isinstance(sample.prompt[0], dict)
     fields: dict[str, Any] = {
         "model": model,
@@ -119,3 +120,13 @@ def body(sample: Sample, *, model: str, temperature: float, seed: int, ignore_eo
         "stream_options": {"include_usage": True},
     }
     return msgspec.json.encode({**fields, "ignore_eos": True} if ignore_eos else fields)
+
+
+def _draw_order(shape: PrefixGroups, generator: np.random.Generator) -> list[int]:
+    """Draw the group of each prompt."""
+    order: list[int] = generator.permutation(np.repeat(np.arange(shape.groups), shape.per_group)).tolist()
+    return order
+
+
+def _draw_words(count: int, generator: np.random.Generator) -> str:
+    return " ".join(WORDS[word] for word in generator.integers(0, len(WORDS), size=count).tolist())

@@ -1,4 +1,4 @@
-"""The model behind `demo://`: a small Llama with its tokenizer, trained by `runtime/training`. Data only; no code belongs here."""
+"""Model of ``demo://``: a small Llama with its tokenizer, trained by ``runtime/training``. Only its directory is code."""
 
 from pathlib import Path
 from typing import Final

@@ -12,11 +12,12 @@ import httpx2
 from huggingface_hub import HfApi, constants, get_session, get_token, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from skiff_runtime import __version__, log
+from skiff_runtime import log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
 from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
+from skiff_runtime.version import __version__
 
 T = TypeVar("T")
 

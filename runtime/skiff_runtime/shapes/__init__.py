@@ -1,7 +1,7 @@
-"""Shapes of well-known models: configurations without weights, which ``shape://NAME`` gives to benchmarks and GPU tests.
+"""Shapes of well-known models: configurations without weights, for benchmarks and GPU tests, as ``shape://NAME``.
 
-Data, and the way to it. Each directory holds a ``config.json`` and the same tokenizer of single bytes, for
-benchmarks prompt with token ids; weights are drawn at random (``--load-format dummy``).
+Each directory contains a ``config.json``, and the same tokenizer of single bytes, which is enough because benchmarks
+send token ids. Weights are random (``--load-format dummy``).
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ DIRECTORY: Final = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Every shape there is."""
+    """Return the names of all shapes."""
     return sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
 
 
 def find(uri: str) -> Path:
-    """The directory of ``shape://NAME``. Raises ConfigError."""
+    """Return the directory of ``shape://NAME``. Raises ConfigError if there is no such shape."""
     name = uri.removeprefix(SCHEME)
     if name not in names():
-        raise ConfigError(f"--model {uri}: there is no such shape; there are {', '.join(names())}")
+        raise ConfigError(f"--model {uri}: no such shape; known shapes are {', '.join(names())}")
     return DIRECTORY / name

@@ -177,7 +177,7 @@ def load_decoder(launch: Launch) -> TokenDecoder:
 
 
 def run(child: Child) -> None:
-    """Main function of the detokenizer process."""
+    """Run the detokenizer process."""
     child.report_phase("config")
     endpoints = child.endpoints
     batches: Receiver[TokenBatch] = Receiver(endpoints.detokenizer, ToDetokenizer)

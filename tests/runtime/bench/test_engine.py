@@ -1,4 +1,4 @@
-"""The benchmarks and the chat with a whole real service beneath them."""
+"""The benchmarks and the chat over a real service, on a tiny model."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import psutil
 import pytest
 from tiny_models import make_model
 
-from skiff_runtime.bench.cost import Sampled, costs
-from skiff_runtime.bench.cpu_time import service_processes
+from skiff_runtime.bench.cpu_time import find_service_processes
+from skiff_runtime.bench.online.overhead import LoadCost, compute_costs
 from skiff_runtime.errors import StartupError
 from skiff_runtime.processes.local_server import LocalServer
 
@@ -48,7 +48,7 @@ def figures(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_chat_gets_the_same_answer_to_the_same_seed(server: LocalServer) -> None:
+def test_chat_repeats_its_answer_with_the_same_seed(server: LocalServer) -> None:
     flags = ["chat", "--url", server.url, "--seed", "5", "--max-tokens", "8"]
     done = skiff(*flags, stdin="hello\n/reset\nhello\n")
     assert done.returncode == 0, done.stderr
@@ -56,21 +56,21 @@ def test_chat_gets_the_same_answer_to_the_same_seed(server: LocalServer) -> None
     assert first == second and first.strip()
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_serve_measures_real_answers(server: LocalServer, tmp_path: Path, endpoint: str) -> None:
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_serve_measures_a_real_server(server: LocalServer, tmp_path: Path, backend: str) -> None:
     output = tmp_path / "serve.json"
     load = ["--num-prompts", "16", "--request-rate", "100", "--input-len", "4:20", "--output-len", "2:9"]
     done = skiff(
         "bench",
         "serve",
-        "--url",
+        "--base-url",
         server.url,
-        "--endpoint",
-        endpoint,
-        "--vocabulary",
+        "--backend",
+        backend,
+        "--vocab-size",
         "200",
         *load,
-        "--output",
+        "--output-json",
         str(output),
     )
     assert done.returncode == 0, done.stderr
@@ -79,35 +79,45 @@ def test_serve_measures_real_answers(server: LocalServer, tmp_path: Path, endpoi
     assert 16 * 2 <= result["output_tokens"] <= 16 * 9
 
 
-def test_overhead_sums_over_the_real_processes(server: LocalServer, tmp_path: Path) -> None:
+def test_overhead_measures_each_process_of_a_server(server: LocalServer, tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
-    load = ["--num-prompts", "40", "--concurrency", "8", "--input-len", "8", "--output-len", "12"]
+    load = ["--num-prompts", "40", "--max-concurrency", "8", "--input-len", "8", "--output-len", "12"]
     done = skiff(
-        "bench", "overhead", "--url", server.url, "--pid", str(server.pid), *load, "--output", str(output)
+        "bench",
+        "overhead",
+        "--base-url",
+        server.url,
+        "--pid",
+        str(server.pid),
+        *load,
+        "--output-json",
+        str(output),
     )
     assert done.returncode == 0, done.stderr
     result = figures(output)
     assert sorted(result["processes"]) == ["api", "detokenizer", "rank0", "supervisor", "tokenizer0"]
     assert result["output_tokens"] == 40 * 1 + 40 * 12
     assert result["processes"]["rank0"]["us_per_token"] > 0
-    assert result["fronts"]["busy_ratio"] > 0
+    assert result["frontend"]["busy_ratio"] > 0
     assert "api + tokenizers + detokenizer" in done.stdout
 
 
 def test_overhead_refuses_a_process_that_is_no_service(server: LocalServer) -> None:
-    done = skiff("bench", "overhead", "--url", server.url, "--pid", str(os.getpid()))
+    done = skiff("bench", "overhead", "--base-url", server.url, "--pid", str(os.getpid()))
     assert done.returncode == 2 and "process id of `skiff serve`" in done.stderr
-    done = skiff("bench", "overhead", "--url", server.url)
+    done = skiff("bench", "overhead", "--base-url", server.url)
     assert done.returncode == 2 and "--pid belong together" in done.stderr
 
 
-def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> None:
+def test_offline_measures_rounds_and_dumps_their_requests(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "offline.json"
-    load = ["--num-requests", "8", "--input-len", "4:20", "--output-len", "3:9", "--rounds", "2"]
-    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, "--output", str(output))
+    load = ["--num-prompts", "8", "--input-len", "4:20", "--output-len", "3:9", "--rounds", "2"]
+    dump = tmp_path / "workload.json"
+    files = ["--output-json", str(output), "--dump-workload", str(dump)]
+    done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, *files)
     assert done.returncode == 0, done.stderr
     first, second = figures(output)["rounds"]
-    assert first["prompt_tokens"] != second["prompt_tokens"]  # new prompts each round
+    assert first["prompt_tokens"] != second["prompt_tokens"]  # each round has new prompts
     assert all(8 * 3 <= each["output_tokens"] <= 8 * 9 for each in (first, second))
     assert figures(output)["output_tokens_per_second"] == pytest.approx(second["output_tokens_per_second"])
     kinds = second["steps"]["kinds"]
@@ -117,27 +127,49 @@ def test_offline_runs_its_rounds_to_full_length(model: Path, tmp_path: Path) -> 
     )
     assert 0 < sum(kind["seconds"] for kind in kinds.values()) <= second["seconds"] * 1.01
     assert 0 < figures(output)["roofline_ratio"] < 1.5
+    dumped = figures(dump)["rounds"]
+    for requests, measured in zip(dumped, (first, second), strict=True):
+        assert len(requests) == 8
+        assert sum(len(each["prompt_token_ids"]) for each in requests) == measured["prompt_tokens"]
+        assert sum(each["output_tokens"] for each in requests) == measured["output_tokens"]
     assert "of the roofline" in done.stdout
 
 
-def test_offline_counts_shared_prefixes_and_profiles_steps(tmp_path: Path) -> None:
+def test_offline_hits_shared_prefixes_and_profiles_steps(tmp_path: Path) -> None:
     output, trace = tmp_path / "offline.json", tmp_path / "trace.json.gz"
-    shared = ["--workload", "shared-prefix", "--prefix-groups", "2", "--prompts-per-group", "3"]
-    load = [*shared, "--prefix-len", "64", "--input-len", "8", "--output-len", "100", "--rounds", "1"]
-    result = ["--output", str(output), "--profile", str(trace), "--profile-steps", "4", "--no-roofline"]
+    shared = [
+        "--dataset-name",
+        "generated-shared-prefix",
+        "--gsp-num-groups",
+        "2",
+        "--gsp-prompts-per-group",
+        "3",
+    ]
+    load = [
+        *shared,
+        "--gsp-system-prompt-len",
+        "64",
+        "--input-len",
+        "8",
+        "--output-len",
+        "100",
+        "--rounds",
+        "1",
+    ]
+    result = ["--output-json", str(output), "--profile", str(trace), "--profile-steps", "4", "--no-roofline"]
     done = skiff("bench", "offline", "--model", "demo://", *SMALL, *load, *result)
     assert done.returncode == 0, done.stderr
     [only] = figures(output)["rounds"]
     assert only["prompt_tokens"] == 6 * 72 and only["prefix_hit_tokens"] == 4 * 64
     assert only["prefill_tokens"] == 6 * 72 - 4 * 64
     assert figures(output)["roofline_ratio"] is None and only["roofline"] is None
-    parts = figures(output)["profile"]["parts"]
-    assert parts["attention"] > 0 and parts["matrix work"] > 0 and parts["idle"] >= 0
-    assert trace.stat().st_size > 1000 and "matrix work" in done.stdout
+    kinds = figures(output)["profile"]["kinds"]
+    assert kinds["attention"] > 0 and kinds["matmul"] > 0 and kinds["idle"] >= 0
+    assert trace.stat().st_size > 1000 and "matmul" in done.stdout
 
 
-def test_offline_says_when_there_was_nothing_to_profile(model: Path, tmp_path: Path) -> None:
-    load = ["--num-requests", "1", "--input-len", "4", "--output-len", "1", "--rounds", "1", "--no-roofline"]
+def test_offline_fails_if_no_step_could_be_profiled(model: Path, tmp_path: Path) -> None:
+    load = ["--num-prompts", "1", "--input-len", "4", "--output-len", "1", "--rounds", "1", "--no-roofline"]
     trace = str(tmp_path / "trace.json")
     done = skiff("bench", "offline", "--model", str(model), *SMALL, *load, "--profile", trace)
     assert done.returncode != 0 and "over before a step could be profiled" in done.stderr
@@ -148,35 +180,43 @@ def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:
     assert done.returncode == 2 and "--input-len 400 and --output-len 200 together exceed 512" in done.stderr
 
 
-def test_gaps_are_those_of_the_steps_beside_a_long_prompt(tmp_path: Path) -> None:
-    output = tmp_path / "gaps.json"
-    load = ["--streams", "4", "--context", "20", "--prompt-len", "400", "--quiet-steps", "8"]
-    flags = [*load, "--chunks", "all,128,64", "--max-num-batched-tokens", "204", "--max-total-tokens", "4096"]
-    done = skiff("bench", "gaps", *flags, "--cpu-threads", "1", "--output", str(output))
+def test_prefill_interference_is_measured_for_each_chunk_size(tmp_path: Path) -> None:
+    output = tmp_path / "interference.json"
+    load = ["--batch-size", "4", "--context-len", "20", "--input-len", "400", "--baseline-steps", "8"]
+    flags = [
+        *load,
+        "--chunk-sizes",
+        "all,128,64",
+        "--max-num-batched-tokens",
+        "204",
+        "--max-total-tokens",
+        "4096",
+    ]
+    done = skiff("bench", "prefill-interference", *flags, "--cpu-threads", "1", "--output-json", str(output))
     assert done.returncode == 0, done.stderr
     runs = figures(output)["runs"]
     assert [each["mixed_prefill_tokens"] for each in runs] == [None, 128, 64]
     for each, steps in zip(runs, (2, 4, 7), strict=True):
-        # A step that was in flight when the prompt came gave each stream a token, too.
+        # A step that was in flight when the prompt arrived gave each decoding request a token, too.
         assert each["steps"] in (steps, steps + 1)
-        assert each["quiet_ms"] > 0 and each["median_ms"] <= each["largest_ms"] <= each["first_token_ms"]
-        assert each["ratio"] == pytest.approx(each["largest_ms"] / each["quiet_ms"])
+        assert each["baseline_ms"] > 0 and each["median_ms"] <= each["largest_ms"] <= each["ttft_ms"]
+        assert each["ratio"] == pytest.approx(each["largest_ms"] / each["baseline_ms"])
     assert "largest ms" in done.stdout
 
 
-def test_gaps_refuses_what_does_not_fit() -> None:
-    done = skiff("bench", "gaps", "--prompt-len", "3000")
+def test_prefill_interference_refuses_a_prompt_beyond_the_context() -> None:
+    done = skiff("bench", "prefill-interference", "--input-len", "3000")
     assert done.returncode == 2 and "exceed --max-model-len (2048)" in done.stderr
 
 
-def test_structured_measures_every_way_of_filling_masks(tmp_path: Path) -> None:
-    """The command itself refuses masks that differ between the ways."""
+def test_structured_measures_each_method_of_filling_bitmasks(tmp_path: Path) -> None:
+    """The command itself fails if the bitmasks differ between the methods."""
     output = tmp_path / "structured.json"
-    flags = ["--rows", "1,6", "--threads", "1,2", "--vocab-size", "4096", "--steps", "9"]
-    done = skiff("bench", "structured", *flags, "--output", str(output))
+    flags = ["--batch-size", "1,6", "--threads", "1,2", "--vocab-size", "4096", "--steps", "9"]
+    done = skiff("bench", "structured", *flags, "--output-json", str(output))
     assert done.returncode == 0, done.stderr
     found = figures(output)
-    assert found["vocabulary"] == 4096
+    assert found["vocab_size"] == 4096
     assert [(each["schema"], each["rows"], each["threads"]) for each in found["runs"]] == [
         (schema, rows, threads)
         for schema in ("free strings", "maxLength 40")
@@ -185,32 +225,32 @@ def test_structured_measures_every_way_of_filling_masks(tmp_path: Path) -> None:
     ]
     assert all(0 < each["median_ms"] <= each["p99_ms"] and each["steps"] == 9 for each in found["runs"])
     assert "row by row" in done.stdout and "p99 ms" in done.stdout
-    for flag, value in (("--rows", "0"), ("--vocab-size", "511")):
+    for flag, value in (("--batch-size", "0"), ("--vocab-size", "511")):
         refused = skiff("bench", "structured", flag, value)
         assert refused.returncode == 2 and flag in refused.stderr
 
 
-def test_cpu_time_is_that_which_the_system_counts(server: LocalServer) -> None:
-    for each in service_processes(server.pid):
+def test_cpu_time_equals_that_of_the_kernel(server: LocalServer) -> None:
+    for each in find_service_processes(server.pid):
         ticks = each.handle.cpu_times()
         assert each.cpu_seconds() == pytest.approx(ticks.user + ticks.system, abs=0.25)
 
 
-def test_costs_are_the_difference_of_two_loads() -> None:
-    short = Sampled(1.0, 10, 10, {"api": 0.011})
-    long = Sampled(3.0, 10, 110, {"api": 0.021})
-    cost = costs(short, long)["api"]
+def test_token_costs_the_difference_of_two_loads() -> None:
+    short = LoadCost(1.0, 10, 10, {"api": 0.011})
+    long = LoadCost(3.0, 10, 110, {"api": 0.021})
+    cost = compute_costs(short, long)["api"]
     assert cost.us_per_token == pytest.approx(100.0)
     assert cost.us_per_request == pytest.approx(1000.0)
     assert cost.busy_ratio == pytest.approx(0.008)
 
 
-def test_a_local_server_tells_why_it_did_not_start() -> None:
+def test_local_server_reports_why_it_did_not_start() -> None:
     with pytest.raises(StartupError, match="/no/such/model"), LocalServer(["--model", "/no/such/model"]):
         pass
 
 
-def test_a_local_server_ends_with_its_parent(model: Path) -> None:
+def test_local_server_ends_with_its_parent(model: Path) -> None:
     script = (
         "import sys, time\n"
         "from skiff_runtime.processes.local_server import LocalServer\n"

@@ -1,9 +1,11 @@
-"""Sweeps over request rates: traces, shared prefixes, recorded conversations, goodput, plot and comparison."""
+"""Sweeps over request rates: traces, shared prefixes, ShareGPT conversations, goodput, plot and comparison."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ import numpy as np
 import pytest
 from canned_server import CannedServer, canned_server
 
-from skiff_runtime.bench.flag_types import Span
-from skiff_runtime.bench.online.arrival_trace import Arrival, at_rate, read_trace
+from skiff_runtime.bench.flag_types import LengthRange
+from skiff_runtime.bench.online.arrival_trace import Arrival, read_trace, scale_to_rate
 from skiff_runtime.bench.online.dataset import read_dataset
-from skiff_runtime.bench.online.load_generator import Limits
-from skiff_runtime.bench.online.results import Objective, summarize
-from skiff_runtime.bench.online.runner import Plan, measure
-from skiff_runtime.bench.workload import Prefixes, Sample, shared_prefixes, shared_texts
+from skiff_runtime.bench.online.load_generator import LoadLimits
+from skiff_runtime.bench.online.results import LatencyObjective, summarize_load
+from skiff_runtime.bench.online.runner import LoadPlan, run_load
+from skiff_runtime.bench.workload import (
+    PrefixGroups,
+    SampleRequest,
+    draw_shared_prefix_chats,
+    draw_shared_prefix_tokens,
+)
 from skiff_runtime.errors import ConfigError
 
 SHAREGPT = [
@@ -54,7 +61,7 @@ def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
                        "2023-11-16 18:15:48.6805900,7,2\n"),
     ],
 )  # fmt: skip
-def test_traces_are_read_whatever_they_call_their_columns(
+def test_traces_are_read_under_the_column_names_of_published_ones(
     tmp_path: Path, name: str, unit: str, text: str
 ) -> None:
     file = tmp_path / name
@@ -78,145 +85,168 @@ def test_traces_are_read_whatever_they_call_their_columns(
         ("a.csv", "timestamp,input_length,output_length\nnan,1,1\n", "timestamp must be"),
     ],
 )
-def test_a_malformed_trace_is_refused_by_line(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+def test_malformed_line_of_a_trace_is_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         read_trace(tmp_path / name, "s")
 
 
-def test_a_pattern_of_arrivals_keeps_its_shape_at_another_rate() -> None:
-    assert at_rate([0.0, 1.0, 1.0, 6.0], 2.0) == [0.0, 0.25, 0.25, 1.5]
-    assert at_rate([0.0, 1.0], float("inf")) == [0.0, 0.0]
-    assert at_rate([0.0], 2.0) == [0.0]
+def test_scaling_a_trace_keeps_its_pattern_of_arrivals() -> None:
+    assert scale_to_rate([0.0, 1.0, 1.0, 6.0], 2.0) == [0.0, 0.25, 0.25, 1.5]
+    assert scale_to_rate([0.0, 1.0], float("inf")) == [0.0, 0.0]
+    assert scale_to_rate([0.0], 2.0) == [0.0]
 
 
-def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
-    plan = Prefixes(groups=3, per_group=4, tokens=20)
-    samples = shared_prefixes(plan, Span(5, 9), Span(2, 2), 1000, np.random.default_rng(0))
+def test_prompts_share_a_prefix_within_their_group_only() -> None:
+    shape = PrefixGroups(groups=3, per_group=4, tokens=20)
+    samples = draw_shared_prefix_tokens(
+        shape, LengthRange(5, 9), LengthRange(2, 2), 1000, np.random.default_rng(0)
+    )
     prompts = [each.prompt for each in samples]
     heads = [tuple(prompt[:20]) for prompt in prompts]
     assert sorted(heads.count(head) for head in set(heads)) == [4, 4, 4]
     assert len({tuple(map(str, prompt)) for prompt in prompts}) == 12
     assert all(25 <= len(prompt) <= 29 for prompt in prompts)
-    texts = shared_texts(plan, Span(5, 5), Span(2, 2), np.random.default_rng(0))
+    texts = draw_shared_prefix_chats(shape, LengthRange(5, 5), LengthRange(2, 2), np.random.default_rng(0))
     assert len({each.prompt[0]["content"] for each in texts}) == 3  # type: ignore[index]
 
 
-def test_sharegpt_gives_first_questions_and_the_length_of_their_answers(tmp_path: Path) -> None:
+def test_sharegpt_gives_first_questions_and_the_lengths_of_their_answers(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps(SHAREGPT))
     generator = np.random.default_rng(0)
-    [chat] = read_dataset(file, 1, None, chat=True, generator=generator)
-    asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    assert chat == Sample(asked, 10)
-    assert read_dataset(file, 1, Span(3, 3), chat=False, generator=generator) == [Sample("Q", 3)]
+    [chat] = read_dataset(file, 1, None, is_sharegpt=True, is_chat=True, generator=generator)
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    assert chat == SampleRequest(messages, 10)
+    plain = read_dataset(file, 1, LengthRange(3, 3), is_sharegpt=True, is_chat=False, generator=generator)
+    assert plain == [SampleRequest("Q", 3)]
     file.write_text('[{"conversations": 5}]')
     with pytest.raises(ConfigError, match="ShareGPT"):
-        read_dataset(file, 1, None, chat=True, generator=generator)
+        read_dataset(file, 1, None, is_sharegpt=True, is_chat=True, generator=generator)
 
 
 @pytest.mark.parametrize(
     ("objective", "met"),
     [
-        (Objective(), 4),
-        (Objective(ttft_ms=60_000, itl_ms=60_000), 4),
-        (Objective(ttft_ms=0.001), 0),
-        (Objective(itl_ms=1.0), 1),  # the answer of one token has no inter-token latency
+        (LatencyObjective(), 4),
+        (LatencyObjective(ttft_ms=60_000, tpot_ms=60_000), 4),
+        (LatencyObjective(ttft_ms=0.001), 0),
+        (LatencyObjective(tpot_ms=1.0), 1),  # an output of one token has no TPOT
     ],
 )
-def test_goodput_counts_what_kept_both_limits(server: CannedServer, objective: Objective, met: int) -> None:
+def test_goodput_counts_requests_that_meet_the_whole_objective(
+    server: CannedServer, objective: LatencyObjective, met: int
+) -> None:
     server.token_seconds = 0.02
-    samples = [Sample("x", count) for count in (3, 3, 3, 1)] + [Sample("busy", 1)]
-    plan = Plan(
+    samples = [SampleRequest("x", count) for count in (3, 3, 3, 1)] + [SampleRequest("busy", 1)]
+    plan = LoadPlan(
         url=server.url,
         model="canned",
-        endpoint="completions",
+        backend="openai",
         samples=samples,
         arrivals=[0.0] * 5,
         temperature=0,
         seed=0,
         ignore_eos=True,
-        limits=Limits(None, 30.0, 60.0),
+        limits=LoadLimits(None, 30.0, 60.0),
     )
-    figures = summarize(*measure(plan, title="test"), objective)
+    figures = summarize_load(*run_load(plan, title="test"), objective)
     assert (figures["slo_met"], figures["slo_met_share"]) == (met, met / 5)
     assert figures["goodput_requests_per_second"] == met / figures["duration_seconds"]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Results of a sweep: its directory, written figures, standard output, and the bodies of all requests."""
+
+    directory: Path
+    figures: dict[str, Any]
+    output: str
+    bodies: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str, list[dict[str, Any]]]:
-    """A sweep over two rates with a plot: folder, result, standard output and what the server was sent."""
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """Run a sweep over two rates with a plot."""
     folder = tmp_path_factory.mktemp("sweep")
     flags = [
         "--request-rate",
         "50,100",
         "--num-prompts",
         "10",
-        "--slo-itl-ms",
-        "5000",
+        "--goodput",
+        "tpot:5000",
         "--api-key",
         "secret-7",
     ]
-    files = ["--output", str(folder / "a.json"), "--plot", str(folder / "a.png")]
+    files = ["--output-json", str(folder / "a.json"), "--plot", str(folder / "a.png")]
     with canned_server() as server:
-        done = bench("serve", "--url", server.url, "--input-len", "4", "--output-len", "3", *flags, *files)
+        done = bench(
+            "serve", "--base-url", server.url, "--input-len", "4", "--output-len", "3", *flags, *files
+        )
         assert done.returncode == 0, done.stderr
         assert set(server.authorizations) == {"Bearer secret-7"}
-        return folder, json.loads((folder / "a.json").read_bytes()), done.stdout, server.bodies
+        return Sweep(folder, json.loads((folder / "a.json").read_bytes()), done.stdout, server.bodies)
 
 
-def test_a_sweep_measures_each_rate_with_prompts_of_its_own(
-    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
-) -> None:
-    folder, result, shown, bodies = swept
-    assert [run["request_rate"] for run in result["runs"]] == ["50", "100"]
-    assert [run["succeeded"] for run in result["runs"]] == [10, 10]
-    assert result["options"]["request_rate"] == "50,100"
-    assert len({tuple(body["prompt"]) for body in bodies}) == len(bodies) == 22  # each rate has a warm-up
-    assert "ITL p50" in shown and "10 of 10, within ITL 5000 ms" in " ".join(shown.split())
-    assert "secret-7" not in (folder / "a.json").read_text()
+def test_each_rate_of_a_sweep_has_its_own_prompts(sweep: Sweep) -> None:
+    assert [run["request_rate"] for run in sweep.figures["runs"]] == ["50", "100"]
+    assert [run["succeeded"] for run in sweep.figures["runs"]] == [10, 10]
+    assert sweep.figures["options"]["request_rate"] == "50,100"
+    prompts = {tuple(body["prompt"]) for body in sweep.bodies}
+    assert len(prompts) == len(sweep.bodies) == 22  # each rate has a warm-up
+    assert "ITL p50" in sweep.output
+    assert "10 of 10, within TPOT 5000 ms" in " ".join(sweep.output.split())
+    assert "secret-7" not in (sweep.directory / "a.json").read_text()
 
 
-def test_a_sweep_is_drawn(swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]]) -> None:
-    picture = (swept[0] / "a.png").read_bytes()
+def test_sweep_is_plotted(sweep: Sweep) -> None:
+    picture = (sweep.directory / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_two_results_are_compared_rate_by_rate(
-    swept: tuple[Path, dict[str, Any], str, list[dict[str, Any]]],
-) -> None:
-    folder, result, _, _ = swept
-    result = json.loads(json.dumps(result))
+def test_results_are_compared_rate_by_rate(sweep: Sweep) -> None:
+    folder, result = sweep.directory, deepcopy(sweep.figures)
     result["runs"] = [result["runs"][1]]
     result["runs"][0]["ttft_ms"]["p50"] *= 2
     result["options"]["seed"] = 5
     (folder / "b.json").write_text(json.dumps(result))
     done = bench(
-        "compare", str(folder / "a.json"), str(folder / "b.json"), "--output", str(folder / "c.json")
+        "compare", str(folder / "a.json"), str(folder / "b.json"), "--output-json", str(folder / "c.json")
     )
     assert done.returncode == 0, done.stderr
-    assert "at 100 requests a second" in done.stdout and "at 50" not in done.stdout
+    assert "at 100 requests per second" in done.stdout and "at 50" not in done.stdout
     assert "seed differs: 0 and 5" in done.stdout
     rows = json.loads((folder / "c.json").read_bytes())["rates"]["100"]
     assert rows["TTFT p50, ms"]["ratio"] == pytest.approx(2.0) and rows["requests/s"]["ratio"] == 1.0
 
 
-def test_what_is_no_result_is_not_compared(tmp_path: Path) -> None:
+def test_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"benchmark": "offline"}')
     done = bench("compare", str(tmp_path / "x.json"), str(tmp_path / "x.json"))
     assert done.returncode == 2 and "x.json is no result of" in done.stderr
 
 
-def test_a_trace_keeps_its_lengths_and_its_pace(server: CannedServer, tmp_path: Path) -> None:
+def test_trace_keeps_its_lengths_and_arrival_times(server: CannedServer, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("timestamp,input_length,output_length\n5,3,2\n5.3,6,4\n5.3,9,1\n")
     done = bench(
-        "serve", "--url", server.url, "--trace", str(trace), "--warmup", "0", "--output", str(tmp_path / "r")
+        "serve",
+        "--base-url",
+        server.url,
+        "--dataset-name",
+        "trace",
+        "--dataset-path",
+        str(trace),
+        "--num-warmups",
+        "0",
+        "--output-json",
+        str(tmp_path / "r"),
     )
     assert done.returncode == 0, done.stderr
     lengths = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies]
     assert lengths[0] == (3, 2)
-    assert sorted(lengths[1:]) == [(6, 4), (9, 1)]  # two that are sent at one moment
+    assert sorted(lengths[1:]) == [(6, 4), (9, 1)]  # these two are sent at the same moment
     [run] = json.loads((tmp_path / "r").read_bytes())["runs"]
     assert run["request_rate"] == "recorded" and run["duration_seconds"] >= 0.3
 
@@ -224,14 +254,17 @@ def test_a_trace_keeps_its_lengths_and_its_pace(server: CannedServer, tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--trace", "t", "--dataset", "d"), "--trace and --dataset"),
-        (("--trace", "t", "--input-len", "5"), "leave out --input-len"),
-        (("--prefix-groups", "2", "--num-prompts", "5"), "leave out --num-prompts"),
+        (("--dataset-name", "custom"), "custom needs --dataset-path"),
+        (("--dataset-path", "d"), "--dataset-path needs --dataset-name sharegpt, custom or trace"),
+        (("--dataset-name", "trace", "--dataset-path", "t", "--input-len", "5"), "leave out --input-len"),
+        (("--dataset-name", "generated-shared-prefix", "--num-prompts", "5"), "leave out --num-prompts"),
+        (("--trace", "t"), "--trace is now --dataset-name trace --dataset-path FILE"),
+        (("--goodput", "ttft:5", "ttft:6"), "--goodput names a metric twice"),
         (("--request-rate", "1,1"), "names a rate twice"),
         (("--request-rate", "1,zero"), "--request-rate"),
         (("--request-rate", "inf", "--plot", "p.png"), "--plot draws"),
     ],
 )
-def test_flags_that_do_not_go_together_are_named(flags: tuple[str, ...], complaint: str) -> None:
+def test_contradictory_flags_are_named(flags: tuple[str, ...], complaint: str) -> None:
     done = bench("serve", "--model", "m", *flags)
     assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Flags and environment variables: one source, clear errors."""
+"""Flags and environment variables: precedence, refused values, and former names."""
 
 import argparse
 from typing import Any
@@ -23,22 +23,22 @@ def test_defaults_are_valid() -> None:
     assert read() == Config()
 
 
-def test_a_flag_wins_over_its_variable() -> None:
+def test_flag_takes_precedence_over_its_variable() -> None:
     assert read(SKIFF_PAGE_SIZE="32").page_size == 32
     assert read("--page-size", "64", SKIFF_PAGE_SIZE="32").page_size == 64
 
 
 @pytest.mark.parametrize("text,value", [("1", True), ("true", True), ("no", False), ("0", False)])
-def test_switches_can_be_set_in_the_environment(text: str, value: bool) -> None:
+def test_switch_can_be_set_by_its_variable(text: str, value: bool) -> None:
     assert read(SKIFF_DISABLE_OVERLAP_SCHEDULE=text).disable_overlap_schedule is value
 
 
-def test_every_flag_of_the_contract_exists() -> None:
+def test_flags_of_the_contract_exist() -> None:
     flags = {value for name, value in vars(contract).items() if name.startswith("FLAG_")}
     assert flags <= {spelling for name in field_names() for spelling in spellings(name)}
 
 
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_each_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="skiff serve")
     add_config_arguments(parser)
     text = parser.format_help()
@@ -58,10 +58,7 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
         "unknown environment variable SKIFF_PAGE_SIZ; did you mean SKIFF_PAGE_SIZE?",
     ),
     (["--schedule-policy", "prefix"], {}, "--schedule-policy must be one of fcfs, lpm, not 'prefix'"),
-    (["--queue-order", "prefix"], {}, "--queue-order is now --schedule-policy"),
-    (["--cache", "naive"], {}, "--cache is now --disable-radix-cache"),
     (["--no-disable-overlap"], {}, "--no-disable-overlap is now --no-disable-overlap-schedule"),
-    ([], {"SKIFF_MAX_BATCH_TOKENS": "8"}, "SKIFF_MAX_BATCH_TOKENS is now SKIFF_MAX_NUM_BATCHED_TOKENS"),
     (["--mem-fraction-static", "1.5"], {}, "--mem-fraction-static must be from 0.01 to 0.99"),
     (["--mem-fraction-static", "nan"], {}, "--mem-fraction-static must be from 0.01 to 0.99"),
     (["--no-such-flag", "1"], {}, "--no-such-flag"),
@@ -76,9 +73,7 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize("words,environment,message", BAD)
-def test_a_bad_option_is_an_error_that_names_it(
-    words: list[str], environment: dict[str, str], message: str
-) -> None:
+def test_invalid_option_is_named(words: list[str], environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(*words, **environment)
     assert message in str(caught.value)
@@ -98,12 +93,12 @@ def test_tensor_parallel_size_has_two_spellings() -> None:
     assert read("--tp", "2") == read("--tensor-parallel-size", "2") == read(SKIFF_TP="2") == Config(tp_size=2)
 
 
-def test_variables_of_the_test_tooling_are_left_alone() -> None:
+def test_variables_of_the_test_tooling_are_ignored() -> None:
     assert read(SKIFF_TEST_SEED="1", SKIFF_CLUSTER_CACHE="/x") == Config()
 
 
-def links(name: str) -> dict[str, str]:
-    """What Kubernetes tells every container of a namespace about a Service called ``name``."""
+def service_links(name: str) -> dict[str, str]:
+    """Return the variables that Kubernetes sets in each container of a namespace for a Service called ``name``."""
     url = "tcp://10.96.7.1:8000"
     return {
         f"{name}_SERVICE_HOST": "10.96.7.1",
@@ -117,16 +112,16 @@ def links(name: str) -> dict[str, str]:
     }
 
 
-def test_services_of_the_namespace_are_no_options() -> None:
-    assert read(**links("SKIFF"), **links("SKIFF_LLAMA")) == Config()
-    assert read(**{**links("SKIFF"), "SKIFF_PORT": "8080"}).port == 8080
+def test_service_links_of_the_namespace_are_ignored() -> None:
+    assert read(**service_links("SKIFF"), **service_links("SKIFF_LLAMA")) == Config()
+    assert read(**{**service_links("SKIFF"), "SKIFF_PORT": "8080"}).port == 8080
 
 
-def test_a_small_step_budget_bounds_the_running_requests() -> None:
+def test_running_limit_is_bounded_by_the_tokens_of_a_step() -> None:
     assert read("--max-num-batched-tokens", "16").running_limit == 16
     assert read("--max-running-requests", "8").running_limit == 8
 
 
-def test_fixed_values_win() -> None:
+def test_fixed_values_override_flags() -> None:
     options: dict[str, Any] = {"page_size": 4}
     assert build_config(argparse.Namespace(page_size="8"), {}, **options).page_size == 4

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import tiktoken
 from foreign_tokenizers import (
@@ -20,13 +19,11 @@ from foreign_tokenizers import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from tiny_models import make_model
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ModelError
-from skiff_runtime.processes.local_server import LocalServer
 from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 WORDS = st.sampled_from(["boat", "the", " ", "  ", "\n", "\t", "12", "Köln", "日本", "🙂", "\x00", "é", "."])
@@ -214,25 +211,3 @@ class TestConversion:
     def test_parent_process_does_not_import_transformers(self) -> None:
         code = "import sys, skiff_runtime.conversion.tokenizer_json, skiff_runtime.processes.resolve; sys.exit(bool({'transformers', 'sentencepiece', 'torch'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_server_serves_a_model_with_only_a_sentencepiece_file(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", vocab_size=420)
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer_config.json").unlink()
-    write_sentencepiece(model / "tokenizer.model")
-    pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
-    text = "The boat, Köln 🙂"
-    flags = ["--model", str(model), "--download-dir", str(tmp_path / "cache"), "--cpu-threads", "1"]
-    with (
-        LocalServer([*flags, "--max-total-tokens", "4096"]) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        assert "tokenizer_converted" in server.log_text()
-        ids = client.post("/tokenize", json={"model": "model", "prompt": text}).json()["tokens"]
-        assert ids == [pieces.bos_id(), *pieces.encode(text)]
-        request = {"model": "model", "prompt": text, "max_tokens": 8, "temperature": 0}
-        answer = client.post("/v1/completions", json=request).json()
-        structured = client.post("/v1/completions", json={**request, "guided_regex": "boat|pod"}).json()
-    assert answer["usage"]["prompt_tokens"] == len(ids)
-    assert structured["choices"][0]["text"] in ("boat", "pod")

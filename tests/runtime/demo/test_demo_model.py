@@ -1,4 +1,4 @@
-"""The model behind `demo://`: its files, its tokenizer, what it says, and the data that it was trained on."""
+"""The model of ``demo://``: its files, tokenizer, answers and training data."""
 
 import json
 import random
@@ -81,14 +81,14 @@ def template() -> ChatTemplate:
 
 @pytest.fixture(scope="module")
 def speaker() -> Iterator[Speaker]:
-    """The model in float32. One thread: its products are too small to share."""
+    """Yield the model in float32, with one thread, since its matrix products are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Speaker(DIRECTORY, "cpu", torch.float32)
     torch.set_num_threads(threads)
 
 
-def test_the_folder_is_complete_and_small() -> None:
+def test_directory_is_complete_and_small() -> None:
     files = [path for path in DIRECTORY.iterdir() if path.is_file()]
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in files
@@ -96,7 +96,7 @@ def test_the_folder_is_complete_and_small() -> None:
     assert sum(path.stat().st_size for path in files) <= MAX_FOLDER_BYTES
 
 
-def test_the_configuration_suits_two_ranks(tokenizer: Tokenizer) -> None:
+def test_configuration_is_divisible_by_two_ranks(tokenizer: Tokenizer) -> None:
     config = read_json("config.json")
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_key_value_heads"] < config["num_attention_heads"]
@@ -107,7 +107,7 @@ def test_the_configuration_suits_two_ranks(tokenizer: Tokenizer) -> None:
     assert config["max_position_embeddings"] == read_json("tokenizer_config.json")["model_max_length"]
 
 
-def test_special_tokens_agree_between_the_files(tokenizer: Tokenizer) -> None:
+def test_special_tokens_agree_between_files(tokenizer: Tokenizer) -> None:
     generation = read_json("generation_config.json")
     stops = [tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|eos|>")]
     assert generation["eos_token_id"] == read_json("config.json")["eos_token_id"] == stops
@@ -116,14 +116,12 @@ def test_special_tokens_agree_between_the_files(tokenizer: Tokenizer) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=80))
-def test_any_text_survives_encoding(text: str) -> None:
+def test_encoding_and_decoding_restores_any_text(text: str) -> None:
     ids = load_tokenizer().encode(text, add_special_tokens=False).ids
     assert load_tokenizer().decode(ids, skip_special_tokens=False) == text
 
 
-def test_plain_text_gets_one_bos_and_a_rendered_chat_no_second_one(
-    tokenizer: Tokenizer, template: ChatTemplate
-) -> None:
+def test_plain_text_and_rendered_chats_have_one_bos(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     bos = tokenizer.token_to_id(BOS)
     assert bos is not None
     assert tokenizer.encode("Kubernetes is").ids.count(bos) == 1
@@ -132,19 +130,19 @@ def test_plain_text_gets_one_bos_and_a_rendered_chat_no_second_one(
     assert tokenizer.encode(chat, add_special_tokens=False).ids.count(bos) == 1
 
 
-def test_transformers_renders_and_encodes_the_same(tokenizer: Tokenizer) -> None:
+def test_transformers_renders_and_encodes_alike(tokenizer: Tokenizer) -> None:
     theirs = AutoTokenizer.from_pretrained(DIRECTORY)
     assert isinstance(theirs, PreTrainedTokenizerFast)
     assert theirs.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == RENDERED
     assert theirs("Kubernetes is")["input_ids"] == tokenizer.encode("Kubernetes is").ids
 
 
-def test_the_template_refuses_an_unknown_role(template: ChatTemplate) -> None:
+def test_chat_template_refuses_an_unknown_role(template: ChatTemplate) -> None:
     with pytest.raises(InvalidRequest, match="system, user or assistant"):
         template.render(ChatPrompt([{"role": "tool", "content": "4"}]))
 
 
-def test_training_sees_chats_as_the_template_renders_them(
+def test_training_rows_equal_rendered_chats(
     tokenizer: Tokenizer, template: ChatTemplate, tmp_path: Path
 ) -> None:
     messages = [Message(turn["role"], turn["content"].strip()) for turn in TURNS]
@@ -161,24 +159,25 @@ def test_golden_questions_get_their_answers(speaker: Speaker) -> None:
     assert [case for case, agrees in zip(cases, speaker.agrees(cases), strict=True) if not agrees] == []
 
 
-def test_the_demo_question_gets_its_answer_token_by_token(speaker: Speaker) -> None:
+def test_demo_question_gets_its_answer_by_greedy_decoding(speaker: Speaker) -> None:
     case = asked("How do I deploy a model with Skiff?", answer("deploy-model"))
     assert speaker.answers([case]) == [case.expected]
 
 
 def test_golden_questions_get_the_same_answers_in_bfloat16() -> None:
-    # Without oneDNN: some machines announce AMX but trap it, and its guard must come before a process's first product.
+    # Without oneDNN: some machines announce AMX but trap its instructions, and the guard against that must run before
+    # the process's first matrix product.
     with torch.backends.mkldnn.flags(enabled=False):
         cases = [asked(question, answer(fact_id)) for question, fact_id in GOLDEN.items()][:5]
         assert all(Speaker(DIRECTORY, "cpu", torch.bfloat16).agrees(cases))
 
 
-def test_most_unseen_wordings_get_their_answers(speaker: Speaker) -> None:
+def test_most_held_out_wordings_get_their_answers(speaker: Speaker) -> None:
     cases = [asked(*pair) for pair in written_questions("report")]
     assert sum(speaker.agrees(cases)) / len(cases) >= 0.85
 
 
-def test_a_follow_up_refers_to_the_last_answer(speaker: Speaker) -> None:
+def test_follow_up_refers_to_the_last_answer(speaker: Speaker) -> None:
     pod = facts()["pod"]
     history = (Message("user", "What is a pod?"), Message("assistant", pod.answer))
     more = Case((*history, Message("user", "Tell me more.")), str(pod.more))
@@ -186,7 +185,7 @@ def test_a_follow_up_refers_to_the_last_answer(speaker: Speaker) -> None:
     assert speaker.agrees([more, logs]) == [True, True]
 
 
-def test_a_plain_prompt_is_continued_to_a_whole_sentence(speaker: Speaker) -> None:
+def test_plain_prompt_is_completed_to_a_whole_sentence(speaker: Speaker) -> None:
     texts = speaker.generate([f"{BOS}Kubernetes is", f"{BOS}A Deployment"])
     assert all(text.endswith(".") and len(text) > 20 for text in texts)
 
@@ -202,7 +201,7 @@ def test_follow_ups_and_written_questions_name_facts_that_exist() -> None:
     assert len(written_questions("report")) >= 80
 
 
-def test_held_out_questions_are_in_no_fact_and_no_conversation() -> None:
+def test_held_out_questions_are_not_in_the_training_data() -> None:
     trained = {normalized(question) for fact in facts().values() for question in fact.questions}
     assert not trained & never_trained()
     rng = random.Random(7)
@@ -218,10 +217,10 @@ def test_answers_are_whole_sentences_of_plain_characters() -> None:
             assert text[0].isupper(), fact.id
 
 
-def test_batches_depend_on_the_seed_and_the_step_alone() -> None:
-    def maker(seed: int) -> RowMaker:
+def test_batches_depend_only_on_seed_and_step() -> None:
+    def make(seed: int) -> RowMaker:
         return RowMaker(DIRECTORY / "tokenizer.json", rows=2, length=128, seed=seed)
 
-    again, first, other = maker(1)(5)[0], maker(1)(5)[0], maker(2)(5)[0]
+    again, first, other = make(1)(5)[0], make(1)(5)[0], make(2)(5)[0]
     assert (again == first).all()
     assert (first != other).any()

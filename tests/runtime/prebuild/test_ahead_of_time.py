@@ -39,9 +39,9 @@ print(json.dumps(sorted(seen)))
 Launch = tuple[str, dict[str, Any], str, str]
 
 
-def launches(model: Path, tp: int, rank: int = 0, quantization: str = "none") -> list[Launch]:
+def launches(model: Path, tp_size: int, rank: int = 0, quantization: str = "none") -> list[Launch]:
     """Return (kernel, constants, grid, arguments) of each distinct launch."""
-    done = run_compiling("-c", LAUNCHES, str(model), quantization, str(tp), str(rank))
+    done = run_compiling("-c", LAUNCHES, str(model), quantization, str(tp_size), str(rank))
     assert done.returncode == 0, done.stderr
     return [(name, json.loads(constants), *rest) for name, constants, *rest in json.loads(done.stdout)]
 
@@ -50,22 +50,44 @@ def constants(found: list[Launch], kernel: str, *names: str) -> set[tuple[Any, .
     return {tuple(given[name] for name in names) for launched, given, *_ in found if launched == kernel}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_kernels_have_the_sizes_of_one_rank(tmp_path: Path, tp: int) -> None:
-    """The model has four query heads and two KV heads, so each of four ranks holds a copy of one KV head."""
-    found = launches(make_model(tmp_path, head_dim=16), tp)
-    kv = max(1, 2 // tp)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with four query heads and two KV heads, and a vocabulary of odd size."""
+    return make_model(tmp_path_factory.mktemp("model"), head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[int, list[Launch]]:
+    """The launches of rank 0, by the number of ranks."""
+    return {tp_size: launches(model, tp_size) for tp_size in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_size: int) -> None:
+    """With four ranks, each holds a copy of one KV head."""
+    own = found[tp_size]
+    kv_heads = max(1, 2 // tp_size)
     for kernel in ("decode_attention_kernel", "shared_prefix_attention_kernel"):
-        assert constants(found, kernel, "KV", "GROUP") == {(kv, 4 // tp // kv)}, kernel
-    assert constants(found, "prefill_attention_kernel", "KV", "HEADS") == {(kv, 4 // tp)}
-    hidden, attended, inner = 64, 64 // tp, 96 // tp
-    assert constants(found, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
-    assert constants(found, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
+        assert constants(own, kernel, "KV", "GROUP") == {(kv_heads, 4 // tp_size // kv_heads)}, kernel
+    assert constants(own, "prefill_attention_kernel", "KV", "HEADS") == {(kv_heads, 4 // tp_size)}
+    hidden, attended, inner = 64, 64 // tp_size, 96 // tp_size
+    assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
+    assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
 
 
-@pytest.mark.parametrize(("tp", "quantization"), [(2, "fp8"), (4, "none")])
-def test_all_ranks_launch_the_same_kernels(tmp_path: Path, tp: int, quantization: str) -> None:
+def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[int, list[Launch]]) -> None:
+    names = {launch[0] for launch in found[1]}
+    assert all({launch[0] for launch in launched} == names for launched in found.values())
+    for kernel in ("rms_norm_kernel", "prepare_inputs_kernel", "write_cells_kernel"):
+        first, *others = ([launch for launch in each if launch[0] == kernel] for each in found.values())
+        assert first and all(other == first for other in others), kernel
+
+
+def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model: Path) -> None:
     """The vocabulary's size is odd, so the last rank's share is shorter."""
+    assert launches(model, 4, 3) == found[4]
+
+
+def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
-    first = launches(model, tp, 0, quantization)
-    assert first and first == launches(model, tp, tp - 1, quantization)
+    assert launches(model, 2, 0, "fp8") == launches(model, 2, 1, "fp8")

@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from skiff_runtime import __version__
 from skiff_runtime.api.dispatch.request_state import RequestState
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.metrics.labels import Endpoint, Outcome
+from skiff_runtime.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

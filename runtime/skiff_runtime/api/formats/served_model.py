@@ -6,7 +6,6 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from skiff_runtime import __version__
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.schemas.request_bodies import SamplingFields
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
@@ -14,6 +13,7 @@ from skiff_runtime.messages import SamplingSpec, TextOptions
 from skiff_runtime.models.config import SamplingDefaults
 from skiff_runtime.processes.launch import Launch
 from skiff_runtime.sse import encode_json
+from skiff_runtime.version import __version__
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_SHOWN_CHARACTERS: Final = 40

@@ -7,11 +7,12 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from skiff_runtime import __version__, contract
+from skiff_runtime import contract
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.routes.openapi import error_responses
 from skiff_runtime.processes.launch import Launch
+from skiff_runtime.version import __version__
 
 
 class ModelCard(BaseModel):

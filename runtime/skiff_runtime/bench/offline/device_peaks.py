@@ -1,4 +1,7 @@
-"""Measures two rates of a device, for ``bench.rates``, as a process that prints them: the device is free when it ends."""
+"""Measurement of a device's peak rates, as a process that prints them, so that the device's memory is free afterwards.
+
+``python -m skiff_runtime.bench.offline.device_peaks DEVICE DTYPE THREADS``; ``THREADS`` 0 keeps torch's number.
+"""
 
 import sys
 import time
@@ -9,65 +12,69 @@ from typing import Final
 import msgspec
 import torch
 
-from skiff_runtime.bench.offline.roofline import Rates
+from skiff_runtime.bench.offline.roofline import DevicePeaks
 from skiff_runtime.engine.cpu import avoid_trapping_amx
 from skiff_runtime.kernels.torch_internals import scaled_mm
 
+WARM_UPS: Final = 3
 REPEATS: Final = 10
-COPIED_BYTES: Final = {"cuda": 4 << 30, "cpu": 256 << 20}
-SIDE: Final = {"cuda": 8192, "cpu": 1024}
+COPY_BYTES: Final = {"cuda": 4 << 30, "cpu": 256 << 20}
+MATRIX_SIZE: Final = {"cuda": 8192, "cpu": 1024}
 
 
-def copied_bytes(device: str) -> float:
-    """Bytes read and written in a second by a copy on the device."""
-    source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
+def measure_bandwidth(device: str) -> float:
+    """Return the bytes per second that a copy on the device reads and writes."""
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
+    return 2 * source.nbytes / _median_seconds(device, lambda: target.copy_(source))
 
 
-def matrix_operations(device: str, kind: str) -> float:
-    """Floating-point operations in a second of a large square product of random numbers."""
-    side = SIDE[device]
-    shape = (side, side)
-    if kind == "fp8" and device == "cuda":
+def measure_matmul(device: str, dtype: str) -> float:
+    """Return the FLOPs per second of a large square matrix product. ``dtype`` is ``fp8`` or torch's name.
+
+    The matrices are random: the power that a product of zeros saves would allow a higher clock rate.
+    """
+    size = MATRIX_SIZE[device]
+    shape = (size, size)
+    if dtype == "fp8" and device == "cuda":
         a, b = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-        ones = torch.ones(side, 1, device=device)
+        ones = torch.ones(size, 1, device=device)
         product: Callable[[], object] = lambda: scaled_mm(  # noqa: E731
             a, b.T, scale_a=ones, scale_b=ones.T, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     else:
-        dtype = torch.float32 if kind == "fp8" else getattr(torch, kind)
-        x, y = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        plain = torch.float32 if dtype == "fp8" else getattr(torch, dtype)
+        x, y = (torch.randn(shape, device=device).to(plain) for _ in range(2))
         product = lambda: x @ y  # noqa: E731
-    return 2.0 * side**3 / _seconds(device, product)
+    return 2.0 * size**3 / _median_seconds(device, product)
 
 
-def _seconds(device: str, work: Callable[[], object]) -> float:
-    """Median time of ``work``, after three times unmeasured."""
+def _median_seconds(device: str, work: Callable[[], object]) -> float:
+    """Return the median duration of ``work``, after a few warm-ups."""
     times = []
-    for _ in range(3 + REPEATS):
-        _settle(device)
+    for _ in range(WARM_UPS + REPEATS):
+        _synchronize(device)
         started = time.perf_counter()
         work()
-        _settle(device)
+        _synchronize(device)
         times.append(time.perf_counter() - started)
-    return median(times[3:])
+    return median(times[WARM_UPS:])
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def main(arguments: list[str]) -> None:
-    """Print the rates of a device."""
-    device, kind, threads = arguments
+    """Print the peak rates of a device as JSON."""
+    device, dtype, threads = arguments
     if int(threads):
         torch.set_num_threads(int(threads))
-    if device == "cpu" and kind != "float32":
+    if device == "cpu" and dtype != "float32":
         avoid_trapping_amx()
-    rates = Rates(copied_bytes(device), matrix_operations(device, kind))
-    sys.stdout.buffer.write(msgspec.json.encode(rates) + b"\n")
+    peaks = DevicePeaks(measure_bandwidth(device), measure_matmul(device, dtype))
+    sys.stdout.buffer.write(msgspec.json.encode(peaks) + b"\n")
 
 
 if __name__ == "__main__":

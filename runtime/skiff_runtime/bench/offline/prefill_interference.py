@@ -1,4 +1,4 @@
-"""``skiff bench gaps``: how long those that decode wait for their next token while a long prompt is computed."""
+"""``skiff bench prefill-interference``: inter-token latency of decoding requests while a long prompt is computed."""
 
 import argparse
 import statistics
@@ -13,15 +13,15 @@ import numpy as np
 from rich.console import Console
 
 from skiff_runtime import log
-from skiff_runtime.bench import report
-from skiff_runtime.bench.gaps_options import OFF, add_arguments
+from skiff_runtime.bench.flag_types import natural_int, positive_int
+from skiff_runtime.bench.report import make_table, write_json
 from skiff_runtime.config import Config
-from skiff_runtime.config.arguments import build_config
+from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import ConfigError, SkiffError
-from skiff_runtime.kernels import kernel_cache as cache
+from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
     NO_TOKEN,
     AbortRequest,
@@ -36,24 +36,54 @@ from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 
+DESCRIPTION: Final = """\
+Inter-token latency of decoding requests while a long prompt is computed beside them:
+scheduler and engine in one process, once for each bound of --mixed-prefill-tokens."""
+EPILOG: Final = """\
+Baseline is the median inter-token latency before the prompt arrives. Median and largest
+are those from its arrival until its first token; the ratio is that of largest to baseline.
+
+examples:
+  skiff bench prefill-interference --model shape://llama-3.1-8b --load-format dummy --max-num-batched-tokens 8192
+  skiff bench prefill-interference --batch-size 8 --context-len 50 --input-len 1000 --chunk-sizes all,128,32     on a CPU
+"""
+UNBOUNDED: Final = 0
+"""Chunk size that only --max-num-batched-tokens bounds; ``all`` on the command line."""
 TEMPERATURE: Final = 0.6
 MAX_TURNS: Final = 1_000_000
-__all__ = ["add_arguments", "run"]
+RENAMED_FLAGS: Final = {
+    "--streams": "--batch-size",
+    "--context": "--context-len",
+    "--prompt-len": "--input-len",
+    "--quiet-steps": "--baseline-steps",
+    "--chunks": "--chunk-sizes",
+    "--output": "--output-json",
+}
+_UNUSED_FIELDS: Final = (
+    "host",
+    "port",
+    "tokenizer_worker_num",
+    "max_request_bytes",
+    "drain_timeout_seconds",
+    "max_running_requests",
+    "mixed_prefill_tokens",
+)
 
 
-class Clients(Channel):
-    """Everybody who asked for something: notes when each of their tokens came."""
+class TokenTimes(Channel):
+    """Channel of the scheduler that delivers requests at once, and records the arrival time of each token."""
 
     def __init__(self) -> None:
         self.arriving: list[SchedulerInput] = []
         self.times: dict[int, list[float]] = {}
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
-        """What was put into ``arriving`` since the last turn; never blocks."""
+        """Return the items that were added to ``arriving`` since the last call. Never blocks."""
         items, self.arriving = self.arriving, []
         return items
 
     def send(self, batch: TokenBatch) -> None:
+        """Record the time of each token of a batch, by uid."""
         now = perf_counter()
         if batch.failed:
             raise SkiffError(f"a request failed: {batch.failed[0].message}")
@@ -63,149 +93,195 @@ class Clients(Channel):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Of one bound. ``steps`` computed the prompt; times in milliseconds, ``quiet_ms`` of the time before it came."""
+class InterferenceResult:
+    """Latencies in milliseconds for one bound on chunks. ``steps`` is the number of steps that computed the prompt."""
 
     mixed_prefill_tokens: int | None
     steps: int
-    quiet_ms: float
+    baseline_ms: float
     median_ms: float
     largest_ms: float
-    first_token_ms: float
+    ttft_ms: float
 
     @property
     def ratio(self) -> float:
-        """The largest gap, in quiet gaps."""
-        return self.largest_ms / self.quiet_ms
+        """The largest inter-token latency in multiples of the baseline."""
+        return self.largest_ms / self.baseline_ms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags, which include those of the engine."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    group = parser.add_argument_group("Workload")
+    for name, default, text in (
+        ("--batch-size", 64, "decoding requests"),
+        ("--context-len", 500, "prompt length of each of them, in tokens"),
+        ("--input-len", 32768, "length of the long prompt, in tokens"),
+        ("--baseline-steps", 100, "steps that are measured before it arrives"),
+    ):
+        group.add_argument(
+            name, type=positive_int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    group.add_argument(
+        "--chunk-sizes",
+        type=_parse_chunk_sizes,
+        default=_parse_chunk_sizes("all,2048,1024,512,256"),
+        metavar="N,...",
+        help="bounds on the prompt tokens in a step that also decodes; all: what --max-num-batched-tokens leaves "
+        "(default: all,2048,1024,512,256)",
+    )
+    group.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    add_config_arguments(parser, skip=_UNUSED_FIELDS)
+    add_renamed_flags(parser, RENAMED_FLAGS)
+
+
+def _parse_chunk_sizes(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens, or ``all``, separated by commas."""
+    return tuple(UNBOUNDED if each == "all" else positive_int(each) for each in text.split(","))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write the figures; the exit code."""
-    config, model = resolve(build_config(arguments, max_running_requests=arguments.streams + 1))
+    """Measure, print and write the figures, and return the exit code."""
+    config, model = resolve(build_config(arguments, max_running_requests=arguments.batch_size + 1))
     log.configure("bench", config.log_level)
     _check(config, arguments)
     with tempfile.TemporaryDirectory() as scratch:
         if config.device == "cuda" and config.kernel_cache_dir is not None:
-            cache.activate(Path(config.kernel_cache_dir), Path(scratch))
+            kernel_cache.activate(Path(config.kernel_cache_dir), Path(scratch))
         group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=Path(scratch))
         engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
         engine.warmup()
-        _measure(engine, config, model, arguments, OFF)  # what happens for the first time happens here
-        results = [_measure(engine, config, model, arguments, each) for each in arguments.chunks]
+        bench = _InterferenceBench(engine, config, model, arguments)
+        # A run that is not counted: what happens once, such as the compilation of a kernel, happens in it.
+        bench.measure(UNBOUNDED)
+        results = [bench.measure(chunk_size) for chunk_size in arguments.chunk_sizes]
         engine.close()
     _show(results)
-    if arguments.output is not None:
-        report.write(arguments.output, _figures(results, config, arguments))
+    if arguments.output_json is not None:
+        write_json(arguments.output_json, _collect_figures(results, config, arguments))
     return EXIT_OK
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
     if config.tp_size != 1:
-        raise ConfigError("bench gaps measures one rank; leave out --tp")
+        raise ConfigError("bench prefill-interference measures one rank; leave out --tp")
     assert config.max_model_len is not None
-    longest = max(arguments.prompt_len + 1, arguments.context + _outputs(config, arguments))
+    longest = max(arguments.input_len + 1, arguments.context_len + _count_outputs(config, arguments))
     if longest > config.max_model_len:
         raise ConfigError(f"requests of {longest} tokens exceed --max-model-len ({config.max_model_len})")
 
 
-def _outputs(config: Config, arguments: argparse.Namespace) -> int:
-    """Most tokens that a stream may need: one in each step that computes prompts, its own excepted, and the quiet ones."""
-    least = min(each or config.max_num_batched_tokens for each in arguments.chunks)
-    chunk = max(1, min(least, config.max_num_batched_tokens - arguments.streams))
-    prompts = arguments.streams * arguments.context + arguments.prompt_len
-    return int(arguments.quiet_steps + prompts // chunk + arguments.streams + 16)
+def _count_outputs(config: Config, arguments: argparse.Namespace) -> int:
+    """Return an upper bound on the tokens of a decoding request: one for each step of the run."""
+    least = min(each or config.max_num_batched_tokens for each in arguments.chunk_sizes)
+    chunk = max(1, min(least, config.max_num_batched_tokens - arguments.batch_size))
+    prompts = arguments.batch_size * arguments.context_len + arguments.input_len
+    return int(arguments.baseline_steps + prompts // chunk + arguments.batch_size + 16)
 
 
-def _measure(
-    engine: Engine, config: Config, model: ModelConfig, arguments: argparse.Namespace, chunk: int
-) -> Result:
-    """Streams decode, a prompt arrives, and its first token ends the measurement."""
-    clients, streams = Clients(), range(arguments.streams)
-    config = replace(config, mixed_prefill_tokens=chunk or None)
-    scheduler = Scheduler(
-        config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=clients
-    )
-    generator = np.random.default_rng(arguments.seed)
-    outputs = _outputs(config, arguments)
+class _InterferenceBench:
+    """Runs of the workload over one engine."""
 
-    def ask(uid: int, length: int, count: int) -> None:
-        ids = generator.integers(0, model.vocab_size, length).astype(Wire.TOKEN).tobytes()
-        sampling = SamplingSpec(max_tokens=count, seed=uid, temperature=TEMPERATURE, ignore_eos=True)
-        clients.arriving.append(GenerateRequest(uid, ids, sampling, TextOptions()))
+    def __init__(
+        self, engine: Engine, config: Config, model: ModelConfig, arguments: argparse.Namespace
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._vocab_size = model.vocab_size
+        self._arguments = arguments
 
-    for uid in streams:
-        ask(uid, arguments.context, outputs)
-    _turn_until(scheduler, lambda: len(clients.times) == len(streams))
-    settled = max(map(len, clients.times.values()))
-    _turn_until(scheduler, lambda: len(clients.times[0]) >= settled + arguments.quiet_steps)
-    arrived, late = perf_counter(), len(streams)
-    ask(late, arguments.prompt_len, 1)
-    _turn_until(scheduler, lambda: late in clients.times)
-    first = clients.times[late][0]
-    clients.arriving += [AbortRequest(uid=uid) for uid in streams]
-    _turn_until(scheduler, lambda: scheduler.is_idle and not clients.arriving)
-    quiet = _gaps(clients, streams, (clients.times[0][settled - 1], arrived))
-    held = _gaps(clients, streams, (arrived, first))
-    return Result(
-        mixed_prefill_tokens=chunk or None,
-        steps=len(held) // len(streams),
-        quiet_ms=statistics.median(quiet),
-        median_ms=statistics.median(held),
-        largest_ms=max(held),
-        first_token_ms=1e3 * (first - arrived),
-    )
+    def measure(self, chunk_size: int) -> InterferenceResult:
+        """Decode a batch, then add the long prompt; its first token ends the measurement."""
+        arguments, channel = self._arguments, TokenTimes()
+        scheduler = Scheduler(
+            replace(self._config, mixed_prefill_tokens=chunk_size or None),
+            eos_token_ids=(),
+            num_pages=self._engine.num_pages,
+            engine=self._engine,
+            channel=channel,
+        )
+        generator = np.random.default_rng(arguments.seed)
+        decoding, long = range(arguments.batch_size), arguments.batch_size
+        outputs = _count_outputs(self._config, arguments)
+        for uid in decoding:
+            channel.arriving.append(self._make_request(uid, arguments.context_len, outputs, generator))
+        _turn_until(scheduler, lambda: len(channel.times) == len(decoding))
+        # Number of tokens of the request that started first, when the last one has its first token: from here on, the
+        # batch is complete.
+        settled = max(map(len, channel.times.values()))
+        _turn_until(scheduler, lambda: len(channel.times[0]) >= settled + arguments.baseline_steps)
+        arrived = perf_counter()
+        channel.arriving.append(self._make_request(long, arguments.input_len, 1, generator))
+        _turn_until(scheduler, lambda: long in channel.times)
+        first_token = channel.times[long][0]
+        channel.arriving += [AbortRequest(uid=uid) for uid in decoding]
+        _turn_until(scheduler, lambda: scheduler.is_idle and not channel.arriving)
+        baseline = _latencies(channel, decoding, (channel.times[0][settled - 1], arrived))
+        disturbed = _latencies(channel, decoding, (arrived, first_token))
+        return InterferenceResult(
+            mixed_prefill_tokens=chunk_size or None,
+            steps=len(disturbed) // len(decoding),
+            baseline_ms=statistics.median(baseline),
+            median_ms=statistics.median(disturbed),
+            largest_ms=max(disturbed),
+            ttft_ms=1e3 * (first_token - arrived),
+        )
+
+    def _make_request(
+        self, uid: int, prompt: int, output: int, generator: np.random.Generator
+    ) -> GenerateRequest:
+        ids = generator.integers(0, self._vocab_size, prompt).astype(Wire.TOKEN).tobytes()
+        sampling = SamplingSpec(max_tokens=output, seed=uid, temperature=TEMPERATURE, ignore_eos=True)
+        return GenerateRequest(uid, ids, sampling, TextOptions())
 
 
-def _turn_until(scheduler: Scheduler, done: Callable[[], bool]) -> None:
+def _turn_until(scheduler: Scheduler, is_done: Callable[[], bool]) -> None:
     for _ in range(MAX_TURNS):
-        if done():
+        if is_done():
             return
         scheduler.turn()
-    raise SkiffError("the streams came to no end")
+    raise SkiffError(f"the requests did not end within {MAX_TURNS} steps")
 
 
-def _gaps(clients: Clients, streams: Sequence[int], span: tuple[float, float]) -> list[float]:
-    """Milliseconds between two tokens of a stream, of which the second came within ``span``."""
+def _latencies(channel: TokenTimes, uids: Sequence[int], span: tuple[float, float]) -> list[float]:
+    """Return the inter-token latencies in milliseconds whose second token arrived within ``span``."""
     found: list[float] = []
-    for uid in streams:
-        times = np.array(clients.times[uid])
+    for uid in uids:
+        times = np.array(channel.times[uid])
         ends = times[1:]
         found += (1e3 * np.diff(times)[(ends > span[0]) & (ends <= span[1])]).tolist()
     return found
 
 
-def _show(results: Sequence[Result]) -> None:
-    heads = (
-        "prompt tokens beside decoding",
-        "steps",
-        "quiet ms",
-        "median ms",
-        "largest ms",
-        "ratio",
-        "TTFT ms",
-    )
+def _show(results: Sequence[InterferenceResult]) -> None:
+    heads = ("chunk size", "steps", "baseline ms", "median ms", "largest ms", "ratio", "TTFT ms")
     rows = [
         (
             str(each.mixed_prefill_tokens or "all"),
             str(each.steps),
-            f"{each.quiet_ms:.2f}",
+            f"{each.baseline_ms:.2f}",
             f"{each.median_ms:.2f}",
             f"{each.largest_ms:.2f}",
             f"{each.ratio:.2f}",
-            f"{each.first_token_ms:,.0f}",
+            f"{each.ttft_ms:,.0f}",
         )
         for each in results
     ]
-    Console(highlight=False).print(report.table(heads, rows))
+    Console(highlight=False).print(make_table(heads, rows))
 
 
-def _figures(results: Sequence[Result], config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+def _collect_figures(
+    results: Sequence[InterferenceResult], config: Config, arguments: argparse.Namespace
+) -> dict[str, Any]:
     return {
-        "benchmark": "gaps",
+        "benchmark": "prefill-interference",
         "model": config.model,
-        "streams": arguments.streams,
-        "context": arguments.context,
-        "prompt_len": arguments.prompt_len,
+        "batch_size": arguments.batch_size,
+        "context_len": arguments.context_len,
+        "input_len": arguments.input_len,
         "config": config.public_fields(),
         "runs": [{**asdict(each), "ratio": each.ratio} for each in results],
     }

@@ -1,6 +1,6 @@
 """Micro-benchmark of the radix cache: match and insert of 8k-token prompts, and eviction.
 
-``python -m skiff_runtime.bench.offline.radix_cache`` prints a table of medians; it needs no model and no device.
+``python -m skiff_runtime.bench.offline.radix_cache`` prints a table of medians, and needs neither a model nor a GPU.
 """
 
 from collections.abc import Callable
@@ -20,68 +20,68 @@ PROMPT_TOKENS: Final = 8192
 PROMPTS: Final = 64
 ROUNDS: Final = 40
 PAGE_SIZES: Final = (1, 16, 64, 256)
-VOCABULARY: Final = 150_000
+VOCAB_SIZE: Final = 150_000
 SHARED: Final = PROMPT_TOKENS // 2
 MICROSECONDS: Final = 1e6
 
 
-class Tree:
-    """A memory whose cache holds ``PROMPTS`` prompts that share their first half."""
+class FilledCache:
+    """A page pool whose radix cache contains ``PROMPTS`` prompts that share their first half."""
 
     def __init__(self, page_size: int, seed: int = 0) -> None:
         self.page_size = page_size
         self._random = np.random.default_rng(seed)
-        self._stem = self._tokens(SHARED)
-        self.prompts = [self.prompt() for _ in range(PROMPTS)]
+        self._shared_half = self._draw_tokens(SHARED)
+        self.prompts = [self.draw_prompt() for _ in range(PROMPTS)]
         pages = 2 * PROMPTS * PROMPT_TOKENS // page_size
-        self.memory = PagePool(pages, RadixCache(page_size))
+        self.pool = PagePool(pages, RadixCache(page_size))
         for prompt in self.prompts:
             self.insert(prompt)
 
-    def prompt(self) -> Int32:
-        """The shared half and a half of its own."""
-        return np.concatenate([self._stem, self._tokens(PROMPT_TOKENS - SHARED)])
+    def draw_prompt(self) -> Int32:
+        """Draw a prompt: the shared half, and a random one."""
+        return np.concatenate([self._shared_half, self._draw_tokens(PROMPT_TOKENS - SHARED)])
 
     def match(self, prompt: Int32) -> int:
-        """Match, lock and unlock, as admission does; how many pages were cached."""
-        match = self.memory.cache.match(prompt)
-        self.memory.cache.lock(match.handle)
-        self.memory.cache.unlock(match.handle)
+        """Match, lock and unlock, as admission does. Returns the number of cached pages."""
+        match = self.pool.cache.match(prompt)
+        self.pool.cache.lock(match.handle)
+        self.pool.cache.unlock(match.handle)
         return match.handle.depth
 
     def insert(self, prompt: Int32) -> None:
-        """What a request does whose prompt was computed: match, allocate the rest, insert."""
-        cache = self.memory.cache
+        """Insert a computed prompt as a request does: match, allocate the rest, insert."""
+        cache = self.pool.cache
         match = cache.match(prompt)
         cache.lock(match.handle)
         missing = len(prompt) // self.page_size - match.handle.depth
-        pages = np.concatenate([match.pages, self.memory.allocate(missing)])
+        pages = np.concatenate([match.pages, self.pool.allocate(missing)])
         inserted = cache.insert(prompt, pages, after=match.handle)
         cache.unlock(match.handle)
         assert not len(inserted.columns)
 
     def evict(self) -> None:
-        """One prompt's pages go, the least recently used first."""
-        self.memory.free(self.memory.cache.evict((PROMPT_TOKENS - SHARED) // self.page_size))
+        """Evict as many pages as a prompt has of its own, the least recently used first."""
+        self.pool.free(self.pool.cache.evict((PROMPT_TOKENS - SHARED) // self.page_size))
 
-    def _tokens(self, count: int) -> Int32:
-        return self._random.integers(0, VOCABULARY, count, dtype=np.int32)
+    def _draw_tokens(self, count: int) -> Int32:
+        return self._random.integers(0, VOCAB_SIZE, count, dtype=np.int32)
 
 
 def measure(page_size: int) -> dict[str, float]:
-    """Median microseconds of each operation."""
-    tree = Tree(page_size)
+    """Return the median microseconds of each operation."""
+    cache = FilledCache(page_size)
     whole = PROMPT_TOKENS // page_size
-    stranger = tree.prompt()
-    assert tree.match(tree.prompts[0]) == whole and tree.match(stranger) == whole // 2
+    half_cached = cache.draw_prompt()
+    assert cache.match(cache.prompts[0]) == whole and cache.match(half_cached) == whole // 2
     figures = {
-        "match, all cached": _time(lambda round_: tree.match(tree.prompts[round_ % PROMPTS])),
-        "match, half cached": _time(lambda round_: tree.match(stranger)),
+        "match, all cached": _time(lambda round_: cache.match(cache.prompts[round_ % PROMPTS])),
+        "match, half cached": _time(lambda round_: cache.match(half_cached)),
     }
-    fresh = [tree.prompt() for _ in range(ROUNDS)]
-    figures["insert, half new"] = _time(lambda round_: tree.insert(fresh[round_]))
-    figures["evict 4k tokens"] = _time(lambda round_: tree.evict())
-    tree.memory.check(np.empty(0, np.int32))
+    fresh = [cache.draw_prompt() for _ in range(ROUNDS)]
+    figures["insert, half new"] = _time(lambda round_: cache.insert(fresh[round_]))
+    figures["evict 4k tokens"] = _time(lambda round_: cache.evict())
+    cache.pool.check(np.empty(0, np.int32))
     return figures
 
 

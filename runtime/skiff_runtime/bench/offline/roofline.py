@@ -1,8 +1,8 @@
-"""The least time that a workload can take on a GPU: bytes at the rate of copies, arithmetic at that of matrices.
+"""Roofline of a workload: the least time that its memory traffic and arithmetic take at a device's peak rates.
 
-Pure arithmetic on the model's configuration. Requests take their places as soon as one is free; a prompt costs its
-arithmetic; a decode step costs the larger of reading the weights once and its arithmetic, and then the reading of K
-and V of every token before it, those of a prefix that several rows of the batch share only once.
+Pure arithmetic on the model's configuration. A request starts as soon as one of the running ones ends. A prompt costs
+its arithmetic. A decode step costs the larger of reading the weights once and its arithmetic, plus reading K and V of
+all tokens of context; a prefix that several rows of the batch share is read only once.
 """
 
 import heapq
@@ -25,16 +25,16 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device can do in a second."""
+class DevicePeaks:
+    """Peak rates of a device: bytes per second of a copy, and FLOPs per second of a matrix product."""
 
-    copied_bytes: float
-    matrix_operations: float
+    bytes_per_second: float
+    flops_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One request: tokens of its prompt, of its output, and how many of the former it shares within its ``group``."""
+class RequestShape:
+    """Lengths of a request in tokens: prompt, output, and the prefix that it shares with the others of its ``group``."""
 
     prompt: int
     output: int
@@ -43,21 +43,30 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one rank does for a token, in bytes and floating-point operations. An attended token is one of the context."""
+class ModelCost:
+    """Memory traffic and arithmetic of one rank.
+
+    Attributes:
+        step_bytes: weights that each decode step reads.
+        token_flops: FLOPs per token in attention's projections and MLP of all layers.
+        head_flops: FLOPs per token in the LM head.
+        kv_bytes: bytes of K and V per token of context.
+        attended_flops: FLOPs of attention per token of context.
+        prompt_share: fraction of a token's FLOPs that all tokens of a prompt but the last one need: their hidden
+            states after the last layer are never used.
+    """
 
     step_bytes: float
-    token_operations: float
-    head_operations: float
+    token_flops: float
+    head_flops: float
     kv_bytes: float
-    attended_operations: float
+    attended_flops: float
     prompt_share: float
-    """Of a token's operations, what a prompt's tokens need that are not its last: nothing asks for their last layer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Seconds; a step for each time that some request decodes."""
+class RooflineTime:
+    """Least time of a workload in seconds. ``decode_steps`` counts the steps in which any request decodes."""
 
     prefill_seconds: float
     decode_seconds: float
@@ -65,73 +74,76 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """Of all work."""
+        """Least time of the whole workload."""
         return self.prefill_seconds + self.decode_seconds
 
 
-def work_of(config: Config, model: ModelConfig) -> Work:
-    """One of ``config.tp_size`` ranks' share. ``config`` is resolved."""
+def compute_model_cost(config: Config, model: ModelConfig) -> ModelCost:
+    """Compute the cost on one of ``config.tp_size`` ranks. ``config`` is resolved."""
     ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     share = count_parameters(model, ranks)
     weights = estimate_weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
+    # A step looks up a few rows of an untied embedding, whereas a tied one is read whole as the LM head.
     looked_up = 0 if model.tie_word_embeddings else share.embedding * element_bytes
     head = share.embedding if model.tie_word_embeddings else share.head
     cached_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else element_bytes
-    return Work(
+    return ModelCost(
         step_bytes=weights - looked_up,
-        token_operations=2.0 * (share.attention + share.mlp),
-        head_operations=2.0 * head,
+        token_flops=2.0 * (share.attention + share.mlp),
+        head_flops=2.0 * head,
         kv_bytes=kv_bytes_per_token(model, ranks, cached_bytes),
-        attended_operations=4.0 * model.num_layers * model.num_heads * model.head_dim / ranks,
+        attended_flops=4.0 * model.num_layers * model.num_heads * model.head_dim / ranks,
         prompt_share=1 - 1 / model.num_layers,
     )
 
 
-def floor(work: Work, loads: Sequence[Load], *, running: int, rates: Rates) -> Floor:
-    """The least time of all ``loads``, given at once, when at most ``running`` of them run at a time."""
-    rows, attended = _decode_steps(loads, running)
-    weights = work.step_bytes / rates.copied_bytes
-    arithmetic = rows * (work.token_operations + work.head_operations) / rates.matrix_operations
-    reading = attended * work.kv_bytes / rates.copied_bytes
-    return Floor(
-        prefill_seconds=_prefill_operations(work, loads) / rates.matrix_operations,
-        decode_seconds=float((np.maximum(weights, arithmetic) + reading)[rows > 0].sum()),
+def estimate_roofline(
+    cost: ModelCost, requests: Sequence[RequestShape], *, max_running: int, peaks: DevicePeaks
+) -> RooflineTime:
+    """Estimate the least time of ``requests`` that arrive at once and run at most ``max_running`` at a time."""
+    rows, attended = _simulate_decode(requests, max_running)
+    weights = cost.step_bytes / peaks.bytes_per_second
+    arithmetic = rows * (cost.token_flops + cost.head_flops) / peaks.flops_per_second
+    kv_reads = attended * cost.kv_bytes / peaks.bytes_per_second
+    return RooflineTime(
+        prefill_seconds=_count_prefill_flops(cost, requests) / peaks.flops_per_second,
+        decode_seconds=float((np.maximum(weights, arithmetic) + kv_reads)[rows > 0].sum()),
         decode_steps=int((rows > 0).sum()),
     )
 
 
-def _prefill_operations(work: Work, loads: Sequence[Load]) -> float:
-    """Each distinct token once, attending to all before it; last layer and head for the last one of each prompt."""
-    operations, seen = 0.0, set()
-    for load in loads:
-        first = load.shared if load.group in seen else 0
-        seen.add(load.group)
-        attended = (load.prompt * (load.prompt + 1) - first * (first + 1)) / 2
-        operations += (load.prompt - first) * work.token_operations + attended * work.attended_operations
-    last = (1 - work.prompt_share) * work.token_operations + work.head_operations
-    return work.prompt_share * operations + len(loads) * last
+def _count_prefill_flops(cost: ModelCost, requests: Sequence[RequestShape]) -> float:
+    """Count each distinct token once, with attention to all before it; last layer and head for last tokens only."""
+    flops, seen = 0.0, set()
+    for request in requests:
+        first = request.shared if request.group in seen else 0
+        seen.add(request.group)
+        attended = (request.prompt * (request.prompt + 1) - first * (first + 1)) / 2
+        flops += (request.prompt - first) * cost.token_flops + attended * cost.attended_flops
+    last = (1 - cost.prompt_share) * cost.token_flops + cost.head_flops
+    return cost.prompt_share * flops + len(requests) * last
 
 
-def _decode_steps(loads: Sequence[Load], running: int) -> tuple[Floats, Floats]:
-    """For each step, how many requests decode, and how many tokens of context are read.
+def _simulate_decode(requests: Sequence[RequestShape], max_running: int) -> tuple[Floats, Floats]:
+    """Return, for each decode step, the number of decoding requests and of tokens of context that are read.
 
-    The first token of a request comes of its prompt, without a decode step.
+    The first token of a request comes from its prompt, without a decode step.
     """
-    places = [0] * running
+    free_at = [0] * max_running  # a heap of the steps at which each slot becomes free
     spans = []
-    for load in loads:
-        begin = heapq.heappop(places)
-        spans.append((begin, begin + load.output - 1))
-        heapq.heappush(places, begin + load.output - 1)
+    for request in requests:
+        begin = heapq.heappop(free_at)
+        spans.append((begin, begin + request.output - 1))
+        heapq.heappush(free_at, begin + request.output - 1)
     steps = max(end for _, end in spans)
     rows, attended = np.zeros(steps), np.zeros(steps)
     groups: dict[int, tuple[int, NDArray[np.bool_]]] = {}
-    for load, (begin, end) in zip(loads, spans, strict=True):
+    for request, (begin, end) in zip(requests, spans, strict=True):
         rows[begin:end] += 1
-        attended[begin:end] += load.prompt - load.shared + 1 + np.arange(end - begin)
-        if load.shared:
-            _, active = groups.setdefault(load.group, (load.shared, np.zeros(steps, np.bool_)))
+        attended[begin:end] += request.prompt - request.shared + 1 + np.arange(end - begin)
+        if request.shared:
+            _, active = groups.setdefault(request.group, (request.shared, np.zeros(steps, np.bool_)))
             active[begin:end] = True
     for shared, active in groups.values():
         attended += shared * active

@@ -1,8 +1,8 @@
-"""Time by kind of step, as the scheduler tells of each."""
+"""Durations of steps by kind, summed up from the scheduler's statistics."""
 
 from dataclasses import asdict, dataclass
 
-from skiff_runtime.bench.online.results import Figures
+from skiff_runtime.bench.report import Figures
 from skiff_runtime.messages import StepStats
 from skiff_runtime.metrics.definitions import step_kind
 from skiff_runtime.metrics.labels import StepKind
@@ -10,7 +10,7 @@ from skiff_runtime.metrics.labels import StepKind
 
 @dataclass(slots=True)
 class KindTimes:
-    """All steps of one kind."""
+    """Totals of all steps of one kind."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -18,15 +18,15 @@ class KindTimes:
 
 
 class StepTimes:
-    """Counts steps by their kind, and what they did."""
+    """Totals of the steps of a round, by kind."""
 
     def __init__(self) -> None:
         self.kinds = {kind: KindTimes() for kind in StepKind}
         self.prefill_tokens = 0
         self.hit_tokens = 0
 
-    def note(self, stats: StepStats) -> None:
-        """A step ended, or there is other news."""
+    def record(self, stats: StepStats) -> None:
+        """Add a step's statistics. A batch that reports no computed step adds to no kind."""
         self.hit_tokens += stats.hit_tokens
         self.prefill_tokens += stats.prefill_tokens
         kind = step_kind(stats)
@@ -38,7 +38,7 @@ class StepTimes:
         times.tokens += stats.prefill_tokens + stats.decode_tokens
 
     def figures(self, seconds: float) -> Figures:
-        """By kind, and what of ``seconds`` passed outside of steps."""
+        """Return the totals by kind, and the part of ``seconds`` that lies outside of steps."""
         kinds = {str(kind): asdict(times) for kind, times in self.kinds.items()}
         within = sum(times.seconds for times in self.kinds.values())
         return {"kinds": kinds, "outside_seconds": max(0.0, seconds - within)}

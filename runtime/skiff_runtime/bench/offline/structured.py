@@ -1,8 +1,8 @@
-"""``skiff bench structured``: time per decode step to advance grammars and fill their token masks.
+"""``skiff bench structured``: time per decode step to advance grammar matchers and fill their token bitmasks.
 
-Row by row on one thread, and in batches on several, as the engine does. Every way takes the same seeded walks through a
-JSON schema's grammar, and the masks of all ways must be equal. Neither a model nor a GPU is needed: masks are filled on
-the host, beside the forward pass, and hold up a step only where they take longer than it.
+The matchers are advanced row by row on one thread, and in batches on several threads, as the engine does. All methods
+take the same seeded walks through a JSON schema's grammar, and their bitmasks must be equal. The benchmark needs neither
+a model nor a GPU: bitmasks are filled on the host during the forward pass, and delay a step only if they take longer.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import xgrammar
 from numpy.typing import NDArray
 from rich.console import Console
 
-from skiff_runtime.bench import report
-from skiff_runtime.bench.flag_types import natural_int, positive_int
+from skiff_runtime.bench.flag_types import natural_int, positive_int, positive_ints
+from skiff_runtime.bench.report import make_table, write_json
+from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.grammar.compiler.grammar_compiler import GrammarCompiler
@@ -34,15 +35,15 @@ from skiff_runtime.step import Int32
 
 EPILOG: Final = """\
 examples:
-  skiff bench structured                                   1, 32 and 256 rows of 151,936 tokens
-  skiff bench structured --model /models/qwen3-8b --rows 256 --threads 1,4,8
+  skiff bench structured                                   batches of 1, 32 and 256, 151,936 tokens
+  skiff bench structured --model /models/qwen3-8b --batch-size 256 --threads 1,4,8
 """
 CLOSING: Final = 0.15
-"""Share of a walk's steps that close a string where one can be closed: random tokens alone would hardly ever."""
+"""Probability of closing a string at a step that allows it. Random tokens would almost never close one."""
 
 
 def _schema(text: dict[str, Any]) -> dict[str, Any]:
-    """An object whose strings are ``text``, beside an enum, digits and a list."""
+    """Return the schema of an object whose strings match ``text``, with an enum, digits and a list beside them."""
     address = {
         "type": "object",
         "properties": {"street": text, "code": {"type": "string", "pattern": "^[0-9]{5}$"}},
@@ -68,18 +69,18 @@ SCHEMAS: Final = {
     "free strings": _schema({"type": "string"}),
     "maxLength 40": _schema({"type": "string", "maxLength": 40}),
 }
-"""By the kind of their strings: near a longest length, each token of the vocabulary must be tried by its length."""
+"""By the kind of strings. Close to maxLength, the matcher must try each token of the vocabulary by its length."""
 
 MIN_VOCAB_SIZE: Final = 512
-"""Every byte is a token, and as many syllables and numbers follow."""
+"""The 256 bytes, and as many syllables and numbers."""
 
 Advance = Callable[[Sequence[GrammarMatcher], Sequence[int], Sequence[int]], None]
-"""Goes on with one token of each follower; the slots of their masks are in the middle."""
+"""Advances each of the matchers, whose bitmasks are in the given slots, by one token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Walks of ``rows`` answers under one grammar; ``closing`` int64[N]: the tokens that close a string."""
+class WalkSpec:
+    """Walks of a batch under one grammar. ``closing``, int64[N]: the tokens that can close a string."""
 
     schema: str
     grammar: xgrammar.CompiledGrammar
@@ -90,8 +91,8 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Milliseconds per step over all ``steps`` of one way; ``threads`` 0: row by row."""
+class MaskTimes:
+    """Milliseconds per step of one method. ``threads`` is 0 for row by row."""
 
     schema: str
     rows: int
@@ -102,21 +103,21 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Declare the flags of ``skiff bench structured``."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "--rows",
-        type=_counts,
+        "--batch-size",
+        type=positive_ints,
         default=(1, 32, 256),
         metavar="N,...",
-        help="answers that decode together (default: 1,32,256)",
+        help="numbers of rows that decode together (default: 1,32,256)",
     )
     parser.add_argument(
         "--threads",
-        type=_counts,
+        type=positive_ints,
         default=None,
         metavar="N,...",
-        help="of a batch (default: 1, 2, 4, 8, up to the cores)",
+        help="numbers of threads for a batch (default: 1, 2, 4 and 8, up to the number of cores)",
     )
     parser.add_argument("--steps", type=positive_int, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -124,48 +125,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_vocab_size,
         default=151_936,
         metavar="N",
-        help=f"tokens of a made-up vocabulary of syllables, digits and signs; at least {MIN_VOCAB_SIZE} "
+        help=f"size of a synthetic vocabulary of syllables, digits and signs; at least {MIN_VOCAB_SIZE} "
         "(default: %(default)s)",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="use the vocabulary of this model instead")
     parser.add_argument("--seed", type=natural_int, default=0, metavar="N", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    add_renamed_flags(parser, {"--rows": "--batch-size", "--output": "--output-json"})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write the figures; the exit code."""
-    vocabulary = (
-        made_up_vocabulary(arguments.vocab_size, arguments.seed)
+    """Measure, print and write the figures, and return the exit code."""
+    tokenizer = (
+        make_synthetic_vocabulary(arguments.vocab_size, arguments.seed)
         if arguments.model is None
         else read_tokenizer_info(read_model_config(arguments.model))
     )
     cores = len(os.sched_getaffinity(0))
-    ways = (0, *(arguments.threads or [each for each in (1, 2, 4, 8) if each <= cores]))
-    closing = _closing(vocabulary)
-    results: list[Result] = []
-    with ProgressBar(
-        "structured", len(SCHEMAS) * len(arguments.rows) * len(ways) * arguments.steps
-    ) as counter:
+    methods = (0, *(arguments.threads or [each for each in (1, 2, 4, 8) if each <= cores]))
+    closing = _find_closing_tokens(tokenizer)
+    results: list[MaskTimes] = []
+    total = len(SCHEMAS) * len(arguments.batch_size) * len(methods) * arguments.steps
+    with ProgressBar("structured", total) as counter:
         for name in SCHEMAS:
-            grammar = _compiled(vocabulary, name)
-            for rows in arguments.rows:
-                load = Load(name, grammar, rows, arguments.steps, arguments.seed, closing)
-                walks: list[list[int]] = []  # of the first way; the others go along with it
+            grammar = _compile(tokenizer, name)
+            for rows in arguments.batch_size:
+                spec = WalkSpec(name, grammar, rows, arguments.steps, arguments.seed, closing)
+                walks: list[list[int]] = []  # drawn with the first method, and repeated with the others
                 checksums = []
-                for threads in ways:
-                    result, checksum = _measure(load, threads, walks, lambda: counter.advance(done=1))
+                for threads in methods:
+                    result, checksum = _measure(spec, threads, walks, lambda: counter.advance(done=1))
                     results.append(result)
                     checksums.append(checksum)
                 if len(set(checksums)) != 1:
-                    raise SkiffError(f"masks of {rows} rows differ between the ways of filling them")
-    _show(results, vocabulary.vocab_size, cores)
-    if arguments.output is not None:
+                    raise SkiffError(f"the bitmasks of {rows} rows differ between the methods")
+    _show(results, tokenizer.vocab_size, cores)
+    if arguments.output_json is not None:
         figures: dict[str, Any] = {
             "benchmark": "structured",
-            "vocabulary": vocabulary.vocab_size,
+            "vocab_size": tokenizer.vocab_size,
             "cores": cores,
         }
-        report.write(arguments.output, {**figures, "runs": [asdict(each) for each in results]})
+        write_json(arguments.output_json, {**figures, "runs": [asdict(each) for each in results]})
     return EXIT_OK
 
 
@@ -176,18 +177,18 @@ def _vocab_size(text: str) -> int:
     return size
 
 
-def made_up_vocabulary(size: int, seed: int) -> xgrammar.TokenizerInfo:
-    """Return a vocabulary like that of a byte-level BPE: every byte, words of syllables, numbers, signs; the last token ends."""
+def make_synthetic_vocabulary(size: int, seed: int) -> xgrammar.TokenizerInfo:
+    """Return a vocabulary like that of a byte-level BPE: bytes, words of syllables, numbers, signs, and last the EOS."""
     generator = np.random.default_rng(seed)
     tokens = dict.fromkeys(bytes([each]) for each in range(256))
     while len(tokens) < size - 1:
-        tokens[_made_up_token(generator)] = None
+        tokens[_make_token(generator)] = None
     return xgrammar.TokenizerInfo(
         [*tokens, b""], xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[size - 1]
     )
 
 
-def _made_up_token(generator: np.random.Generator) -> bytes:
+def _make_token(generator: np.random.Generator) -> bytes:
     kind, length = generator.random(), int(generator.integers(1, 5))
     if kind < 0.06:
         return "".join(generator.choice(list('{}[]",:.;()=<>-_/\\\n '), length)).encode()
@@ -205,72 +206,70 @@ def _made_up_token(generator: np.random.Generator) -> bytes:
     return ((" " if kind < 0.75 else "") + (word.capitalize() if 0.65 < kind < 0.85 else word)).encode()
 
 
-def _compiled(vocabulary: xgrammar.TokenizerInfo, schema: str) -> xgrammar.CompiledGrammar:
-    """The grammar as an engine gets it from the compiler process."""
-    data = GrammarCompiler(vocabulary).compile(json_schema_grammar(SCHEMAS[schema], "schema"))
-    return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary)
+def _compile(tokenizer: xgrammar.TokenizerInfo, schema: str) -> xgrammar.CompiledGrammar:
+    """Return a compiled grammar after the round trip through JSON that it takes between processes."""
+    data = GrammarCompiler(tokenizer).compile(json_schema_grammar(SCHEMAS[schema], "schema"))
+    return xgrammar.CompiledGrammar.deserialize_json(data.decode(), tokenizer)
 
 
-def _closing(vocabulary: xgrammar.TokenizerInfo) -> NDArray[np.int64]:
-    return np.array([token for token, text in enumerate(vocabulary.decoded_vocab) if b'"' in text], np.int64)
+def _find_closing_tokens(tokenizer: xgrammar.TokenizerInfo) -> NDArray[np.int64]:
+    return np.array([token for token, text in enumerate(tokenizer.decoded_vocab) if b'"' in text], np.int64)
 
 
 def _measure(
-    load: Load, threads: int, walks: list[list[int]], on_step: Callable[[], object]
-) -> tuple[Result, int]:
-    """Return the times of one way, and a checksum of all masks that it filled.
+    spec: WalkSpec, threads: int, walks: list[list[int]], on_step: Callable[[], object]
+) -> tuple[MaskTimes, int]:
+    """Return the times of one method, and a checksum of all bitmasks that it has filled.
 
-    ``walks`` holds the tokens of each step; where it is too short, they are drawn.
+    ``walks`` contains the tokens of each step; if it ends before the last step, further ones are drawn and appended.
     """
-    masks = np.zeros((load.rows, bitmask_words(load.grammar.tokenizer_info.vocab_size)), np.int32)
-    followers = [_opened(load.grammar, mask) for mask in masks]
-    advance: Advance = BatchGrammarMatcher(masks, threads).accept if threads else _row_by_row
-    generator = np.random.default_rng(load.seed)
+    bitmasks = np.zeros((spec.rows, bitmask_words(spec.grammar.tokenizer_info.vocab_size)), np.int32)
+    matchers = [_make_matcher(spec.grammar, bitmask) for bitmask in bitmasks]
+    advance: Advance = BatchGrammarMatcher(bitmasks, threads).accept if threads else _row_by_row
+    generator = np.random.default_rng(spec.seed)
     seconds, checksum = [], 0
-    for step in range(load.steps):
+    for step in range(spec.steps):
         if step == len(walks):
-            walks.append([_walk(mask, generator, load.closing) for mask in masks])
+            walks.append([_draw_token(bitmask, generator, spec.closing) for bitmask in bitmasks])
         tokens = walks[step]
         started = perf_counter()
-        advance(followers, range(load.rows), tokens)
+        advance(matchers, range(spec.rows), tokens)
         seconds.append(perf_counter() - started)
-        for row, follower in enumerate(followers):
-            if not follower.is_active:  # its answer has ended: another begins
-                followers[row] = _opened(load.grammar, masks[row])
-        checksum = crc32(masks.tobytes(), checksum)
+        for row, matcher in enumerate(matchers):
+            if not matcher.is_active:  # its output has ended: another one begins
+                matchers[row] = _make_matcher(spec.grammar, bitmasks[row])
+        checksum = crc32(bitmasks.tobytes(), checksum)
         on_step()
     times = 1e3 * np.array(seconds)
     median, p99 = float(np.median(times)), float(np.percentile(times, 99))
-    return Result(load.schema, load.rows, threads, len(times), median, p99), checksum
+    return MaskTimes(spec.schema, spec.rows, threads, len(times), median, p99), checksum
 
 
-def _opened(grammar: xgrammar.CompiledGrammar, mask: Int32) -> GrammarMatcher:
-    follower = GrammarMatcher(grammar, mask)
-    follower.fill()
-    return follower
+def _make_matcher(grammar: xgrammar.CompiledGrammar, bitmask: Int32) -> GrammarMatcher:
+    matcher = GrammarMatcher(grammar, bitmask)
+    matcher.fill()
+    return matcher
 
 
-def _row_by_row(followers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
-    for follower, token in zip(followers, tokens, strict=True):
-        follower.accept((token,))
+def _row_by_row(matchers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
+    for matcher, token in zip(matchers, tokens, strict=True):
+        matcher.accept((token,))
 
 
-def _walk(mask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:
-    """One of the tokens that the mask admits, with a preference for the end of a string."""
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+def _draw_token(bitmask: Int32, generator: np.random.Generator, closing: NDArray[np.int64]) -> int:
+    """Draw a token that the bitmask allows, with a preference for one that closes a string."""
+    bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
     ends = closing[bits[closing] == 1]
     if len(ends) and generator.random() < CLOSING:
         return int(generator.choice(ends))
     return int(generator.choice(np.flatnonzero(bits)))
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(positive_int(each) for each in text.split(","))
-
-
-def _show(results: Sequence[Result], vocab_size: int, cores: int) -> None:
+def _show(results: Sequence[MaskTimes], vocab_size: int, cores: int) -> None:
     console = Console(highlight=False)
-    console.print(f"{vocab_size:,} tokens, {cores} cores; accepting a token and filling the mask of each row")
+    console.print(
+        f"{vocab_size:,} tokens, {cores} cores; accepting a token and filling the bitmask of each row"
+    )
     lines = [
         (
             each.schema,
@@ -281,4 +280,4 @@ def _show(results: Sequence[Result], vocab_size: int, cores: int) -> None:
         )
         for each in results
     ]
-    console.print(report.table(("schema", "rows", "way", "median ms", "p99 ms"), lines))
+    console.print(make_table(("schema", "rows", "method", "median ms", "p99 ms"), lines))

@@ -1,1 +1,1 @@
-"""Load generation against a running server."""
+"""Benchmarks of a running server: open-loop load, comparison of results, and CPU time per request and token."""

@@ -1,4 +1,4 @@
-"""Recorded traffic: when requests came, and how long prompts and answers were. Never what they said."""
+"""Traces of recorded traffic: the arrival time and the lengths of each request, without its text."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from skiff_runtime.bench.online.dataset import read_bounded
+from skiff_runtime.bench.online.dataset import read_file
 from skiff_runtime.errors import ConfigError
 
 UNITS: Final = {"s": 1.0, "ms": 1e-3}
@@ -26,12 +26,12 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "num_decode_tokens",
     ),
 }
-"""What published traces call the three columns, in lower case and with underscores for blanks."""
+"""Names of the three columns in published traces, in lower case and with underscores for blanks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One recorded request. ``at_seconds`` counts from the first one."""
+    """A recorded request. ``at_seconds`` is the time after the first one."""
 
     at_seconds: float
     input_tokens: int
@@ -39,24 +39,27 @@ class Arrival:
 
 
 def read_trace(path: Path, unit: str) -> list[Arrival]:
-    """The requests of a ``.csv`` file with a head line, or of JSON lines; sorted by time.
+    """Read the requests of a ``.csv`` file with a header line, or of JSON lines, sorted by time.
 
-    Each has a timestamp (a number in ``unit``, or a date and time as in ISO 8601), an input length and an output
-    length in tokens, under any of the names that published traces use. Rows without output are left out, for
-    they record failures. ConfigError names the line that is malformed.
+    Each has a timestamp (a number in ``unit``, or a date and time of ISO 8601), an input length and an output length
+    in tokens, under any of the names that published traces use. Requests without output are skipped, for they have
+    failed.
+
+    Raises:
+        ConfigError: the file is malformed; the message names the line.
     """
-    data = read_bounded(path, "--trace")
-    rows = _csv_rows(path, data) if path.suffix.lower() == ".csv" else _json_rows(path, data)
-    found = [_arrival(f"--trace {path}, line {line}", row, UNITS[unit]) for line, row in rows]
+    data = read_file(path, "--dataset-path")
+    rows = _read_csv(path, data) if path.suffix.lower() == ".csv" else _read_json(path, data)
+    found = [_parse_arrival(f"--dataset-path {path}, line {line}", row, UNITS[unit]) for line, row in rows]
     kept = sorted((each for each in found if each.output_tokens > 0), key=lambda each: each.at_seconds)
     if not kept:
-        raise ConfigError(f"--trace {path} holds no request")
+        raise ConfigError(f"--dataset-path {path} holds no request")
     first = kept[0].at_seconds
     return [Arrival(each.at_seconds - first, each.input_tokens, each.output_tokens) for each in kept]
 
 
-def at_rate(arrivals: list[float], per_second: float) -> list[float]:
-    """The same pattern of arrivals, stretched or pressed to a mean of ``per_second``; at once for ``inf``."""
+def scale_to_rate(arrivals: list[float], per_second: float) -> list[float]:
+    """Scale arrival times to a mean rate of ``per_second``; all become 0 for ``inf``."""
     span = arrivals[-1]
     if span == 0:
         return [0.0] * len(arrivals)
@@ -64,48 +67,48 @@ def at_rate(arrivals: list[float], per_second: float) -> list[float]:
     return [each * factor for each in arrivals]
 
 
-def _csv_rows(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_csv(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--trace {path} is not UTF-8 text: {error}") from error
+        raise ConfigError(f"--dataset-path {path} is not UTF-8 text: {error}") from error
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from error
+        raise ConfigError(f"--dataset-path {path}, line {reader.line_num}: {error}") from error
 
 
-def _json_rows(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_json(path: Path, data: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
             try:
                 yield number, decode(line)
             except msgspec.DecodeError as error:
-                raise ConfigError(f"--trace {path}, line {number}: {error}") from error
+                raise ConfigError(f"--dataset-path {path}, line {number}: {error}") from error
 
 
-def _arrival(where: str, row: Mapping[str, Any], unit_seconds: float) -> Arrival:
+def _parse_arrival(where: str, row: Mapping[str, Any], unit_seconds: float) -> Arrival:
     named = {str(key).strip().lower().replace(" ", "_"): value for key, value in row.items()}
     found = {wanted: next((named[n] for n in names if n in named), None) for wanted, names in _NAMES.items()}
     for wanted, value in found.items():
         if value is None:
             raise ConfigError(f"{where}: {wanted!r} is missing; known names are {', '.join(_NAMES[wanted])}")
     return Arrival(
-        _moment(where, found["timestamp"], unit_seconds),
-        _length(where, "input_length", found["input_length"], 1),
-        _length(where, "output_length", found["output_length"], 0),
+        _parse_timestamp(where, found["timestamp"], unit_seconds),
+        _parse_length(where, "input_length", found["input_length"], 1),
+        _parse_length(where, "output_length", found["output_length"], 0),
     )
 
 
-def _moment(where: str, value: Any, unit_seconds: float) -> float:
+def _parse_timestamp(where: str, value: Any, unit_seconds: float) -> float:
     try:
         moment = float(value) * unit_seconds
     except (TypeError, ValueError):
         try:
-            read = datetime.fromisoformat(_six_digits(str(value).strip()))
+            read = datetime.fromisoformat(_cut_to_microseconds(str(value).strip()))
             moment = (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
         except ValueError:
             moment = float("nan")
@@ -114,14 +117,14 @@ def _moment(where: str, value: Any, unit_seconds: float) -> float:
     return moment
 
 
-def _six_digits(text: str) -> str:
-    """Python knows microseconds at most; some traces tell tenths of them."""
+def _cut_to_microseconds(text: str) -> str:
+    """Drop the digits after microseconds, which some traces have and ``fromisoformat`` rejects."""
     whole, dot, fraction = text.partition(".")
     digits = len(fraction) - len(fraction.lstrip("0123456789"))
     return whole + dot + fraction[: min(6, digits)] + fraction[digits:]
 
 
-def _length(where: str, name: str, value: Any, least: int) -> int:
+def _parse_length(where: str, name: str, value: Any, least: int) -> int:
     try:
         length = int(value) if float(value).is_integer() else -1
     except (TypeError, ValueError, OverflowError):

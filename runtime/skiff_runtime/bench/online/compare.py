@@ -8,19 +8,19 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from skiff_runtime.bench import report
-from skiff_runtime.bench.online.dataset import read_bounded
-from skiff_runtime.bench.online.results import Figures
+from skiff_runtime.bench.online.dataset import read_file
+from skiff_runtime.bench.report import Figures, make_table, write_json
+from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError
 
 DESCRIPTION: Final = """\
-Two results of `skiff bench serve --output` side by side, rate by rate. The ratio is B to A:
-above 1 is better for throughput, below 1 for latency."""
+Two results of `skiff bench serve --output-json` side by side, rate by rate. The ratio is B
+to A: above 1 is better for throughput, below 1 for latency."""
 _ROWS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("requests/s", ("requests_per_second",)),
     ("goodput, requests/s", ("goodput_requests_per_second",)),
-    ("within the limits", ("slo_met_share",)),
+    ("requests within --goodput", ("slo_met_share",)),
     ("output tokens/s", ("output_tokens_per_second",)),
     *(
         (f"{title} {point}, ms", (key, point))
@@ -29,17 +29,16 @@ _ROWS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ),
 )
 _SAME: Final = (
-    "endpoint",
+    "backend",
     "input_len",
     "output_len",
     "num_prompts",
-    "dataset",
-    "trace",
+    "dataset_name",
+    "dataset_path",
     "seed",
-    "slo_ttft_ms",
-    "slo_itl_ms",
+    "goodput",
 )
-"""Options that must agree for two runs to say anything about each other."""
+"""Options that two comparable results have in common; differences are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,42 +46,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("a", type=Path, metavar="A.json", help="one result")
     parser.add_argument("b", type=Path, metavar="B.json", help="the other one")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the comparison as JSON, too")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the comparison as JSON")
+    add_renamed_flags(parser, {"--output": "--output-json"})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the comparison; the exit code. ConfigError for a file that is no such result."""
+    """Print the comparison, and return the exit code. Raises ConfigError for a file that is no such result."""
     a, b = _read(arguments.a), _read(arguments.b)
-    pairs = _pairs(a, b, arguments)
+    pairs = _pair_runs(a, b, arguments)
     console = Console(highlight=False)
     for name in _SAME:
         if a["options"].get(name) != b["options"].get(name):
             console.print(f"{name} differs: {a['options'].get(name)} and {b['options'].get(name)}")
     compared = {rate: _compare(one, other) for rate, (one, other) in pairs.items()}
     for rate, rows in compared.items():
-        console.print(f"\nat {rate} requests a second" if rate[0].isdigit() else f"\nrate: {rate}")
-        lines = [(name, *(_shown(row[key]) for key in ("a", "b", "ratio"))) for name, row in rows.items()]
-        console.print(report.table(("", arguments.a.stem, arguments.b.stem, "ratio"), lines))
-    if arguments.output is not None:
-        report.write(arguments.output, {"benchmark": "compare", "rates": compared})
+        console.print(f"\nat {rate} requests per second" if rate[0].isdigit() else f"\nrate: {rate}")
+        lines = [(name, *(_format(row[key]) for key in ("a", "b", "ratio"))) for name, row in rows.items()]
+        console.print(make_table(("", arguments.a.stem, arguments.b.stem, "ratio"), lines))
+    if arguments.output_json is not None:
+        write_json(arguments.output_json, {"benchmark": "compare", "rates": compared})
     return EXIT_OK
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(read_bounded(path, "the file"), type=dict[str, Any])
+        found = msgspec.json.decode(read_file(path, "the file"), type=dict[str, Any])
         rates = [str(each["request_rate"]) for each in found["runs"]]
         if found["benchmark"] != "serve" or not rates or not isinstance(found["options"], dict):
             raise KeyError("benchmark")
     except (msgspec.DecodeError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no result of `skiff bench serve --output`") from None
+        raise ConfigError(f"{path} is no result of `skiff bench serve --output-json`") from None
     return found
 
 
-def _pairs(
+def _pair_runs(
     a: Mapping[str, Any], b: Mapping[str, Any], arguments: argparse.Namespace
 ) -> dict[str, tuple[Figures, Figures]]:
-    """Runs of the same rate; where each file has only one run, these, whatever their rates."""
+    """Pair the runs of the same rate. If each file has only one run, pair these, whatever their rates."""
     by_rate = [{each["request_rate"]: each for each in found["runs"]} for found in (a, b)]
     both = {rate: (by_rate[0][rate], by_rate[1][rate]) for rate in by_rate[0] if rate in by_rate[1]}
     if both:
@@ -109,5 +109,5 @@ def _value(figures: Figures, path: tuple[str, ...]) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"

@@ -1,4 +1,4 @@
-"""Recorded prompts: JSON lines of prompts or messages, and ShareGPT-style JSON."""
+"""Datasets of recorded prompts: JSON lines of prompts or messages, and ShareGPT's JSON."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,13 +7,15 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from skiff_runtime.bench.flag_types import Span
-from skiff_runtime.bench.workload import Messages, Prompt, Sample
+from skiff_runtime.bench.flag_types import LengthRange
+from skiff_runtime.bench.workload import Messages, Prompt, SampleRequest
 from skiff_runtime.errors import ConfigError
 
 MAX_FILE_BYTES: Final = 4 << 30
 CHARACTERS_PER_TOKEN: Final = 4
-"""By which the length of a recorded answer is reckoned: about right for English text."""
+"""Used to estimate the length of a recorded answer; about right for English text."""
+DEFAULT_OUTPUT: Final = LengthRange(64, 64)
+_FLAG: Final = "--dataset-path"
 _ASSISTANT: Final = ("gpt", "assistant", "chatgpt", "bing", "bard")
 _ROLES: Final = {
     "human": "user",
@@ -43,24 +45,41 @@ class _Conversation(msgspec.Struct):
 
 
 def read_dataset(
-    path: Path, count: int, outputs: Span | None, *, chat: bool, generator: np.random.Generator
-) -> list[Sample]:
-    """``count`` samples from a file, in a seeded random order, again from the start if it is short.
+    path: Path,
+    count: int,
+    outputs: LengthRange | None,
+    *,
+    is_sharegpt: bool,
+    is_chat: bool,
+    generator: np.random.Generator,
+) -> list[SampleRequest]:
+    """Read ``count`` requests from a file, in seeded random order, starting over if the file has fewer.
 
-    JSON lines are ``{"prompt": TEXT}`` or ``{"messages": [...]}``, with an optional ``"output_tokens"``; a JSON
-    array holds ShareGPT's ``{"conversations": [{"from": "human", "value": TEXT}, ...]}``, of which the turns
-    before the first answer are sent. Where a line does not say how many tokens to ask for, ``outputs`` does, and
-    without it the length of the recorded answer. ConfigError names the file and line that is malformed.
+    JSON lines are ``{"prompt": TEXT}`` or ``{"messages": [...]}``, with an optional ``"output_tokens"``. ShareGPT's
+    JSON is an array of ``{"conversations": [{"from": "human", "value": TEXT}, ...]}``; the turns before the first
+    answer are sent. The output length is that of the line, else one of ``outputs``, else the estimated length of the
+    recorded answer (ShareGPT) or 64.
+
+    Raises:
+        ConfigError: the file is malformed or empty; the message names the line.
     """
-    samples = _parse(path, outputs, chat, generator)
+    data = read_file(path, _FLAG)
+    if is_sharegpt:
+        samples = list(_parse_sharegpt(path, data, outputs, is_chat, generator))
+    else:
+        lines = [line for line in data.splitlines() if line.strip()]
+        samples = [
+            _parse_line(f"{_FLAG} {path}, line {number}", line, outputs, is_chat, generator)
+            for number, line in enumerate(lines, 1)
+        ]
     if not samples:
-        raise ConfigError(f"--dataset {path} is empty")
+        raise ConfigError(f"{_FLAG} {path} is empty")
     order = generator.permutation(len(samples)).tolist()
     return [samples[order[index % len(order)]] for index in range(count)]
 
 
-def read_bounded(path: Path, flag: str) -> bytes:
-    """A whole file; ConfigError, naming the flag that gave it, where it cannot be read or is too large."""
+def read_file(path: Path, flag: str) -> bytes:
+    """Read a whole file. Raises ConfigError, naming its flag, if it cannot be read or is larger than 4 GiB."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{flag} {path} is larger than {MAX_FILE_BYTES >> 30} GiB; cut it")
@@ -69,60 +88,54 @@ def read_bounded(path: Path, flag: str) -> bytes:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
 
 
-def _parse(path: Path, outputs: Span | None, chat: bool, generator: np.random.Generator) -> list[Sample]:
-    data = read_bounded(path, "--dataset")
-    if data.lstrip()[:1] == b"[":
-        return list(_conversations(path, data, outputs, chat, generator))
-    lines = [line for line in data.splitlines() if line.strip()]
-    return [_sample(path, number, line, outputs, chat, generator) for number, line in enumerate(lines, 1)]
-
-
-def _sample(
-    path: Path, number: int, line: bytes, outputs: Span | None, chat: bool, generator: np.random.Generator
-) -> Sample:
+def _parse_line(
+    where: str, line: bytes, outputs: LengthRange | None, is_chat: bool, generator: np.random.Generator
+) -> SampleRequest:
     try:
         entry = msgspec.json.decode(line, type=_Line)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--dataset {path}, line {number}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
     length = entry.output_tokens
     if length is None:
-        length = (outputs or Span(64, 64)).draw(generator)
+        length = (outputs or DEFAULT_OUTPUT).draw(generator)
     if length < 1:
-        raise ConfigError(f"--dataset {path}, line {number}: output_tokens must be at least 1")
-    if chat and entry.messages is None and entry.prompt is not None:
-        return Sample([{"role": "user", "content": entry.prompt}], length)
-    prompt: Prompt | None = entry.messages if chat else entry.prompt
+        raise ConfigError(f"{where}: output_tokens must be at least 1")
+    if is_chat and entry.messages is None and entry.prompt is not None:
+        return SampleRequest([{"role": "user", "content": entry.prompt}], length)
+    prompt: Prompt | None = entry.messages if is_chat else entry.prompt
     if not prompt:
-        wanted = "prompt or messages" if chat else "prompt"
-        raise ConfigError(f"--dataset {path}, line {number}: {wanted} is needed for this --endpoint")
-    return Sample(prompt, length)
+        needed = "prompt or messages" if is_chat else "prompt"
+        raise ConfigError(f"{where}: {needed} is needed for this --backend")
+    return SampleRequest(prompt, length)
 
 
-def _conversations(
-    path: Path, data: bytes, outputs: Span | None, chat: bool, generator: np.random.Generator
-) -> Iterator[Sample]:
-    """A sample of each entry that has a question and an answer to it; others, as such files hold, are left out."""
+def _parse_sharegpt(
+    path: Path, data: bytes, outputs: LengthRange | None, is_chat: bool, generator: np.random.Generator
+) -> Iterator[SampleRequest]:
+    """Yield a request for each entry that begins with a question and an answer to it; such files contain others."""
     try:
         entries = msgspec.json.decode(data, type=list[_Conversation])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--dataset {path}: {error}; a JSON array is read as ShareGPT's") from error
+        raise ConfigError(f"{_FLAG} {path} is no ShareGPT dataset: {error}") from error
     for entry in entries:
-        asked, answer = _first_exchange(entry.conversations)
-        if not asked or not answer:
+        messages, answer = _split_first_answer(entry.conversations)
+        if not messages or not answer:
             continue
-        reckoned = max(1, len(answer) // CHARACTERS_PER_TOKEN)
-        length = reckoned if outputs is None else outputs.draw(generator)
-        yield Sample(asked if chat else asked[-1]["content"], length)
+        estimated = max(1, len(answer) // CHARACTERS_PER_TOKEN)
+        length = estimated if outputs is None else outputs.draw(generator)
+        yield SampleRequest(messages if is_chat else messages[-1]["content"], length)
 
 
-def _first_exchange(turns: Sequence[_Turn]) -> tuple[Messages, str]:
-    """What comes before the first answer, and that answer; empty where there is none."""
-    asked: Messages = []
+def _split_first_answer(turns: Sequence[_Turn]) -> tuple[Messages, str]:
+    """Return the messages before the first answer, and that answer; both are empty if there is no such pair."""
+    messages: Messages = []
     for turn in turns:
         role = _ROLES.get(turn.role)
         if role == "assistant":
-            is_question = bool(asked) and asked[-1]["role"] == "user" and bool(asked[-1]["content"])
-            return (asked, turn.value) if is_question else ([], "")
+            follows_question = (
+                bool(messages) and messages[-1]["role"] == "user" and bool(messages[-1]["content"])
+            )
+            return (messages, turn.value) if follows_question else ([], "")
         if role is not None:
-            asked.append({"role": role, "content": turn.value})
+            messages.append({"role": role, "content": turn.value})
     return [], ""

@@ -1,7 +1,7 @@
-"""A lean HTTP/1.1 client: asyncio protocol and C parser, no layer between a token and its timestamp.
+"""Minimal HTTP/1.1 client: an asyncio protocol and a parser in C, with nothing between a token and its timestamp.
 
-A general client costs tens of microseconds an event, which on a shared machine is load of
-its own and lag in what is measured.
+A general-purpose client takes tens of microseconds per event. On a machine that it shares with the server, that is
+additional load, and it delays the timestamps.
 """
 
 import asyncio
@@ -13,27 +13,31 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from skiff_runtime.bench.online.request_record import Exchange
+from skiff_runtime.bench.online.request_record import RequestRecord
 from skiff_runtime.config.api_keys import check_api_keys
 from skiff_runtime.errors import ConfigError
 
 IDLE_SECONDS: Final = 2.0
-"""A connection idle for longer is not used again: the server may be about to close it."""
+"""Time after which an idle connection is not reused, for the server may be about to close it."""
 CONNECT_SECONDS: Final = 10.0
 
 
-class Target:
-    """Where requests go; a pool of connections to it."""
+class HttpClient:
+    """Pool of connections to one path of one server."""
 
     def __init__(self, url: str, path: str, *, key: str | None = None) -> None:
-        """``key`` is sent as a bearer token. ConfigError for a URL that is none, or a key that no header takes."""
+        """Prepare requests to ``url`` + ``path``; ``key`` is sent as a bearer token.
+
+        Raises:
+            ConfigError: the URL is malformed, or the key cannot be sent in a header.
+        """
         parts = urlsplit(url)
         try:
             port = parts.port
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"--url must be like http://127.0.0.1:8000, not {url!r}")
+            raise ConfigError(f"--base-url must be like http://127.0.0.1:8000, not {url!r}")
         self._host = parts.hostname
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._ssl else 80)
@@ -46,13 +50,14 @@ class Target:
         ).encode()
         self._idle: list[_Connection] = []
 
-    async def send(self, body: bytes, exchange: Exchange) -> Callable[[], None]:
-        """Write one request; ``exchange`` follows its answer. Returns what cuts it off.
+    async def send(self, body: bytes, record: RequestRecord) -> Callable[[], None]:
+        """Write one request, whose response ``record`` receives. Returns a function that aborts it.
 
-        Raises OSError or TimeoutError when no connection can be made.
+        Raises:
+            OSError, TimeoutError: no connection can be made.
         """
         connection = self._take_idle() or await self._connect()
-        connection.start(exchange, b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
+        connection.start(record, b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
         return connection.abort
 
     def close(self) -> None:
@@ -78,19 +83,19 @@ class Target:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one request on it at a time."""
+    """A connection, with one request at a time."""
 
     def __init__(self, idle: "list[_Connection]") -> None:
         self.closed = False
         self.idle_since = 0.0
         self._idle = idle
-        self._exchange: Exchange | None = None
+        self._record: RequestRecord | None = None
         self._now = 0.0
 
-    def start(self, exchange: Exchange, request: bytes) -> None:
-        self._exchange = exchange
+    def start(self, record: RequestRecord, request: bytes) -> None:
+        self._record = record
         self._parser = httptools.HttpResponseParser(self)
-        exchange.sent_at = time.perf_counter()
+        record.sent_at = time.perf_counter()
         self._transport.write(request)
 
     def abort(self) -> None:
@@ -99,17 +104,17 @@ class _Connection(asyncio.Protocol):
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        if self._exchange is None:  # nothing was asked for
+        if self._record is None:  # data without a request
             self.abort()
             return
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail("malformed answer", str(error))
+            self._fail("malformed response", str(error))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -117,27 +122,27 @@ class _Connection(asyncio.Protocol):
         self._fail("connection lost", str(error) if error else "the server closed it")
 
     def _fail(self, kind: str, detail: str) -> None:
-        if self._exchange is not None:
-            self._exchange.ended_at = time.perf_counter()
-            self._exchange.fail(kind, detail)
-            self._exchange = None
+        if self._record is not None:
+            self._record.ended_at = time.perf_counter()
+            self._record.fail(kind, detail)
+            self._record = None
 
     # Called by the parser.
 
     def on_headers_complete(self) -> None:
-        if self._exchange is not None:
-            self._exchange.begin(self._parser.get_status_code())
+        if self._record is not None:
+            self._record.begin(self._parser.get_status_code())
 
-    def on_body(self, piece: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.take(piece, self._now)
+    def on_body(self, data: bytes) -> None:
+        if self._record is not None:
+            self._record.receive(data, self._now)
 
     def on_message_complete(self) -> None:
-        exchange, self._exchange = self._exchange, None
+        record, self._record = self._record, None
         if self._parser.should_keep_alive():
             self.idle_since = self._now
             self._idle.append(self)
         else:
             self._transport.close()
-        if exchange is not None:
-            exchange.end(self._now)
+        if record is not None:
+            record.end(self._now)

@@ -1,21 +1,23 @@
-"""A picture of a sweep: latencies over request rate. Needs matplotlib, from the extra ``bench``."""
+"""Plot of a sweep: latencies over the request rate. Needs matplotlib, from the extra ``bench``."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from skiff_runtime.bench.online.results import PERCENTILES, Figures
+from skiff_runtime.bench.report import PERCENTILES, Figures
 from skiff_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANELS: Final = {"ttft_ms": "Time to first token", "itl_ms": "Inter-token latency"}
+_OBJECTIVES: Final = {"ttft_ms": "ttft_ms", "itl_ms": "tpot_ms"}
+"""Objective that each panel draws as a line: a request's TPOT is the mean of its inter-token latencies."""
 _COLOURS: Final = ("#2a6f97", "#e09f3e", "#9e2a2b")
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError, before anything is measured, where no picture could be drawn."""
+    """Raise ConfigError if matplotlib is missing; called before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -23,9 +25,10 @@ def require_matplotlib() -> None:
 
 
 def draw(path: Path, runs: Sequence[Figures], title: str) -> None:
-    """Draw percentiles of TTFT and ITL over the finite rates of ``runs``; the ending names the format.
+    """Plot percentiles of TTFT and ITL over the finite rates of ``runs``; the file's suffix selects the format.
 
-    ConfigError where the file cannot be written.
+    Raises:
+        ConfigError: the file cannot be written.
     """
     import matplotlib
 
@@ -46,13 +49,13 @@ def draw(path: Path, runs: Sequence[Figures], title: str) -> None:
 
 
 def _panel(axes: "Axes", runs: Sequence[Figures], key: str, name: str) -> None:
-    told: list[tuple[float, dict[str, Any]]] = [
+    points: list[tuple[float, dict[str, Any]]] = [
         (float(run["request_rate"]), run[key]) for run in runs if run[key] is not None
     ]
     for point, colour in zip(PERCENTILES, _COLOURS, strict=True):
-        values = [figures[f"p{point}"] for _, figures in told]
-        axes.plot([rate for rate, _ in told], values, marker="o", color=colour, label=f"p{point}")
-    limit = runs[0]["slo"][key] if runs else None
+        values = [figures[f"p{point}"] for _, figures in points]
+        axes.plot([rate for rate, _ in points], values, marker="o", color=colour, label=f"p{point}")
+    limit = runs[0]["slo"][_OBJECTIVES[key]] if runs else None
     if limit is not None:
         axes.axhline(limit, color="grey", linestyle="--", label=f"limit {limit:g} ms")
     axes.set(title=name, xlabel="requests per second", ylabel="milliseconds")

@@ -1,4 +1,4 @@
-"""One measured run against a server: from a plan to its records, with progress while it lasts."""
+"""One run of load against a server: encodes the requests, sends them, and shows the progress."""
 
 import json
 from collections.abc import Sequence
@@ -8,38 +8,41 @@ from typing import Final
 import httpx
 import uvloop
 
-from skiff_runtime.bench.online.http_client import Target
-from skiff_runtime.bench.online.load_generator import Due, Limits, Load
-from skiff_runtime.bench.online.request_record import Exchange
-from skiff_runtime.bench.workload import Sample, body
+from skiff_runtime.bench.online.http_client import HttpClient
+from skiff_runtime.bench.online.load_generator import LoadGenerator, LoadLimits, ScheduledRequest
+from skiff_runtime.bench.online.request_record import RequestRecord
+from skiff_runtime.bench.workload import SampleRequest, encode_body
 from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_COMPLETIONS, PATH_MODELS
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.progress import ProgressBar
 
-PATHS: Final = {"chat": PATH_CHAT_COMPLETIONS, "completions": PATH_COMPLETIONS}
+CHAT: Final = "openai-chat"
+COMPLETIONS: Final = "openai"
+PATHS: Final = {COMPLETIONS: PATH_COMPLETIONS, CHAT: PATH_CHAT_COMPLETIONS}
+"""Path of each ``--backend``, by vLLM's names for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is sent where. ``arrivals`` are seconds after the start, one for each sample."""
+class LoadPlan:
+    """The requests of a run, and the server. ``arrivals`` are seconds after the start, one for each sample."""
 
     url: str
     model: str
-    endpoint: str
-    samples: Sequence[Sample]
+    backend: str
+    samples: Sequence[SampleRequest]
     arrivals: Sequence[float]
     temperature: float
     seed: int
     ignore_eos: bool
-    limits: Limits
+    limits: LoadLimits
     key: str | None = None
 
-    def dues(self) -> list[Due]:
-        """The requests, encoded beforehand, so that sending costs no more than a write."""
+    def encode(self) -> list[ScheduledRequest]:
+        """Encode all requests, before the run, so that sending one costs no more than a write."""
         return [
-            Due(
+            ScheduledRequest(
                 at,
-                body(
+                encode_body(
                     sample,
                     model=self.model,
                     temperature=self.temperature,
@@ -52,8 +55,8 @@ class Plan:
         ]
 
 
-def served_model(url: str, *, key: str | None = None, timeout_seconds: float = 10.0) -> str:
-    """The first model that the server lists; SkiffError where none answers."""
+def fetch_served_model(url: str, *, key: str | None = None, timeout_seconds: float = 10.0) -> str:
+    """Return the name of the first model that the server lists. Raises SkiffError if it lists none."""
     address = url.rstrip("/") + PATH_MODELS
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
@@ -62,30 +65,32 @@ def served_model(url: str, *, key: str | None = None, timeout_seconds: float = 1
         return str(json.loads(response.content)["data"][0]["id"])
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
-        hint = "; give its --api-key" if status == httpx.codes.UNAUTHORIZED else "; correct --url"
+        hint = "; give its --api-key" if status == httpx.codes.UNAUTHORIZED else "; correct --base-url"
         raise SkiffError(f"{address} answers {status}{hint}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise SkiffError(f"{address} does not answer ({error}); start a server, or correct --url") from error
+        raise SkiffError(
+            f"{address} does not answer ({error}); start a server, or correct --base-url"
+        ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise SkiffError(f"{address} lists no model; give --model") from error
 
 
-def measure(plan: Plan, *, title: str) -> tuple[Load, float]:
-    """Run the plan; its records and the seconds that it took."""
-    return uvloop.run(_measure(plan, title))
+def run_load(plan: LoadPlan, *, title: str) -> tuple[LoadGenerator, float]:
+    """Run a plan. Returns the load generator, with its records, and the duration in seconds."""
+    return uvloop.run(_run_load(plan, title))
 
 
-async def _measure(plan: Plan, title: str) -> tuple[Load, float]:
-    target = Target(plan.url, PATHS[plan.endpoint], key=plan.key)
-    dues = plan.dues()
-    with ProgressBar(title, len(dues)) as counter:
+async def _run_load(plan: LoadPlan, title: str) -> tuple[LoadGenerator, float]:
+    client = HttpClient(plan.url, PATHS[plan.backend], key=plan.key)
+    requests = plan.encode()
+    with ProgressBar(title, len(requests)) as counter:
 
-        def note(exchange: Exchange) -> None:
-            counter.advance(tokens=exchange.output_tokens, failed=bool(exchange.failure))
+        def count(record: RequestRecord) -> None:
+            counter.advance(tokens=record.output_tokens, failed=bool(record.failure))
 
-        load = Load(target, plan.limits, on_end=note)
+        generator = LoadGenerator(client, plan.limits, on_end=count)
         try:
-            seconds = await load.run(dues)
+            seconds = await generator.run(requests)
         finally:
-            target.close()
-    return load, seconds
+            client.close()
+    return generator, seconds

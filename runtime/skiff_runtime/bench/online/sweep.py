@@ -1,161 +1,181 @@
-"""From the flags of ``skiff bench serve`` to one plan for each request rate."""
+"""Sweep over request rates: turns the flags of ``skiff bench serve`` into a load plan for each rate."""
 
 import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
-from skiff_runtime.bench.flag_types import Span
-from skiff_runtime.bench.online.arrival_trace import Arrival, at_rate, read_trace
+from skiff_runtime.bench.flag_types import LengthRange
+from skiff_runtime.bench.online.arrival_trace import Arrival, read_trace, scale_to_rate
 from skiff_runtime.bench.online.dataset import read_dataset
-from skiff_runtime.bench.online.load_generator import Limits
-from skiff_runtime.bench.online.runner import Plan, served_model
+from skiff_runtime.bench.online.load_generator import LoadLimits
+from skiff_runtime.bench.online.runner import CHAT, LoadPlan, fetch_served_model
 from skiff_runtime.bench.workload import (
-    Prefixes,
-    Sample,
-    arrivals,
-    random_texts,
-    random_tokens,
-    shared_prefixes,
-    shared_texts,
+    PrefixGroups,
+    SampleRequest,
+    draw_arrivals,
+    draw_chat_prompts,
+    draw_shared_prefix_chats,
+    draw_shared_prefix_tokens,
+    draw_token_prompts,
 )
 from skiff_runtime.errors import ConfigError
 
-DEFAULT_RATE = 4.0
-DEFAULT_PROMPTS = 100
-DEFAULT_INPUT = Span(128, 128)
-DEFAULT_OUTPUT = Span(64, 64)
-RECORDED = "recorded"
-"""What a run is called that keeps the arrivals of its trace."""
+RANDOM: Final = "random"
+SHAREGPT: Final = "sharegpt"
+CUSTOM: Final = "custom"
+SHARED_PREFIX: Final = "generated-shared-prefix"
+TRACE: Final = "trace"
+DATASETS: Final = (RANDOM, SHAREGPT, CUSTOM, SHARED_PREFIX, TRACE)
+_FILES: Final = (SHAREGPT, CUSTOM, TRACE)
+DEFAULT_RATE: Final = 4.0
+DEFAULT_PROMPTS: Final = 100
+DEFAULT_INPUT: Final = LengthRange(128, 128)
+DEFAULT_OUTPUT: Final = LengthRange(64, 64)
+RECORDED: Final = "recorded"
+"""Name of the rate of a run that keeps the arrival times of its trace."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One measurement of a sweep, and the warm-up before it."""
+class SweepRun:
+    """One run of a sweep, and the warm-up before it."""
 
     rate: str
-    plan: Plan
-    warm_up: Plan
+    plan: LoadPlan
+    warm_up: LoadPlan
 
 
-def runs(arguments: argparse.Namespace) -> Iterator[Run]:
-    """A run for each rate; each has prompts of its own, so that none finds another's in a prefix cache.
+def plan_runs(arguments: argparse.Namespace) -> Iterator[SweepRun]:
+    """Yield a run for each rate, each with its own prompts, so that no run hits prefixes that another has cached.
 
-    ConfigError where flags do not go together or a file is malformed, before anything is sent.
+    Raises:
+        ConfigError: flags contradict each other, or a file is malformed; raised before anything is sent.
     """
-    _check(arguments)
-    trace = read_trace(arguments.trace, arguments.trace_unit) if arguments.trace else None
-    model = arguments.model or served_model(arguments.url, key=arguments.api_key)
-    for index, rate in enumerate(_rates(arguments)):
+    _check_flags(arguments)
+    trace = (
+        read_trace(arguments.dataset_path, arguments.trace_unit) if arguments.dataset_name == TRACE else None
+    )
+    model = arguments.model or fetch_served_model(arguments.base_url, key=arguments.api_key)
+    for index, rate in enumerate(_list_rates(arguments)):
         generator = np.random.default_rng([arguments.seed, index])
-        samples, extra = _samples(arguments, trace, generator)
-        plan = Plan(
-            url=arguments.url,
+        samples, extra = _draw_samples(arguments, trace, generator)
+        plan = LoadPlan(
+            url=arguments.base_url,
             model=model,
-            endpoint=arguments.endpoint,
+            backend=arguments.backend,
             key=arguments.api_key,
             samples=samples,
-            arrivals=_arrivals(len(samples), rate, trace, generator),
+            arrivals=_schedule(len(samples), rate, trace, generator),
             temperature=arguments.temperature,
             seed=arguments.seed,
             ignore_eos=arguments.ignore_eos,
-            limits=Limits(arguments.max_concurrency, arguments.timeout_seconds, arguments.max_seconds),
+            limits=LoadLimits(arguments.max_concurrency, arguments.timeout_seconds, arguments.max_seconds),
         )
         warm_up = replace(plan, samples=extra, arrivals=[0.0] * len(extra))
-        yield Run(RECORDED if rate is None else f"{rate:g}", plan, warm_up)
+        yield SweepRun(RECORDED if rate is None else f"{rate:g}", plan, warm_up)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    sources = {
-        "--trace": arguments.trace,
-        "--dataset": arguments.dataset,
-        "--prefix-groups": arguments.prefix_groups,
-    }
-    given = [flag for flag, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{given[0]} and {given[1]} both say what to send; give one of them")
-    if arguments.prefix_groups is not None and arguments.num_prompts is not None:
+def _check_flags(arguments: argparse.Namespace) -> None:
+    name = arguments.dataset_name
+    if name in _FILES and arguments.dataset_path is None:
+        raise ConfigError(f"--dataset-name {name} needs --dataset-path")
+    if name not in _FILES and arguments.dataset_path is not None:
         raise ConfigError(
-            "--prefix-groups times --prompts-per-group is the number of prompts; leave out --num-prompts"
+            f"--dataset-path needs --dataset-name {', '.join(_FILES[:-1])} or {_FILES[-1]}, not {name}"
         )
-    if arguments.trace is not None and (arguments.input_len or arguments.output_len):
-        raise ConfigError("--trace tells the lengths; leave out --input-len and --output-len")
-    if arguments.plot is not None and not any(_is_drawn(rate) for rate in _rates(arguments)):
+    if name == SHARED_PREFIX and arguments.num_prompts is not None:
         raise ConfigError(
-            "--plot draws latencies over request rates; give --request-rate finite ones, as in 1,2,4"
+            "--gsp-num-groups times --gsp-prompts-per-group is the number of prompts; leave out --num-prompts"
+        )
+    if name == TRACE and (arguments.input_len or arguments.output_len):
+        raise ConfigError("a trace contains the lengths; leave out --input-len and --output-len")
+    if arguments.plot is not None and not any(_is_finite(rate) for rate in _list_rates(arguments)):
+        raise ConfigError(
+            "--plot draws latencies over request rates; give finite ones, as in --request-rate 1,2,4"
         )
 
 
-def _is_drawn(rate: float | None) -> bool:
+def _is_finite(rate: float | None) -> bool:
     return rate is not None and math.isfinite(rate)
 
 
-def _rates(arguments: argparse.Namespace) -> list[float | None]:
-    """The rates asked for; None keeps a trace's own pace."""
+def _list_rates(arguments: argparse.Namespace) -> list[float | None]:
+    """Return the requested rates; None keeps a trace's own arrival times."""
     if arguments.request_rate:
         return list(arguments.request_rate)
-    return [None if arguments.trace is not None else DEFAULT_RATE]
+    return [None if arguments.dataset_name == TRACE else DEFAULT_RATE]
 
 
-def _arrivals(
+def _schedule(
     count: int, rate: float | None, trace: list[Arrival] | None, generator: np.random.Generator
 ) -> list[float]:
+    """Return the arrival time of each request."""
     if trace is None:
         assert rate is not None
-        return arrivals(count, rate, generator)
+        return draw_arrivals(count, rate, generator)
     recorded = [each.at_seconds for each in trace[:count]]
-    return recorded if rate is None else at_rate(recorded, rate)
+    return recorded if rate is None else scale_to_rate(recorded, rate)
 
 
-def _samples(
+def _draw_samples(
     arguments: argparse.Namespace, trace: list[Arrival] | None, generator: np.random.Generator
-) -> tuple[list[Sample], list[Sample]]:
-    """The samples of a run, and of its warm-up."""
-    chat, extra = arguments.endpoint == "chat", arguments.warmup
+) -> tuple[list[SampleRequest], list[SampleRequest]]:
+    """Return the requests of a run, and those of its warm-up."""
+    is_chat, extra = arguments.backend == CHAT, arguments.num_warmups
     if trace is not None:
         chosen = trace[: arguments.num_prompts]
         return (
-            _of_lengths(arguments, chosen, generator),
-            _of_lengths(arguments, [chosen[i % len(chosen)] for i in range(extra)], generator),
+            _draw_like_trace(arguments, chosen, generator),
+            _draw_like_trace(arguments, [chosen[i % len(chosen)] for i in range(extra)], generator),
         )
     inputs, outputs = arguments.input_len or DEFAULT_INPUT, arguments.output_len or DEFAULT_OUTPUT
-    if arguments.prefix_groups is not None:
-        prefixes = Prefixes(arguments.prefix_groups, arguments.prompts_per_group, arguments.prefix_len)
+    if arguments.dataset_name == SHARED_PREFIX:
+        shape = PrefixGroups(
+            arguments.gsp_num_groups, arguments.gsp_prompts_per_group, arguments.gsp_system_prompt_len
+        )
         drawn = (
-            shared_texts(prefixes, inputs, outputs, generator)
-            if chat
-            else shared_prefixes(prefixes, inputs, outputs, arguments.vocabulary, generator)
+            draw_shared_prefix_chats(shape, inputs, outputs, generator)
+            if is_chat
+            else draw_shared_prefix_tokens(shape, inputs, outputs, arguments.vocab_size, generator)
         )
-        return drawn, _random(arguments, extra, inputs, outputs, generator)
+        return drawn, _draw_random(arguments, extra, inputs, outputs, generator)
     count = arguments.num_prompts or DEFAULT_PROMPTS
-    if arguments.dataset is not None:
-        read = read_dataset(
-            arguments.dataset, count + extra, arguments.output_len, chat=chat, generator=generator
-        )
+    if arguments.dataset_name == RANDOM:
+        read = _draw_random(arguments, count + extra, inputs, outputs, generator)
     else:
-        read = _random(arguments, count + extra, inputs, outputs, generator)
+        read = read_dataset(
+            arguments.dataset_path,
+            count + extra,
+            arguments.output_len,
+            is_sharegpt=arguments.dataset_name == SHAREGPT,
+            is_chat=is_chat,
+            generator=generator,
+        )
     return read[:count], read[count:]
 
 
-def _of_lengths(
+def _draw_like_trace(
     arguments: argparse.Namespace, trace: list[Arrival], generator: np.random.Generator
-) -> list[Sample]:
-    """Random prompts of the recorded lengths."""
-    samples: list[Sample] = []
+) -> list[SampleRequest]:
+    """Draw random prompts of the recorded lengths."""
+    samples: list[SampleRequest] = []
     for each in trace:
-        inputs, outputs = (
-            Span(each.input_tokens, each.input_tokens),
-            Span(each.output_tokens, each.output_tokens),
-        )
-        samples += _random(arguments, 1, inputs, outputs, generator)
+        inputs = LengthRange(each.input_tokens, each.input_tokens)
+        outputs = LengthRange(each.output_tokens, each.output_tokens)
+        samples += _draw_random(arguments, 1, inputs, outputs, generator)
     return samples
 
 
-def _random(
-    arguments: argparse.Namespace, count: int, inputs: Span, outputs: Span, generator: np.random.Generator
-) -> list[Sample]:
-    if arguments.endpoint == "chat":
-        return random_texts(count, inputs, outputs, generator)
-    return random_tokens(count, inputs, outputs, arguments.vocabulary, generator)
+def _draw_random(
+    arguments: argparse.Namespace,
+    count: int,
+    inputs: LengthRange,
+    outputs: LengthRange,
+    generator: np.random.Generator,
+) -> list[SampleRequest]:
+    if arguments.backend == CHAT:
+        return draw_chat_prompts(count, inputs, outputs, generator)
+    return draw_token_prompts(count, inputs, outputs, arguments.vocab_size, generator)

@@ -1,5 +1,5 @@
-"""``skiff bench path``: the real API, tokenizer and detokenizer processes, with a stub in the scheduler's place."""
+"""``skiff bench path``: cost of the serving path, with a stub in the place of scheduler and engine."""
 
-from skiff_runtime.bench.path.command import add_arguments, run
+from skiff_runtime.bench.path.serving_path import add_arguments, run
 
 __all__ = ["add_arguments", "run"]

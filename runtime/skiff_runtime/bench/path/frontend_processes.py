@@ -1,4 +1,4 @@
-"""Front processes of a service without ranks: started as the supervisor starts them, and watched from here."""
+"""Front-end processes of a service, started as by its supervisor, with a stub in the place of the ranks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import psutil
 import zmq
 
 from skiff_runtime import contract
-from skiff_runtime.bench.cpu_time import Process
+from skiff_runtime.bench.cpu_time import ServiceProcess, identify_child
 from skiff_runtime.config import Config, TokenizerBackend
 from skiff_runtime.errors import StartupError
 from skiff_runtime.messages import Heartbeat, PhaseReport, Ready, ServiceReady, ToSupervisor
@@ -34,9 +34,9 @@ _STUB: Final = "skiff_runtime.bench.path.stub_rank"
 
 
 class FrontendProcesses:
-    """The api, ``tokenizers`` tokenizers and the detokenizer of one model, whose context counts as 65,536 tokens.
+    """API, tokenizer and detokenizer processes of one model, whose context is set to 65,536 tokens.
 
-    ``watched`` are the front processes; the stub of rank 0 is not among them.
+    ``watched`` contains them, but not the stub of rank 0.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FrontendProcesses:
     ) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="skiff-bench-")
         self._stub = [str(step_milliseconds), str(token)]
-        directory = _with_context(resolve(Config(model=model))[1].path, Path(self._files.name))
+        directory = _copy_with_context(resolve(Config(model=model))[1].path, Path(self._files.name))
         config = Config(
             model=str(directory),
             port=0,
@@ -62,7 +62,7 @@ class FrontendProcesses:
         resolved, described = resolve(config)
         self.launch = Launch(config=resolved, model=described, run_dir=make_run_dir())
         self.launch.write()
-        self.watched: list[Process] = []
+        self.watched: list[ServiceProcess] = []
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -92,7 +92,7 @@ class FrontendProcesses:
         self._api.send(ServiceReady(kv_tokens=1 << 30))
         while httpx.get(f"{self.url}{contract.PATH_READYZ}").status_code != HTTPStatus.OK:
             time.sleep(0.01)
-        found = filter(None, map(_front, psutil.Process(os.getpid()).children()))
+        found = filter(None, map(identify_child, psutil.Process(os.getpid()).children()))
         self.watched = sorted(found, key=lambda each: each.name)
 
     def _await_ready(self, awaited: set[str]) -> dict[str, int]:
@@ -109,7 +109,7 @@ class FrontendProcesses:
         return ports
 
     def close(self) -> None:
-        """End every process and remove their files."""
+        """End all processes and remove their files."""
         self._children.terminate(END_SECONDS)
         if hasattr(self, "_rank"):
             self._rank.kill()
@@ -120,16 +120,8 @@ class FrontendProcesses:
         self._files.cleanup()
 
 
-def _front(child: psutil.Process) -> Process | None:
-    words = child.cmdline()
-    if "skiff_runtime.processes.child_process" not in words:
-        return None
-    role, index = Role(words[3]), int(words[4])
-    return Process(process_name(role, index), role, child)
-
-
-def _with_context(model: Path, copy: Path) -> Path:
-    """The model's small files in ``copy``, with a context long enough for long prompts."""
+def _copy_with_context(model: Path, copy: Path) -> Path:
+    """Copy the model's files but its weights, and set a context that is long enough for long prompts."""
     for each in model.iterdir():
         if each.is_file() and each.suffix != ".safetensors":
             (copy / each.name).write_bytes(each.read_bytes())

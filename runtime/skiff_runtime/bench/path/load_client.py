@@ -1,4 +1,7 @@
-"""Clients that cost little themselves: requests written as bytes, tokens counted as they come in."""
+"""Client for the load of ``skiff bench path``: prepared requests, and tokens counted without parsing the events.
+
+It shares the machine with the processes that are measured, so it has to cost little itself.
+"""
 
 import asyncio
 import time
@@ -11,14 +14,14 @@ import msgspec
 
 from skiff_runtime.errors import SkiffError
 
-EVENT: Final = b'"content":'
-"""In each event with text, and once more in the opening one."""
+TOKEN_MARK: Final = b'"content":'
+"""Part of each event with text, and of the first event of a stream."""
 _END: Final = b"\r\n0\r\n\r\n"
 
 
 @dataclass(slots=True)
-class Stream:
-    """When the pieces of one answer came, and how many tokens with each; monotonic seconds."""
+class TokenStream:
+    """Arrival times of the pieces of one response, in monotonic seconds, and the number of tokens in each."""
 
     sent_at: float = 0.0
     arrivals: list[float] = field(default_factory=list)
@@ -26,22 +29,22 @@ class Stream:
     status: bytes = b""
 
 
-class _Exchange(asyncio.Protocol):
-    """One connection, which asks one thing after the other."""
+class _Connection(asyncio.Protocol):
+    """A connection, with one request at a time."""
 
     def __init__(self) -> None:
-        self.stream = Stream()
+        self.stream = TokenStream()
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[None] | None = None
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
-    async def ask(self, request: bytes) -> Stream:
-        """Send one request; what came back."""
+    async def send(self, request: bytes) -> TokenStream:
+        """Send one request and wait for its whole response."""
         assert self._transport is not None
-        self.stream, self._tail = Stream(time.monotonic()), b""
+        self.stream, self._tail = TokenStream(time.monotonic()), b""
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
@@ -53,7 +56,7 @@ class _Exchange(asyncio.Protocol):
         stream = self.stream
         if not stream.status:
             stream.status = data.partition(b"\r\n")[0]
-        count = data.count(EVENT)
+        count = data.count(TOKEN_MARK)
         if count:
             stream.arrivals.append(time.monotonic())
             stream.tokens.append(count)
@@ -73,9 +76,9 @@ class _Exchange(asyncio.Protocol):
             self._transport.close()
 
 
-def request(url: str, model: str, text: str, *, tokens: int) -> bytes:
-    """A streamed chat completion of exactly so many tokens, ready to be written."""
-    place = urlsplit(url)
+def encode_request(url: str, model: str, text: str, *, tokens: int) -> bytes:
+    """Encode a whole HTTP request for a streamed chat completion of exactly ``tokens`` tokens."""
+    address = urlsplit(url)
     body = msgspec.json.encode(
         {
             "model": model,
@@ -87,32 +90,29 @@ def request(url: str, model: str, text: str, *, tokens: int) -> bytes:
         }
     )
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
 
-async def ask_all(
-    url: str, requests: Sequence[bytes], *, concurrency: int, spread_seconds: float = 0.0
-) -> list[Stream]:
-    """Send each request over one of ``concurrency`` kept connections, whose starts lie spread over a while."""
-    place = urlsplit(url)
+async def send_all(url: str, requests: Sequence[bytes], *, concurrency: int) -> list[TokenStream]:
+    """Send requests over ``concurrency`` kept-alive connections, one at a time on each."""
+    address = urlsplit(url)
     waiting = list(reversed(requests))
-    streams: list[Stream] = []
+    streams: list[TokenStream] = []
 
-    async def serve(number: int) -> None:
-        await asyncio.sleep(spread_seconds * number / concurrency)
-        _, exchange = await asyncio.get_running_loop().create_connection(
-            _Exchange, place.hostname or "", place.port or 80
+    async def run_connection() -> None:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            _Connection, address.hostname or "", address.port or 80
         )
         try:
             while waiting:
-                streams.append(await exchange.ask(waiting.pop()))
+                streams.append(await connection.send(waiting.pop()))
         finally:
-            exchange.close()
+            connection.close()
 
     async with asyncio.TaskGroup() as group:
-        for number in range(concurrency):
-            group.create_task(serve(number))
+        for _ in range(concurrency):
+            group.create_task(run_connection())
     return streams

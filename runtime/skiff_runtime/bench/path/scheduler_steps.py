@@ -1,4 +1,4 @@
-"""The whole scheduler over an engine that costs next to nothing: its own time for a decode step."""
+"""CPU time of a decode step in the scheduler, over an engine that takes almost no time."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from skiff_runtime.bench.online.results import Figures
+from skiff_runtime.bench.report import Figures
 from skiff_runtime.config import Config
 from skiff_runtime.messages import GenerateRequest, SamplingSpec, TextOptions, TokenBatch, Wire, encode
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
@@ -19,8 +19,8 @@ CONTEXT: Final = 4096
 WARM_UP_STEPS: Final = 20
 
 
-class _Done:
-    """A step that takes no time."""
+class _FinishedStep:
+    """A step that has ended already."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -33,14 +33,14 @@ class _Done:
 
 
 class NullEngine:
-    """Samples token 1 in every row."""
+    """An engine that samples token 1 in every row."""
 
-    def launch(self, plan: StepPlan) -> _Done:
-        return _Done(StepResult(np.ones(int(plan.samples.sum()), dtype=np.int32)))
+    def launch(self, plan: StepPlan) -> _FinishedStep:
+        return _FinishedStep(StepResult(np.ones(int(plan.samples.sum()), dtype=np.int32)))
 
 
-class _Wire(Channel):
-    """Hands over what it was given at once; encodes what is sent, as a real one does."""
+class _StubChannel(Channel):
+    """Channel that delivers its items at once, and encodes what is sent, as the real one does."""
 
     def __init__(self, items: Sequence[SchedulerInput]) -> None:
         self._items = list(items)
@@ -53,12 +53,12 @@ class _Wire(Channel):
         encode(batch)
 
 
-def scheduler_steps(count: int) -> Figures:
-    """By batch size: CPU-microseconds of one decode step, the mean over ``count`` steps."""
-    return {str(batch): _microseconds(batch, count) for batch in BATCHES}
+def measure_scheduler_steps(count: int) -> Figures:
+    """Return the CPU microseconds of a decode step by batch size, the mean over ``count`` steps."""
+    return {str(batch): _measure_batch(batch, count) for batch in BATCHES}
 
 
-def _microseconds(batch: int, count: int) -> float:
+def _measure_batch(batch: int, count: int) -> float:
     config = Config(
         device="cpu",
         max_model_len=CONTEXT,
@@ -72,17 +72,17 @@ def _microseconds(batch: int, count: int) -> float:
         eos_token_ids=(),
         num_pages=pages,
         engine=NullEngine(),
-        channel=_Wire([_request(uid, steps) for uid in range(1, batch + 1)]),
+        channel=_StubChannel([_make_request(uid, steps) for uid in range(1, batch + 1)]),
     )
     for _ in range(WARM_UP_STEPS):
         scheduler.turn()
-    began = time.process_time()
+    started = time.process_time()
     for _ in range(count):
         scheduler.turn()
-    return (time.process_time() - began) / count * 1e6
+    return (time.process_time() - started) / count * 1e6
 
 
-def _request(uid: int, tokens: int) -> GenerateRequest:
+def _make_request(uid: int, tokens: int) -> GenerateRequest:
     prompt = np.random.default_rng(uid).integers(2, 1000, PROMPT_TOKENS)
     sampling = SamplingSpec(max_tokens=tokens, seed=0, temperature=0.0)
     return GenerateRequest(uid, prompt.astype(Wire.TOKEN).tobytes(), sampling, TextOptions())

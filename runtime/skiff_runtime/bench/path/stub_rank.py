@@ -1,7 +1,7 @@
-"""A stand-in for rank 0: every running request gets one token each step, steps lie on a fixed grid of time.
+"""Stub of rank 0 that gives every running request one token per step, at a fixed rate of steps.
 
-Run as ``python -m skiff_runtime.bench.path.stub_rank RUN_DIR STEP_MS TOKEN``. Step k begins when the machine's
-monotonic clock is k times the step, so a client can tell how old a token is without being told when it was sent.
+``python -m skiff_runtime.bench.path.stub_rank RUN_DIR STEP_MS TOKEN``. Step k begins when the machine's monotonic
+clock is at k times the duration of a step, so that a client can compute the age of a token without its time stamp.
 """
 
 import sys
@@ -29,7 +29,7 @@ MAX_MESSAGES_PER_TURN: Final = 4096
 
 
 class StubRank:
-    """Answers requests with one and the same token, as many as they ask for."""
+    """Answers each request with ``max_tokens`` copies of one token."""
 
     def __init__(self, endpoints: Endpoints, token: int) -> None:
         self._inbox: Receiver[GenerateRequest | AbortRequest | FlushCache] = Receiver(
@@ -37,43 +37,45 @@ class StubRank:
         )
         self._detokenizer = Sender(endpoints.detokenizer)
         self._token = token
-        self._opened: list[StreamOpened] = []
-        self._left: dict[int, int] = {}
+        self._new_streams: list[StreamOpened] = []
+        self._remaining: dict[int, int] = {}
 
     def serve(self, step_seconds: float) -> None:
-        """Take steps for ever."""
+        """Run steps forever."""
         number = time.monotonic() // step_seconds + 1
         while True:
-            self._take_until(number * step_seconds)
-            if self._left:
+            self._receive_until(number * step_seconds)
+            if self._remaining:
                 self._step(step_seconds)
             number = max(number + 1, time.monotonic() // step_seconds)
 
-    def _take_until(self, moment: float) -> None:
+    def _receive_until(self, moment: float) -> None:
         while (wait := moment - time.monotonic()) > 0:
             if self._inbox.socket.poll(int(wait * 1e3)):
                 for message in self._inbox.drain(MAX_MESSAGES_PER_TURN):
-                    self._take(message)
+                    self._accept(message)
             elif wait < 1e-3:
                 time.sleep(wait)
 
-    def _take(self, message: GenerateRequest | AbortRequest | FlushCache) -> None:
+    def _accept(self, message: GenerateRequest | AbortRequest | FlushCache) -> None:
         if isinstance(message, GenerateRequest):
             prompt = len(message.token_ids) // TOKEN_BYTES
-            self._opened.append(StreamOpened(message.uid, prompt, 0, message.text))
-            self._left[message.uid] = max(1, message.sampling.max_tokens)
-        elif isinstance(message, AbortRequest) and message.uid in self._left:
-            self._left[message.uid] = 1
+            self._new_streams.append(StreamOpened(message.uid, prompt, 0, message.text))
+            self._remaining[message.uid] = max(1, message.sampling.max_tokens)
+        elif isinstance(message, AbortRequest) and message.uid in self._remaining:
+            self._remaining[message.uid] = 1
 
     def _step(self, seconds: float) -> None:
-        uids = np.fromiter(self._left, Wire.UID, len(self._left))
-        left = np.fromiter(self._left.values(), np.int64, len(self._left)) - 1
-        self._left = {uid: count for uid, count in zip(uids.tolist(), left.tolist(), strict=True) if count}
+        uids = np.fromiter(self._remaining, Wire.UID, len(self._remaining))
+        left = np.fromiter(self._remaining.values(), np.int64, len(self._remaining)) - 1
+        self._remaining = {
+            uid: count for uid, count in zip(uids.tolist(), left.tolist(), strict=True) if count
+        }
         finishes = np.where(left > 0, FinishReason.RUNNING, FinishReason.LENGTH).astype(Wire.FINISH)
         stats = StepStats(running=len(uids), step_seconds=seconds, decode_tokens=len(uids))
         self._detokenizer.send(
             TokenBatch(
-                opened=self._opened,
+                opened=self._new_streams,
                 uids=uids.tobytes(),
                 tokens=np.full(len(uids), self._token, Wire.TOKEN).tobytes(),
                 finishes=finishes.tobytes(),
@@ -81,11 +83,11 @@ class StubRank:
                 stats=stats,
             )
         )
-        self._opened = []
+        self._new_streams = []
 
 
 def main(run_dir: str, step_milliseconds: str, token: str) -> None:
-    """Serve one run directory until killed."""
+    """Serve the ranks' address of a run directory until killed."""
     StubRank(Endpoints(Path(run_dir)), int(token)).serve(float(step_milliseconds) / 1e3)
 
 

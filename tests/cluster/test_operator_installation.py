@@ -8,8 +8,8 @@ import pytest
 import toolchain
 from commands import ClusterError, output
 from controlplane import ControlPlane
+from operator_installation import CRD, OPERATOR_NAMESPACE, OperatorInstallation
 from paths import REPOSITORY, layout
-from tenancy import CRD, OPERATOR_NAMESPACE, Tenancy
 
 MANIFEST = REPOSITORY / "manifests" / "crds" / "inferenceservices.yaml"
 
@@ -19,7 +19,7 @@ class Cluster:
 
     def __init__(self, plane: ControlPlane) -> None:
         self._base = [str(toolchain.kubectl(layout())), "--kubeconfig", str(plane.kubeconfig)]
-        self.tenancy = Tenancy(self._base[0], self._base[2])
+        self.operator_installation = OperatorInstallation(self._base[0], self._base[2])
 
     def kubectl(self, *words: str) -> str:
         """Run kubectl and return its output."""
@@ -37,14 +37,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_what_was_claimed_is_ours_until_it_is_removed(cluster: Cluster) -> None:
-    tenancy = cluster.tenancy
-    assert not tenancy.ours
-    tenancy.claim()
+    operator_installation = cluster.operator_installation
+    assert not operator_installation.ours
+    operator_installation.claim()
     cluster.kubectl("apply", "-f", str(MANIFEST))
-    tenancy.claim()
-    assert tenancy.ours and CRD in cluster.crds()
-    tenancy.remove()
-    assert not tenancy.ours and CRD not in cluster.crds()
+    operator_installation.claim()
+    assert operator_installation.ours and CRD in cluster.crds()
+    operator_installation.remove()
+    assert not operator_installation.ours and CRD not in cluster.crds()
 
 
 @pytest.mark.parametrize("namespace", [OPERATOR_NAMESPACE, "platform"])
@@ -52,11 +52,11 @@ def test_an_operator_of_somebody_else_is_not_claimed(cluster: Cluster, namespace
     cluster.kubectl("create", "namespace", namespace)
     cluster.kubectl("apply", "-f", str(MANIFEST))
     with pytest.raises(ClusterError, match="not installed from here"):
-        cluster.tenancy.claim()
-    assert not cluster.tenancy.ours and CRD in cluster.crds()
+        cluster.operator_installation.claim()
+    assert not cluster.operator_installation.ours and CRD in cluster.crds()
 
 
 def test_a_namespace_without_an_operator_may_be_used(cluster: Cluster) -> None:
     cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
-    cluster.tenancy.claim()
-    assert cluster.tenancy.ours
+    cluster.operator_installation.claim()
+    assert cluster.operator_installation.ours

@@ -1,6 +1,7 @@
-"""Whose the operator of a cluster is: what the demo and the end-to-end tests installed, or what somebody relies on.
+"""The operator installation of a cluster: made by the demo or the end-to-end tests, or by somebody else.
 
-Both mark their namespace before they install anything. They neither replace nor remove an operator without that mark.
+The demo and the tests label the operator's namespace before they install anything. They neither replace nor remove an
+installation without that label.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ CRD: Final = "inferenceservices.serving.skiff.dev"
 MARK: Final = "serving.skiff.dev/made-by=skiff-demo"
 
 
-class Tenancy:
-    """The operator's place in one cluster."""
+class OperatorInstallation:
+    """The operator installation of one cluster."""
 
     def __init__(self, kubectl: str, kubeconfig: str) -> None:
         self._base = [kubectl, "--kubeconfig", kubeconfig]
@@ -28,21 +29,21 @@ class Tenancy:
         )
 
     def claim(self) -> None:
-        """Make the namespace ours. Raises ClusterError where the cluster has an operator already that is not."""
+        """Label the namespace as ours. Raises ClusterError when the cluster has an operator that is not ours."""
         if self.ours:
             return
         if self._names("crds", "--field-selector", f"metadata.name={CRD}"):
             raise ClusterError(
                 f"this cluster has the CustomResourceDefinition {CRD}, which was not installed from here: it would be "
-                "replaced, and removed with all InferenceServices afterwards. Use another cluster; or, if it is not needed "
-                f"it, remove it: kubectl delete crd {CRD}"
+                "replaced, and removed with all InferenceServices afterwards. Use another cluster; or, if it is not "
+                f"needed, remove it: kubectl delete crd {CRD}"
             )
         if not self._names("namespaces", "--field-selector", f"metadata.name={OPERATOR_NAMESPACE}"):
             output([*self._base, "create", "namespace", OPERATOR_NAMESPACE])
         output([*self._base, "label", "namespace", OPERATOR_NAMESPACE, MARK])
 
     def remove(self) -> None:
-        """Delete what was ours and outlives the release: the CustomResourceDefinition and the namespace."""
+        """Delete our objects that outlive the release: the CustomResourceDefinition and the namespace."""
         for words in (("crd", CRD), ("namespace", OPERATOR_NAMESPACE)):
             output([*self._base, "delete", "--ignore-not-found", *words], timeout_seconds=180)
 
