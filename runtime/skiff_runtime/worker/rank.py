@@ -29,7 +29,7 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
-from skiff_runtime.worker.grammar_gate import GrammarGate, Read
+from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
@@ -59,7 +59,7 @@ class LeaderChannel(Channel):
         *,
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
-        read: Read,
+        read: LoadGrammar,
     ) -> None:
         self._inbox = inbox
         self._profiler = profiler
@@ -107,7 +107,7 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Any other rank's channel: it receives what rank 0 received, and sends nothing."""
 
-    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: Read) -> None:
+    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: LoadGrammar) -> None:
         self._inbox = inbox
         self._beat = beat
         self._read = read
