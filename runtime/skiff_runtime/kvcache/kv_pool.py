@@ -87,7 +87,7 @@ def _plan_exact_capacity(tokens: int, layout: KVLayout, usable_bytes: int) -> in
     needed = (pages + 1) * layout.page_bytes
     if needed > usable_bytes:
         raise ConfigError(
-            f"--max-total-tokens {tokens} needs {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
+            f"--max-total-tokens {tokens} takes {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
             "lower it, or omit it to size the cache by the free memory"
         )
     return pages
