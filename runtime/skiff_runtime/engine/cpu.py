@@ -24,7 +24,7 @@ _WITHOUT_AMX: Final = "AVX512_CORE_BF16"
 class StepThreads:
     """The number of threads that compute a step: one thread finishes a small step of a small model sooner than several.
 
-    For the demo model on two cores this holds up to about 300 tokens; docs/benchmarks.md has the times.
+    For the demo model on two cores this holds up to about 300 tokens; docs/lab/scheduling.md has the times.
     """
 
     def __init__(self, max_threads: int, parameters: int) -> None:
