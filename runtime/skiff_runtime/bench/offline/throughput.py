@@ -135,7 +135,7 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
     for name, default, text in (
         ("--gsp-num-groups", 64, "number of prefixes"),
         ("--gsp-prompts-per-group", 16, "prompts with the same prefix"),
-        ("--gsp-system-prompt-len", 2048, "tokens of a prefix; --input-len follow it"),
+        ("--gsp-system-prompt-len", 2048, "tokens of a prefix; --input-len more follow"),
     ):
         group.add_argument(
             name,

@@ -190,7 +190,7 @@ def _add_dataset(group: "argparse._ArgumentGroup") -> None:
         (
             "--gsp-system-prompt-len",
             1024,
-            "generated-shared-prefix: tokens of a prefix; --input-len follow it",
+            "generated-shared-prefix: tokens of a prefix; --input-len more follow",
         ),
     ):
         group.add_argument(
