@@ -4,12 +4,11 @@ import pytest
 import torch
 from kernel_device import TOLERANCE, error
 
-from skiff_runtime.kernels.fp8 import (
+from skiff_runtime.kernels.fp8 import fp8_linear, quantize_activations
+from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8Weight,
     QuantizedActivations,
-    fp8_linear,
-    quantize_activations,
     quantize_rows,
 )
 

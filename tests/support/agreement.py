@@ -1,4 +1,4 @@
-"""How often eight bits change the likeliest next token: random models of every family, random texts.
+"""Agreement of FP8 with bfloat16: how often both have the same most likely next token, on random models and texts.
 
 PYTHONPATH=runtime:tests/support python tests/support/agreement.py [--device cuda]
 

@@ -119,7 +119,7 @@ def _take_logprobs(choice: Choice, fields: Any) -> None:
 
 
 def difference(alone: Answer, busy: Answer) -> str | None:
-    """What two answers to one request differ in; None when they are the same."""
+    """Return the first difference between two answers to one request; None when they are the same."""
     if (alone.status, alone.error) != (busy.status, busy.error) or alone.cut or busy.cut:
         return f"ends: {_end(alone)} / {_end(busy)}"
     if (alone.usage, alone.ends, sorted(alone.choices)) != (busy.usage, busy.ends, sorted(busy.choices)):

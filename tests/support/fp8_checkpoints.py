@@ -10,7 +10,7 @@ from engine_driver import generate, make_engine
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json
 
-from skiff_runtime.kernels.fp8 import quantize_rows
+from skiff_runtime.kernels.fp8_tensors import quantize_rows
 from skiff_runtime.models.checkpoint import INDEX_FILE
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]

@@ -50,25 +50,13 @@ def generate(
     uid: int,
     prompt: Sequence[int],
     *,
-    max_tokens: int = 4,
-    ignore_eos: bool = True,
-    stops: tuple[int, ...] = (),
     priority: int = 0,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
     grammar: CompiledGrammar | None = None,
+    **sampling: Any,
 ) -> GenerateRequest:
-    """Make a greedy request."""
-    sampling = SamplingSpec(
-        max_tokens=max_tokens,
-        seed=0,
-        temperature=0.0,
-        ignore_eos=ignore_eos,
-        stop_token_ids=stops,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-    return request(uid, prompt, sampling, grammar, priority)
+    """Make a greedy request for 4 tokens; ``sampling`` are fields of ``SamplingSpec`` that differ from that."""
+    defaults = {"max_tokens": 4, "seed": 0, "temperature": 0.0, "ignore_eos": True}
+    return request(uid, prompt, SamplingSpec(**{**defaults, **sampling}), grammar, priority)
 
 
 ReceivedLogprobs = tuple[int, float, list[int], list[float]]

@@ -17,7 +17,7 @@ from skiff_runtime.kernels.flashinfer_internals import (
     get_batch_prefill_uri,
 )
 from skiff_runtime.kernels.kernel_cache import use_prebuilt_flashinfer_modules
-from skiff_runtime.kernels.triton.step_inputs import gather_pages
+from skiff_runtime.kernels.triton.prepare_inputs import gather_pages
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.step import Int32
@@ -85,6 +85,7 @@ class FlashInferPrefill(PhaseAttention):
         self._long_context = tuning_for(pool.device).prefill_choice.long_context
         self._planned: list[torch.cuda.Event | None] = [None] * PLANS_IN_FLIGHT
         self._turn = 0
+        self._long_context = tuning_for(pool.device).prefill_choice.long_context
 
     def prepare(self, batch: AttentionBatch) -> None:
         layout, first = self._pool.layout, batch.decode_rows

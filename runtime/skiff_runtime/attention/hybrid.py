@@ -117,7 +117,7 @@ class PrefillBySize(PhaseAttention):
     def __init__(
         self, small: PhaseAttention, large: PhaseAttention, *, max_small_tokens: int, long_context: int
     ) -> None:
-        """``small`` takes steps of at most ``max_small_tokens`` prefill tokens whose contexts are below ``long_context``."""
+        """``small`` takes steps of up to ``max_small_tokens`` tokens whose contexts are below ``long_context``."""
         self._small, self._large = small, large
         self._max_small_tokens, self._long_context = max_small_tokens, long_context
         self._chosen = large

@@ -96,7 +96,7 @@ class TorchSDPABackend(AttentionBackend):
         offsets = self._slot_mapping(batch, batch.rows[0, host[0]], int(seq_lens.max()))
         valid = torch.arange(offsets.shape[1], device=device) < host[2][:, None]
         # Offsets beyond a context would read pages of other rows, where a NaN would pass the mask: 0 * NaN is NaN.
-        slot_mapping = offsets.masked_fill(~valid, self.pool.padding_slot_mapping)
+        slot_mapping = offsets.masked_fill(~valid, self.pool.padding_offset)
         return _DecodeGroup(host[1], slot_mapping.flatten(), valid[:, None, None, :])
 
     def _make_chunk(self, batch: AttentionBatch, row: int, first: int) -> _Chunk:

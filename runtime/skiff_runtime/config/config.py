@@ -239,7 +239,9 @@ class Config:
         "--max-total-tokens is given",
     )
     disable_radix_cache: bool = option(
-        False, "KV cache", "keep no prefix of an ended request for later ones (for measurements)"
+        False,
+        "KV cache",
+        "disable the prefix cache: every request computes its whole prompt (for measurements)",
     )
 
     @property

@@ -120,7 +120,7 @@ class DetachedRank(TensorParallelGroup):
 
 
 def _join(tp_rank: int, tp_size: int, device: torch.device, store: Path, timeout: timedelta) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host's name to find one
     try:
         dist.init_process_group(
             _BACKENDS[device.type],

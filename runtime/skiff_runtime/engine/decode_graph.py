@@ -18,9 +18,10 @@ from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
+from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import empty_step_inputs, prepare_decode_inputs
+from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 
@@ -114,6 +115,7 @@ class DecodeGraphRunner:
         self._compute(size, shared)  # compiles, and lets libraries set up what they must not under capture
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
         graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
         self._results[size, shared] = self._compute(size, shared)
         graph.capture_end()

@@ -137,7 +137,7 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step after those launched before it, and return at once."""
-        self._grammar_masks.open(plan.opened)
+        self._grammar_masks.open(plan.opened)  # now, so that grammars load while earlier steps run
         return _LaunchedStep(self._thread.submit(self._run, plan))
 
     def warmup(self) -> None:

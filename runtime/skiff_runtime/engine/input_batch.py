@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.shared_prefix import SharedPrefixFinder
 from skiff_runtime.engine.staging_buffers import StagingBuffers, upload
+from skiff_runtime.kernels.prepare_inputs import prepare_inputs, write_cells
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import StepInputs, prepare_inputs, write_cells
+from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.step import Int32, StepPlan
 

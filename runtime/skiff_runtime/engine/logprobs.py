@@ -58,7 +58,7 @@ class RowLogprobs:
 
 
 class LogprobsGatherer:
-    """Requested log-probabilities by slot, and their computation."""
+    """Keeps the log-probabilities that each slot requests, and computes them."""
 
     def __init__(self, slots: int) -> None:
         self._tops = np.full(slots, _NOT_REQUESTED, dtype=np.int8)

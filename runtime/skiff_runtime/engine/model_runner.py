@@ -16,7 +16,7 @@ from skiff_runtime.engine.fp8_support import check_fp8_support
 from skiff_runtime.engine.free_memory import free_bytes
 from skiff_runtime.engine.launch_bound import launch_bound_tokens
 from skiff_runtime.errors import ConfigError
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
@@ -59,6 +59,7 @@ class ModelRunner(ForwardPass):
         self._kv_layout = make_kv_layout(config, loaded, context.dtype, tp_size=group.tp_size)
         self.query_shape = loaded.heads.local_heads(group.tp_size), loaded.heads.head_dim
         """(Heads, dimension) of one token's queries on this rank."""
+        # A pool of one page, over which the memory profile runs; ``use_pool`` replaces it.
         self.pool = KVPool(self._kv_layout, 1, group.device)
         super().__init__(loaded, self._make_backend(self.pool), group.device)
 

@@ -136,6 +136,7 @@ class _PiecewiseCapture(_PaddedAttention):
     def begin(self) -> None:
         """Start to capture the next graph."""
         graph = torch.cuda.CUDAGraph()
+        # "thread_local" as in ``DecodeGraphRunner._capture``.
         graph.capture_begin(pool=self.memory_pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
 

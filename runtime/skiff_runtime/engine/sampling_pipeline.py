@@ -110,6 +110,7 @@ class SamplingPipeline:
         tokens[indices] = sampled.int()
         logprob_rows = NO_ROWS if row_logprobs is None else special[row_logprobs.rows].astype(np.int32)
         output = StepOutput(tokens, logprob_rows, logprobs, prompts)
+        # The filler thread waits for the tokens, not this one, which goes on to launch the next step.
         self._grammar_masks.accept_tokens(rows, output)
         return output
 

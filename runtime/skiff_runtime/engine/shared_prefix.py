@@ -47,6 +47,7 @@ class SharedPrefixFinder:
         """Record the slots that the plan opens and the pages that it assigns."""
         for opened in plan.opened:
             self._segment_ends[opened.slot] = -1
+        # The last page of a segment stands for all of it, because a page implies all tokens before its end.
         last = plan.page_columns % self._segment_pages == self._segment_pages - 1
         columns = plan.page_columns[last] // self._segment_pages
         inside = columns < self._segment_ends.shape[1]

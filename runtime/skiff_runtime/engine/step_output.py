@@ -25,7 +25,7 @@ class StepOutput:
         logprobs: DeviceLogprobs | None = None,
         prompts: Sequence[DevicePromptLogprobs] = (),
     ) -> None:
-        """Start the copies. On a CPU ``tokens`` int[S] must not change afterwards; the others are as in ``StepResult``."""
+        """Start the copies. On a CPU, ``tokens`` int[S] must not change afterwards; the rest is as in ``StepResult``."""
         self._tokens = _to_host(tokens.int())
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
@@ -70,6 +70,7 @@ class StepOutput:
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor
+    # Pinned, because a copy to pageable memory would make the host wait.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from skiff_runtime.kernels.fp8 import E4M3, cast_to_fp8
+from skiff_runtime.kernels.fp8_tensors import E4M3, cast_to_fp8
 
 
 def store_kv(

@@ -4,8 +4,8 @@ from typing import Final
 
 import torch
 
-LARGEST_LOGIT: Final = 1e29
-"""The largest magnitude that a penalty may give a logit, so that no later arithmetic overflows."""
+from skiff_runtime.kernels.constants import LARGEST_LOGIT
+
 SLICE_ELEMENTS: Final = 1 << 22
 """The logits, or tokens, that a CPU penalizes at a time, which bounds the memory it takes."""
 

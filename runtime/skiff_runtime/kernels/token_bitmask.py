@@ -1,11 +1,9 @@
 """Token bitmasks: one bit for each token of the vocabulary, as xgrammar fills them, applied to logits on any device."""
 
-from typing import Final
-
 import numpy as np
 import torch
 
-BITS_PER_WORD: Final = 32
+from skiff_runtime.kernels.constants import BITS_PER_WORD
 
 
 def bitmask_words(vocab_size: int) -> int:

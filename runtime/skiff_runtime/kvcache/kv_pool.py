@@ -47,8 +47,8 @@ class KVPool:
             self._layers.append((k, v))
 
     @property
-    def padding_slot_mapping(self) -> int:
-        """KV offset of the padding page's first token."""
+    def padding_offset(self) -> int:
+        """KV offset of the first token of the padding page."""
         return self.num_pages * self.layout.page_size
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +75,7 @@ def plan_capacity(
         pages = min(pages, longest * config.max_running_requests)
     if pages * layout.page_size < MIN_TOKENS:
         raise ConfigError(
-            f"no memory for a KV cache: {_mib(free_bytes)} MiB are free, the computation needs "
+            f"no room for a KV cache: {_mib(free_bytes)} MiB are free, the computation needs "
             f"{_mib(reserved_bytes)} MiB of them, and one page takes {_mib(layout.page_bytes)} MiB; raise --mem-fraction-static, or lower "
             "--max-num-batched-tokens, --max-model-len, --max-running-requests or --page-size"
         )
@@ -87,7 +87,7 @@ def _plan_exact_capacity(tokens: int, layout: KVLayout, usable_bytes: int) -> in
     needed = (pages + 1) * layout.page_bytes
     if needed > usable_bytes:
         raise ConfigError(
-            f"--max-total-tokens {tokens} needs {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
+            f"--max-total-tokens {tokens} takes {_mib(needed)} MiB, but {_mib(max(usable_bytes, 0))} MiB are free; "
             "lower it, or omit it to size the cache by the free memory"
         )
     return pages

@@ -10,10 +10,10 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.fp8 import (
     ALIGNMENT,
     Activations,
-    empty_fp8_weight,
     fp8_linear,
     quantize_activations,
 )
+from skiff_runtime.kernels.fp8_tensors import empty_fp8_weight
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.layers.sharding import LayerContext
 

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from skiff_runtime import log
-from skiff_runtime.kernels.fp8 import E4M3, quantize_rows
+from skiff_runtime.kernels.fp8_tensors import E4M3, quantize_rows
 from skiff_runtime.layers.sharding import WeightShard
 from skiff_runtime.models.checkpoint import Checkpoint, TensorSource
 from skiff_runtime.models.decoder import DecoderModel

@@ -19,15 +19,15 @@ from skiff_runtime.engine.input_batch import SlotTables
 from skiff_runtime.engine.model_runner import effective_max_model_len, make_kv_layout, make_layer_context
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.penalties import apply_penalties
+from skiff_runtime.kernels.prepare_inputs import prepare_inputs
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, packed_size, unpack_shared_prefixes
-from skiff_runtime.kernels.step_inputs import prepare_inputs
 from skiff_runtime.kernels.token_bitmask import apply_token_bitmask, bitmask_words
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
 from skiff_runtime.kernels.triton.attention.decode_attention import find_row_counts_by_variant
+from skiff_runtime.kernels.triton.prepare_inputs import gather_pages, write_cells
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
-from skiff_runtime.kernels.triton.step_inputs import gather_pages, write_cells
 from skiff_runtime.kvcache.kv_pool import KVPool
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model

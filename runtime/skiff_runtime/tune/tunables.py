@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from skiff_runtime.engine.shared_prefix import cut
-from skiff_runtime.kernels.fp8 import (
+from skiff_runtime.engine.shared_prefix import pack_work_items
+from skiff_runtime.kernels.fp8 import quantize_activations, silu_and_mul_quantize
+from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8Weight,
     QuantizedActivations,
     empty_fp8_weight,
-    quantize_activations,
-    silu_and_mul_quantize,
 )
 from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.sampling import sample_tokens
@@ -39,6 +38,7 @@ from skiff_runtime.kernels.tuning import (
     GemvTile,
     PrefillAttentionTile,
     StreamKTile,
+    tuning_for,
 )
 from skiff_runtime.tune.measure import Launch, Tunable, Workload
 
@@ -113,10 +113,16 @@ def _decode(
         def make_launches() -> Sequence[Launch]:
             shared = None
             if prefix_rows:
-                members = max_group_rows(device, heads.query, heads.kv)
+                max_rows = max_group_rows(device, heads.query, heads.kv)
                 tokens = np.full(rows, shared_tokens, np.int32)
-                packed = _upload(cut(groups, tokens, members=members, rows=rows), device)
-                shared = unpack_shared_prefixes(packed, rows)
+                packed = pack_work_items(
+                    groups,
+                    tokens,
+                    max_rows=max_rows,
+                    rows=rows,
+                    min_split_tokens=tuning_for(device).shared_prefix.min_split_tokens,
+                )
+                shared = unpack_shared_prefixes(_upload(packed, device), rows)
             attend = DecodeAttention(
                 queries, pools[0], *tables, PAGE_SIZE, max_seq_len=MAX_SEQ_LEN, shared=shared
             )

@@ -1,4 +1,7 @@
-"""Where rank 0 holds requests back until their grammars have been read: a step that waited for one would hold up all."""
+"""The grammar gate of rank 0: holds requests back until their compiled grammars are loaded.
+
+Loading a large grammar takes longer than a step, and a step that waited for it would delay every running request.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -6,22 +9,23 @@ from dataclasses import dataclass
 
 from skiff_runtime.messages import AbortRequest, CompiledGrammar, GenerateRequest, ToScheduler
 
-Read = Callable[[CompiledGrammar], "Future[None] | None"]
-"""Begins to read a grammar; None where it is at hand."""
+LoadGrammar = Callable[[CompiledGrammar], "Future[None] | None"]
+"""Starts to load a grammar; returns None if it is loaded already."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    reading: "Future[None]"
-    items: list[ToScheduler]
+class _HeldRequest:
+    loading: "Future[None]"
+    messages: list[ToScheduler]
+    """The request, and aborts of it that arrived meanwhile."""
 
 
 class GrammarGate:
-    """Lets everything pass but requests whose grammar is being read, and what concerns these."""
+    """Passes messages on, except requests whose grammar is still loading, and aborts of these."""
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._held: dict[int, _Held] = {}
+    def __init__(self, load: LoadGrammar) -> None:
+        self._load = load
+        self._held: dict[int, _HeldRequest] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -30,24 +34,24 @@ class GrammarGate:
         return uid in self._held
 
     def admit(self, arrived: Sequence[ToScheduler]) -> list[ToScheduler]:
-        """What may go on now: requests that were held until their grammar was read, then what else has arrived."""
+        """Return the messages that may proceed: held requests whose grammar is loaded, then the new messages."""
         admitted = self._release()
-        for item in arrived:
-            if isinstance(item, AbortRequest) and item.uid in self._held:
-                self._held[item.uid].items.append(item)
-            elif not self._hold(item):
-                admitted.append(item)
+        for message in arrived:
+            if isinstance(message, AbortRequest) and message.uid in self._held:
+                self._held[message.uid].messages.append(message)  # it must not overtake its request
+            elif not self._hold(message):
+                admitted.append(message)
         return admitted
 
-    def _hold(self, item: ToScheduler) -> bool:
-        if not isinstance(item, GenerateRequest) or item.grammar is None:
+    def _hold(self, message: ToScheduler) -> bool:
+        if not isinstance(message, GenerateRequest) or message.grammar is None:
             return False
-        reading = self._read(item.grammar)
-        if reading is None:
+        loading = self._load(message.grammar)
+        if loading is None:
             return False
-        self._held[item.uid] = _Held(reading, [item])
+        self._held[message.uid] = _HeldRequest(loading, [message])
         return True
 
     def _release(self) -> list[ToScheduler]:
-        ready = [uid for uid, held in self._held.items() if held.reading.done()]
-        return [item for uid in ready for item in self._held.pop(uid).items]
+        loaded = [uid for uid, held in self._held.items() if held.loading.done()]
+        return [message for uid in loaded for message in self._held.pop(uid).messages]

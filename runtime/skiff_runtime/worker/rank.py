@@ -29,7 +29,7 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.processes.child_process import Child
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
-from skiff_runtime.worker.grammar_gate import GrammarGate, Read
+from skiff_runtime.worker.grammar_gate import GrammarGate, LoadGrammar
 from skiff_runtime.worker.step_profiler import StepProfiler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
 
@@ -55,17 +55,17 @@ class LeaderChannel(Channel):
         self,
         inbox: LeaderInbox,
         endpoints: Endpoints,
-        size: int,
+        tp_size: int,
         *,
         should_stop: Callable[[], bool],
         profiler: StepProfiler,
-        read: Read,
+        read: LoadGrammar,
     ) -> None:
         self._inbox = inbox
         self._profiler = profiler
         self._gate = GrammarGate(read)
         self._detokenizer = Sender(endpoints.detokenizer)
-        self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, size)]
+        self._followers = [Sender(endpoints.rank(rank)) for rank in range(1, tp_size)]
         self._should_stop = should_stop
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
@@ -107,7 +107,7 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Any other rank's channel: it receives what rank 0 received, and sends nothing."""
 
-    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: Read) -> None:
+    def __init__(self, inbox: Receiver[RankInputs], *, beat: Callable[[], None], read: LoadGrammar) -> None:
         self._inbox = inbox
         self._beat = beat
         self._read = read
@@ -153,13 +153,13 @@ def run(child: Child) -> None:
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
     """Bind the rank's socket at once, so that senders can connect; return how to make the channel of an engine."""
-    endpoints, ranks = child.endpoints, child.launch.config.tp_size
+    endpoints = child.endpoints
     if child.index == 0:
         leader: LeaderInbox = Receiver(endpoints.rank(0), ToLeader)
         return lambda engine, profiler: LeaderChannel(
             leader,
             endpoints,
-            ranks,
+            child.launch.config.tp_size,
             should_stop=lambda: child.should_stop,
             profiler=profiler,
             read=engine.load_grammar,

@@ -65,7 +65,7 @@ class Case:
     ) -> torch.Tensor:
         """Compute attention by the backend, with the cached part of every context written to the pool first."""
         for side in self.pool.layer_kv(layer):
-            side[: self.pool.padding_slot_mapping] = torch.nan
+            side[: self.pool.padding_offset] = torch.nan
         for number, (cached, _) in enumerate(self.rows):
             for side, values in zip(self.pool.layer_kv(layer), self.contexts[number], strict=True):
                 side[self.slot_mapping(number)[:cached]] = values[:cached]

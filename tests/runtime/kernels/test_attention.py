@@ -9,7 +9,7 @@ from kernel_device import DEVICE, HALF, TOLERANCE, error, poison
 from paged_contexts import causal_attention
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeAttention,

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention
-from skiff_runtime.prebuild.offline_driver import OfflineDriver, compiling
+from skiff_runtime.prebuild.offline_driver import OfflineDriver, use_offline_driver
 
 launches = []
 def describe(argument):
@@ -18,7 +18,7 @@ def describe(argument):
         return argument.dtype, argument.shape, argument.data_ptr()
     return argument
 OfflineDriver.launcher_cls = lambda *_: lambda *given: launches.append([*given[:4], *map(describe, given[9:])])
-with compiling(90), FakeTensorMode(), torch.inference_mode():
+with use_offline_driver(90), FakeTensorMode(), torch.inference_mode():
     def ints(*shape):
         return torch.empty(shape, dtype=torch.int32, device="cuda")
     rows, kv, heads = 3, 2, 4

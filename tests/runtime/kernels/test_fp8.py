@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tiny_models import load_reference, make_model, oracle_choices
 from transformers import DynamicCache
 
-from skiff_runtime.kernels.fp8 import (
+from skiff_runtime.kernels.fp8 import fp8_linear
+from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8_MAX,
     FP8Weight,
     cast_to_fp8,
-    fp8_linear,
     quantize_rows,
 )
 from skiff_runtime.kernels.kv_store import store_kv

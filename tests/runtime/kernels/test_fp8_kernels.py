@@ -7,7 +7,7 @@ import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
 
 from skiff_runtime.kernels import fp8 as reference
-from skiff_runtime.kernels.fp8 import (
+from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
     FP8_MAX,
     FP16_DOWNSCALE,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kernel_device import DEVICE, TOLERANCE, error, noise, poison
 
 from skiff_runtime.kernels import qk_norm_rope as reference
-from skiff_runtime.kernels.fp8 import E4M3, cast_to_fp8
+from skiff_runtime.kernels.fp8_tensors import E4M3, cast_to_fp8
 from skiff_runtime.kernels.triton.attention.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm, rms_norm
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul

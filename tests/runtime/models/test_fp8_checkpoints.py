@@ -149,7 +149,7 @@ def test_unsupported_quantization_is_refused_by_name(
 def test_quantized_checkpoint_cannot_be_served_unquantized(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     edit_json(path / "config.json", quantization_config=COMPRESSED)
-    with pytest.raises(ConfigError, match="are in fp8 already"):
+    with pytest.raises(ConfigError, match="are quantized to fp8"):
         resolve(Config(model=str(path), device="cpu", quantization="none"))
 
 

@@ -84,7 +84,7 @@ def test_ratio_decays_with_steps_and_rises_with_preemptions() -> None:
 
 def test_more_requests_run_than_whole_outputs_would_fit() -> None:
     bench = SchedulerBench(num_pages=40, page_size=4, max_model_len=160)
-    bench.put(*(generate(uid, [uid], max_tokens=100, stops=tuple(range(40))) for uid in range(2)))
+    bench.put(*(generate(uid, [uid], max_tokens=100, stop_token_ids=tuple(range(40))) for uid in range(2)))
     bench.turn()
     assert bench.engine.plans[0].slots.tolist() == [0, 1]
     bench.finish()

@@ -41,7 +41,8 @@ def test_stop_tokens_end_requests_that_ignore_eos() -> None:
     stop = tokens[5]
     bench = SchedulerBench()
     bench.put(
-        generate(0, [7, 7], max_tokens=10, stops=(EOS + 1000, stop)), generate(1, [7, 7], max_tokens=10)
+        generate(0, [7, 7], max_tokens=10, stop_token_ids=(EOS + 1000, stop)),
+        generate(1, [7, 7], max_tokens=10),
     )
     bench.finish()
     assert bench.replies[0].tokens == tokens[: tokens.index(stop) + 1]

@@ -18,7 +18,7 @@ import json, sys
 import torch, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from skiff_runtime.kernels.tuning import DEFAULT, overridden
-from skiff_runtime.prebuild.offline_driver import compiling
+from skiff_runtime.prebuild.offline_driver import use_offline_driver
 from skiff_runtime.tune.measure import replace_field
 from skiff_runtime.tune.tunables import TUNABLES
 
@@ -26,7 +26,7 @@ names = []
 triton.JITFunction.run = lambda kernel, *given, **options: names.append(kernel.fn.__name__)
 found = {}
 device = torch.device("cuda", 0)
-with compiling(90), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+with use_offline_driver(90), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
     for tunable in TUNABLES:
         for workload in tunable.workloads:
             make_launches = workload.prepare(device)

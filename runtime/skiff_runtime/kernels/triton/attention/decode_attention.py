@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import E4M3
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.shared_prefixes import SharedPrefixes, max_prefix_splits
 from skiff_runtime.kernels.triton.attention.attention_loop import (
     FEW_QUERIES,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import FP8Weight, QuantizedActivations
+from skiff_runtime.kernels.fp8_tensors import FP8Weight, QuantizedActivations
 from skiff_runtime.kernels.triton.fp8.dequantize import dot_fp8x8, supports_fp8_ptx
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,

@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import E4M3, FP8_MAX, FP16_DOWNSCALE, MIN_SCALE, QuantizedActivations
+from skiff_runtime.kernels.fp8_tensors import (
+    E4M3,
+    FP8_MAX,
+    FP16_DOWNSCALE,
+    MIN_SCALE,
+    QuantizedActivations,
+)
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import load_silu_and_mul
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,

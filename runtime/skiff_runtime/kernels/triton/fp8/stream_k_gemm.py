@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8 import FP8Weight, QuantizedActivations
+from skiff_runtime.kernels.fp8_tensors import FP8Weight, QuantizedActivations
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     CACHE_LINE_BYTES,
     launch_dependents,

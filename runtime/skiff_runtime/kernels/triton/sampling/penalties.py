@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.penalties import LARGEST_LOGIT
+from skiff_runtime.kernels.constants import LARGEST_LOGIT
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
     pdl_options,

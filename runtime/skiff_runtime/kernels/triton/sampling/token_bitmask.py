@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.token_bitmask import BITS_PER_WORD
+from skiff_runtime.kernels.constants import BITS_PER_WORD
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
     pdl_options,

@@ -45,7 +45,7 @@ def write_cells_kernel(
 
 
 def write_cells(table: torch.Tensor, cells: torch.Tensor) -> None:
-    """Do what ``kernels.step_inputs.write_cells`` does."""
+    """Do what ``kernels.prepare_inputs.write_cells`` does."""
     count = cells.shape[1]
     write_cells_kernel[(triton.cdiv(count, BLOCK),)](
         table, cells, table.stride(0), count, BLOCK=BLOCK, num_warps=4
@@ -130,7 +130,7 @@ def fill_decode_inputs(
     inputs: StepInputs,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Fill ``inputs`` of rows of one token each, as ``kernels.step_inputs.prepare_decode_inputs`` does."""
+    """Fill ``inputs`` of rows of one token each, as ``kernels.prepare_inputs.prepare_decode_inputs`` does."""
     slots, starts = rows.unbind()
     _launch(
         (slots, starts, starts, starts), 1, tokens, page_table, page_size, inputs, block_table, decode=True
@@ -146,7 +146,7 @@ def fill_mixed_inputs(
     inputs: StepInputs,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Fill ``inputs`` of rows of up to ``max_len`` tokens, as ``kernels.step_inputs.prepare_inputs`` does."""
+    """Fill ``inputs`` of rows of up to ``max_len`` tokens, as ``kernels.prepare_inputs.prepare_inputs`` does."""
     _launch(rows.unbind(), max_len, tokens, page_table, page_size, inputs, block_table, decode=False)
 
 

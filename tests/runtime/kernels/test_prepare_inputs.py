@@ -5,14 +5,9 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from skiff_runtime.kernels.step_inputs import (
-    StepInputs,
-    empty_step_inputs,
-    prepare_decode_inputs,
-    prepare_inputs,
-    write_cells,
-)
-from skiff_runtime.kernels.triton import step_inputs as kernel
+from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs, prepare_inputs, write_cells
+from skiff_runtime.kernels.step_inputs import StepInputs, empty_step_inputs
+from skiff_runtime.kernels.triton import prepare_inputs as kernel
 
 SLOTS, LENGTH = 7, 90
 FIELDS = ("token_ids", "positions", "slot_mapping", "seq_lens")

@@ -1,0 +1,68 @@
+"""FP8 tensors (e4m3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022): weights and activations with their scales."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+E4M3: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0
+"""The largest finite FP8 number."""
+FP16_DOWNSCALE: Final = 256.0
+"""The divisor of FP8 activations that are kept in float16: a power of two, so that no bit is lost, and large enough that float16 holds
+the sum of 80 products with FP8 weights."""
+MIN_SCALE: Final = 1e-12
+"""The scale of rows that are zero, or nearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedActivations:
+    """Activations [T, n]: FP8 ``values`` times ``scales`` float32 [T, 1]; products of them are of type ``dtype``.
+
+    On a GPU the values of a single token are float16, though rounded to FP8 numbers, divided by ``FP16_DOWNSCALE``, and their scale is
+    multiplied by it: the kernel that multiplies them would only have to convert them back.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Weight:
+    """A layer's weight: FP8 ``values`` [outputs, inputs] times ``scales`` float32 [outputs, 1].
+
+    ``tile_counters`` int32 [outputs], all zero, belong to the product in flight (``stream_k_gemm``), so a weight can have one at a time.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    tile_counters: torch.Tensor
+
+
+def empty_fp8_weight(outputs: int, inputs: int, device: torch.device) -> FP8Weight:
+    """Allocate a weight whose values and scales are yet to be filled."""
+    return FP8Weight(
+        values=torch.empty((outputs, inputs), dtype=E4M3, device=device),
+        scales=torch.empty((outputs, 1), dtype=torch.float32, device=device),
+        tile_counters=torch.zeros(outputs, dtype=torch.int32, device=device),
+    )
+
+
+def cast_to_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest FP8 numbers; larger magnitudes become the largest, where torch's own conversion makes NaN."""
+    return values.float().clamp_(-FP8_MAX, FP8_MAX).to(E4M3)
+
+
+def quantize_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize [N, n] to (FP8 [N, n], scales float32 [N, 1]), such that the largest magnitude of each row becomes 448.
+
+    Magnitudes beyond ``bound`` become the bound. In plain torch, which any thread may call.
+    """
+    wide = values.float()
+    # As a tensor, because a division by a Python number is rounded differently.
+    fp8_max = torch.full((1, 1), FP8_MAX, device=values.device)
+    amax = wide.abs().amax(1, keepdim=True).clamp_(max=bound)
+    scales = (amax / fp8_max).clamp_(min=MIN_SCALE)
+    return cast_to_fp8(wide * scales.reciprocal()), scales
