@@ -34,7 +34,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def poison_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``torch.empty`` return poisoned tensors from now on: the outputs of kernels, and what one leaves to the next."""
+    """Make ``torch.empty`` return poisoned tensors from now on, for outputs and for intermediate results."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
 
@@ -46,8 +46,9 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def _mend_interpreter() -> None:
     """Repair Triton 3.6's interpreter where it differs from a GPU or fails.
 
-    It takes loop bounds from arrays, which NumPy 2.4 does not convert to integers. Its conversion to FP8 rounds midpoints up,
-    loses the carry and does not saturate; a GPU rounds to the nearest, midpoints to even, and saturates at 448.
+    It takes loop bounds from arrays, which NumPy 2.4 does not convert to integers. Its conversion to FP8 rounds
+    midpoints up, loses the carry and does not saturate; a GPU rounds to the nearest, midpoints to even, and saturates
+    at 448.
     """
     import triton.language as tl
     from triton.runtime import interpreter

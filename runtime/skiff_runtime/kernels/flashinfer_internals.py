@@ -1,6 +1,7 @@
-"""FlashInfer's undocumented interfaces for compiling kernels: directories, and the names and modules of what it compiles.
+"""FlashInfer's undocumented interfaces for compiling kernels: directories, names and modules.
 
-No other module imports from ``flashinfer.jit`` or ``flashinfer.utils``. Must be imported after ``kernels.kernel_cache.activate``.
+No other module imports from ``flashinfer.jit`` or ``flashinfer.utils``. Must be imported after
+``kernels.kernel_cache.activate``.
 """
 
 from typing import Final

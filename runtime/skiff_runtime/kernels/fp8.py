@@ -1,7 +1,8 @@
 """FP8 products and quantization of activations, on any device.
 
-A weight has one scale for each output, activations one for each token, and their product is multiplied by both. The tensor cores of a
-GPU multiply FP8 numbers into bfloat16; on a CPU, and for models in float32, the quantized numbers are multiplied in float32.
+A weight has one scale for each output, activations one for each token, and their product is multiplied by both. The
+tensor cores of a GPU multiply FP8 numbers into bfloat16; on a CPU, and for models in float32, the quantized numbers
+are multiplied in float32.
 """
 
 import math
@@ -52,7 +53,10 @@ def silu_and_mul_quantize(gate_up: torch.Tensor, bound: float = math.inf) -> Qua
 
 
 def fp8_linear(x: Activations, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [T, inputs], quantized here if it is not yet, times weight [outputs, inputs] plus bias [outputs]: [T, outputs]."""
+    """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs].
+
+    Activations that are not quantized yet are quantized here.
+    """
     quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x)
     if weight.values.device.type == "cuda" and quantized.dtype != torch.float32:
         return _gpu_product(quantized, weight, bias)

@@ -1,4 +1,4 @@
-"""FP8 tensors (e4m3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022): weights and activations with their scales."""
+"""FP8 weights and activations with their scales (e4m3: 3 bits of mantissa; Micikevicius et al., 2022)."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ E4M3: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 """The largest finite FP8 number."""
 FP16_DOWNSCALE: Final = 256.0
-"""The divisor of FP8 activations that are kept in float16: a power of two, so that no bit is lost, and large enough that float16 holds
-the sum of 80 products with FP8 weights."""
+"""The divisor of FP8 activations that are kept in float16: a power of two, so that no bit is lost, and large enough
+that float16 holds the sum of 80 products with FP8 weights."""
 MIN_SCALE: Final = 1e-12
 """The scale of rows that are zero, or nearly."""
 
@@ -20,8 +20,8 @@ MIN_SCALE: Final = 1e-12
 class QuantizedActivations:
     """Activations [T, n]: FP8 ``values`` times ``scales`` float32 [T, 1]; products of them are of type ``dtype``.
 
-    On a GPU the values of a single token are float16, though rounded to FP8 numbers, divided by ``FP16_DOWNSCALE``, and their scale is
-    multiplied by it: the kernel that multiplies them would only have to convert them back.
+    On a GPU the values of a single token are float16, though rounded to FP8 numbers, divided by ``FP16_DOWNSCALE``,
+    and their scale is multiplied by it: the kernel that multiplies them would only have to convert them back.
     """
 
     values: torch.Tensor
@@ -33,7 +33,8 @@ class QuantizedActivations:
 class FP8Weight:
     """A layer's weight: FP8 ``values`` [outputs, inputs] times ``scales`` float32 [outputs, 1].
 
-    ``tile_counters`` int32 [outputs], all zero, belong to the product in flight (``stream_k_gemm``), so a weight can have one at a time.
+    ``tile_counters`` int32 [outputs], all zero, belong to the product in flight (``stream_k_gemm``), so a weight can
+    have one at a time.
     """
 
     values: torch.Tensor
@@ -51,7 +52,7 @@ def empty_fp8_weight(outputs: int, inputs: int, device: torch.device) -> FP8Weig
 
 
 def cast_to_fp8(values: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest FP8 numbers; larger magnitudes become the largest, where torch's own conversion makes NaN."""
+    """Round to the nearest FP8 numbers and saturate, where torch's own conversion makes NaN."""
     return values.float().clamp_(-FP8_MAX, FP8_MAX).to(E4M3)
 
 

@@ -1,7 +1,8 @@
 """Gumbel noise without state: a function of (seed, position, token id) alone, on any device.
 
-The argmax of log-probabilities plus Gumbel noise is a draw from the distribution (Gumbel, 1954; Maddison et al., 2014). As no generator
-is advanced, a request's tokens do not depend on what else is in its batch, on the rank, or on when the step runs.
+The argmax of log-probabilities plus Gumbel noise is a draw from the distribution (Gumbel, 1954; Maddison et al.,
+2014). As no generator is advanced, a request's tokens do not depend on what else is in its batch, on the rank, or on
+when the step runs.
 """
 
 from typing import Final
@@ -37,7 +38,7 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hash int32 tokens [V] with keys [S, 1] to int32 [S, V]: Murmur3's finalizer, with the second key between its rounds."""
+    """Hash int32 tokens [V] with keys [S, 1] to int32 [S, V]: Murmur3's finalizer with a second key in it."""
     mixed = tokens ^ first
     mixed ^= _shift_right(mixed, 16)
     mixed *= _signed(0x85EBCA6B, 32)

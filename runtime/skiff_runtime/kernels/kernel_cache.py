@@ -14,7 +14,7 @@ FLASHINFER_FOLDER: Final = "flashinfer"
 _TRITON_VARIABLE: Final = "TRITON_CACHE_DIR"
 _FLASHINFER_VARIABLE: Final = "FLASHINFER_WORKSPACE_BASE"
 _FLASHINFER_SUBFOLDER: Final = Path(".cache") / "flashinfer"
-"""What FlashInfer appends to its workspace base."""
+"""Folders that FlashInfer appends to its workspace base."""
 _directories: Final[list[Path]] = []
 """The active directory, if any."""
 
@@ -22,8 +22,8 @@ _directories: Final[list[Path]] = []
 def activate(directory: Path, scratch: Path) -> None:
     """Make this process use the kernels in ``directory`` and keep new ones there.
 
-    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. Must be called before Triton or
-    FlashInfer is imported, because both read their directories from the environment then.
+    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. Must be called
+    before Triton or FlashInfer is imported, because both read their directories from the environment then.
     """
     _directories[:] = [directory]
     with contextlib.suppress(OSError):

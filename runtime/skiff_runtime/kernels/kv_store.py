@@ -11,7 +11,7 @@ def store_kv(
     pool: tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write keys and values [T, kv_heads, d] to the places ``slot_mapping`` int64 [T] of the pool's flat [tokens, kv_heads, d].
+    """Write keys and values [T, kv_heads, d] to ``slot_mapping`` int64 [T] of a pool [tokens, kv_heads, d].
 
     An FP8 pool takes them without a scale: magnitudes beyond the largest FP8 number become that.
     """

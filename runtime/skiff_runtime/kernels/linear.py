@@ -7,8 +7,8 @@ import torch.nn.functional as F
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs].
 
-    A product of few tokens is as fast as its weight can be read. With one token the GPU's library is far from that, and our own GEMV
-    takes its place.
+    A product of few tokens is as fast as its weight can be read. With one token the GPU's library is far from that,
+    and our own GEMV takes its place.
     """
     if x.device.type == "cuda":
         from skiff_runtime.kernels.triton.linear import gemv

@@ -23,10 +23,10 @@ def apply_penalties(
 ) -> None:
     """Penalize ``rows`` int64 [P] of logits float32 [S, V] in place, each by the text of its slot, ``slots`` int [P].
 
-    The text is the first ``ends`` int [P] of the slot's ``tokens`` int32 [slots, n], ``max_len`` at most; the first of its
-    ``prompt_lens`` int64 [slots] are the prompt. ``penalties`` float32 [slots, 3] are repetition, presence and frequency. Repetition
-    (Keskar et al., 2019) divides positive logits of all tokens of the text and multiplies negative ones; the other two, OpenAI's,
-    are subtracted for tokens of the output.
+    The text is the first ``ends`` int [P] of the slot's ``tokens`` int32 [slots, n], ``max_len`` at most; the first
+    of its ``prompt_lens`` int64 [slots] are the prompt. ``penalties`` float32 [slots, 3] are repetition, presence and
+    frequency. Repetition (Keskar et al., 2019) divides positive logits of all tokens of the text and multiplies
+    negative ones; the other two, OpenAI's, are subtracted for tokens of the output.
     """
     if logits.device.type == "cuda":
         from skiff_runtime.kernels.triton.sampling import penalties as kernel

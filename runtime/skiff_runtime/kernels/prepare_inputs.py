@@ -19,7 +19,8 @@ def prepare_inputs(
 ) -> StepInputs:
     """Assemble the inputs of ``total`` tokens in rows of at most ``max_len``.
 
-    rows            int32 [4, R]: slots, starts (the position of the row's first token), lengths, offsets (its place among all tokens)
+    rows            int32 [4, R]: slots, starts (the position of the row's first token), lengths, offsets (its place
+                    among all tokens)
     tokens          int32 [slots, n]: the token table
     page_table      int32 [slots, P]
     block_table     int32 [R, P] or None: the rows' pages are copied into it

@@ -24,7 +24,8 @@ def sample_tokens(
     sampling_params float32 [slots, 4]: temperature, top_k, top_p, min_p
     token_table     int32 [slots, n] or None: the tokens are also written to (slot, position)
 
-    A row that contains NaN gets ``NAN_LOGITS``, and token 0 in the table, because a step in flight may look up its embedding.
+    A row that contains NaN gets ``NAN_LOGITS``, and token 0 in the table, because a step in flight may look up its
+    embedding.
     """
     if logits.device.type == "cuda":
         from skiff_runtime.kernels.triton.sampling import sample_tokens as kernel

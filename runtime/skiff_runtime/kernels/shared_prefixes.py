@@ -1,7 +1,7 @@
 """Shared prefixes of a step's rows, in the form in which decode attention reads them (cascade attention).
 
-``engine.shared_prefix`` finds groups of rows whose contexts begin with the same pages, and packs what follows from that into one int32
-array, which the host sends to the device with the step.
+``engine.shared_prefix`` finds groups of rows whose contexts begin with the same pages, and packs what follows from
+that into one int32 array, which the host sends to the device with the step.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class SharedPrefixes:
     prefix_lens     [R]: the first tokens of the row, which its group reads; 0 for rows without a group
     prefix_splits   [R]: the splits in which they are read, ``max_splits`` at most
     row_order       [R]: row numbers, group by group
-    work_items      [5, W]: the number of rows (0: unused), the place of the first in ``row_order``, the first token, the token behind
-                    the last, and the number of the split
+    work_items      [5, W]: the number of rows (0: unused), the place of the first in ``row_order``, the first token,
+                    the token behind the last, and the number of the split
     """
 
     prefix_lens: torch.Tensor

@@ -9,8 +9,8 @@ import torch
 class StepInputs:
     """The inputs of T tokens in R rows.
 
-    ``token_ids``, ``positions`` and ``slot_mapping`` (places in the KV pool) are int [T]; ``seq_lens`` int [R] counts the tokens of each
-    row, those of this step included.
+    ``token_ids``, ``positions`` and ``slot_mapping`` (places in the KV pool) are int [T]; ``seq_lens`` int [R] counts
+    the tokens of each row, those of this step included.
     """
 
     token_ids: torch.Tensor

@@ -14,7 +14,8 @@ def bitmask_words(vocab_size: int) -> int:
 def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Set logits [S, V] of tokens whose bit is 0 to minus infinity, in place.
 
-    ``masks`` int32 [N, ceil(V / 32)] belong to ``rows`` int64 [N] of the logits; the lowest bit of the first word is token 0's.
+    ``masks`` int32 [N, ceil(V / 32)] belong to ``rows`` int64 [N] of the logits; the lowest bit of the first word is
+    token 0's.
     """
     if logits.device.type == "cuda":
         from skiff_runtime.kernels.triton.sampling import token_bitmask as kernel

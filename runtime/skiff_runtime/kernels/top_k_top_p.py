@@ -14,8 +14,9 @@ MAX_PARTIAL_TOP_K: Final = 1024
 def find_thresholds(scaled: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
     """Return the least scaled logit that top_k, then top_p, keep of each row of scaled [S, vocab]: float32 [S].
 
-    ``sampling_params`` float32 [S, 4] are those of ``kernels.sampling.sample_tokens``, one line for each row. Rows that request neither get -inf
-    and cost next to nothing. top_p keeps the fewest tokens whose share of what top_k kept reaches it; ties are kept.
+    ``sampling_params`` float32 [S, 4] are those of ``kernels.sampling.sample_tokens``, one line for each row. Rows
+    that request neither get -inf and cost next to nothing. top_p keeps the fewest tokens whose share of what top_k
+    kept reaches it; ties are kept.
     """
     temperature, top_k, top_p, _ = sampling_params.unbind(1)
     thresholds = torch.full(scaled.shape[:1], -torch.inf)

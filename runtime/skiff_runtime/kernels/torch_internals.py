@@ -1,4 +1,4 @@
-"""torch's private interfaces: fake tensors, the scaled product of FP8 matrices, and the profiler's experimental settings.
+"""torch's private interfaces: fake tensors, the scaled FP8 product, the profiler's experimental settings.
 
 No other module imports or calls them.
 """

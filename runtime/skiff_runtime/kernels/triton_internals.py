@@ -1,6 +1,7 @@
-"""Triton's interfaces beyond its language, for ahead-of-time compilation: driver, launchers, C builds, cache keys, compilation events.
+"""Triton's interfaces beyond its language, for ahead-of-time compilation and the log of compilations.
 
-No other module imports from ``triton.backends``, ``triton.runtime`` or ``triton.knobs``. torch decides Triton's version.
+No other module imports from ``triton.backends``, ``triton.runtime`` or ``triton.knobs``. torch decides Triton's
+version.
 """
 
 from typing import Final

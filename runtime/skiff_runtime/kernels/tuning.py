@@ -171,13 +171,13 @@ class SharedPrefixTuning:
     long_tokens: int
     long_fraction: float
     long_means: int
-    """A row is split like a shared prefix where it reads at least ``long_tokens`` alone, ``long_fraction`` of all tokens, and
-    ``long_means`` times the mean."""
+    """A row is split like a shared prefix where it reads at least ``long_tokens`` alone, ``long_fraction`` of all
+    tokens, and ``long_means`` times the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChoiceTuning:
-    """Numbers by which steps with prompts choose between FlashInfer's prefill and ``triton.attention.prefill_attention``.
+    """Numbers that choose between FlashInfer's prefill and ``triton.attention.prefill_attention``.
 
     FlashInfer's takes the host longer to launch, and the GPU less time where there are many tokens.
     """
@@ -222,29 +222,33 @@ class Tuning:
 HOPPER: Final = Tuning(
     measured_on="NVIDIA H200",
     decode_attention=DecodeAttentionTuning(
-        # µs a layer by splits, longest contexts first, merge included: 40/8 heads, 137 rows of 100 to 1,700 tokens: 128.9 with
-        # one, 136.4 with two, 138.8 with three; 48 rows: 56.4 with two, 59.6 with six; 16 rows: 24.3 with three or six, 26.2
-        # with sixteen. 700 programs are the best, or within 3% of it, for 16 to 160 rows; 2,200 were used before.
+        # µs a layer by splits, longest contexts first, merge included: 40/8 heads, 137 rows of 100 to 1,700 tokens:
+        # 128.9 with one, 136.4 with two, 138.8 with three; 48 rows: 56.4 with two, 59.6 with six; 16 rows: 24.3 with
+        # three or six, 26.2 with sixteen. 700 programs are the best, or within 3% of it, for 16 to 160 rows; 2,200
+        # were used before.
         target_programs=700,
-        # With 64 splits instead of 16 (--max-model-len 131072) a step of Llama-3.1-8B at batch 1 takes 4.00 instead of 3.99 ms.
+        # With 64 splits instead of 16 (--max-model-len 131072) a step of Llama-3.1-8B at batch 1 takes 4.00 instead
+        # of 3.99 ms.
         max_splits=64,
-        # One row of 450 tokens: 16 splits 1.206 ms a step of eight layers of Llama-3.1-8B, 8 splits 1.206, 4 splits 1.216.
+        # One row of 450 tokens: 16 splits 1.206 ms a step of eight layers of Llama-3.1-8B, 8 splits 1.206, 4 splits
+        # 1.216.
         min_split_tokens=256,
-        # µs a layer over 256 rows that share 2,048 tokens and have 192 of their own, by the query heads of a tile, 32/8 heads:
-        # 16 groups of 16 rows: 16 heads 169, 32 170, 64 140, 128 173; 1 group of 256: 161, 163, 133.
+        # µs a layer over 256 rows that share 2,048 tokens and have 192 of their own, by the query heads of a tile,
+        # 32/8 heads: 16 groups of 16 rows: 16 heads 169, 32 170, 64 140, 128 173; 1 group of 256: 161, 163, 133.
         max_group_heads=64,
         # The same with 64 groups of 4 rows: 16 heads 207, 32 233, 64 252.
         few_group_heads=16,
         few_rows=4,
         few_splits=4,
-        # 16/8, 32/8 and 40/8 heads, 256 rows of 100 to 2,048 tokens: the best of ten tiles, 4.2 TB/s; 64 tokens by 2 or 4 warps
-        # are 2% to 5% behind, 8 warps 7%. FP8, 256 rows: 96.7 µs, 64 by 2 98.1, 128 by 8 129.5.
+        # 16/8, 32/8 and 40/8 heads, 256 rows of 100 to 2,048 tokens: the best of ten tiles, 4.2 TB/s; 64 tokens by 2
+        # or 4 warps are 2% to 5% behind, 8 warps 7%. FP8, 256 rows: 96.7 µs, 64 by 2 98.1, 128 by 8 129.5.
         throughput_tile=AttentionTile(tokens=128, warps=4, stages=3),
-        # Chosen by whole steps of batch 1 (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230. 64 tokens by
-        # 2 warps in 3 stages is faster by itself (5.1 instead of 5.4 µs) and slower in a step (1.206; 1.271), because its
-        # 96 KiB of shared memory are not free beside the kernel ahead.
+        # Chosen by whole steps of batch 1 (ms for eight layers of Llama-3.1-8B; of Qwen3-14B in FP8): 1.180; 1.230.
+        # 64 tokens by 2 warps in 3 stages is faster by itself (5.1 instead of 5.4 µs) and slower in a step (1.206;
+        # 1.271), because its 96 KiB of shared memory are not free beside the kernel ahead.
         latency_tile=AttentionTile(tokens=64, warps=4, stages=2),
-        # FP8 cache, 40/8 heads, 32 rows of 600 to 2,000 tokens: 34.9 µs, 128 tokens by 4 warps 36.8; one row: 4.7 and 5.4.
+        # FP8 cache, 40/8 heads, 32 rows of 600 to 2,000 tokens: 34.9 µs, 128 tokens by 4 warps 36.8; one row: 4.7 and
+        # 5.4.
         fp8_latency_tile=AttentionTile(tokens=64, warps=2, stages=3),
         # Not compared with others: the largest that fit.
         wide_tile=AttentionTile(tokens=32, warps=4, stages=3),
@@ -255,7 +259,8 @@ HOPPER: Final = Tuning(
     # Not compared with others since FlashInfer's kernels took long prompts over.
     prefill_tile=PrefillAttentionTile(queries=128, tokens=64, warps=4, stages=3),
     wide_prefill_tile=PrefillAttentionTile(queries=32, tokens=32, warps=4, stages=2),
-    # µs by 4, 8, 16, 32 heads: 40/8 heads, 16,384 tokens: 279, 143, 144, 184; 256 rows: 5.4, 3.9, 4.0 (not measured with 32).
+    # µs by 4, 8, 16, 32 heads: 40/8 heads, 16,384 tokens: 279, 143, 144, 184; 256 rows: 5.4, 3.9, 4.0 (not measured
+    # with 32).
     qk_norm_rope_heads=8,
     gemv=GemvTuning(
         # 151,936 outputs: the library reads at the rate of copies, too.
@@ -264,27 +269,27 @@ HOPPER: Final = Tuning(
         long_inputs=16384,
         # µs, cuBLAS and ours: 1024 x 2048 12.7, 3.0; 6144 x 1024 5.9, 4.9; 5120 x 17408 49.8, 42.5.
         edge_tile=GemvTile(columns=1024, pair=True),
-        # µs for the products of a layer of Llama-3.1-8B: 105.2; 1,024 columns by 2 or 1 warps 107.3, 107.8; 512 by one 108.4;
-        # pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
+        # µs for the products of a layer of Llama-3.1-8B: 105.2; 1,024 columns by 2 or 1 warps 107.3, 107.8; 512 by
+        # one 108.4; pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
         tile=GemvTile(columns=2048),
         uneven_tile=GemvTile(columns=1024),
     ),
     fp8_gemv=FP8GemvTuning(
         short_inputs=8192,
-        # µs, columns and warps 512, 1; 1,024, 1; 1,024, 2; 2,048, 2: 7168 x 5120 11.8, 10.7, 11.2, 11.4; 34816 x 5120 44.4, 42.2,
-        # 42.8, 43.4. Single rows instead of pairs take 10% to 25% longer.
+        # µs, columns and warps 512, 1; 1,024, 1; 1,024, 2; 2,048, 2: 7168 x 5120 11.8, 10.7, 11.2, 11.4; 34816 x 5120
+        # 44.4, 42.2, 42.8, 43.4. Single rows instead of pairs take 10% to 25% longer.
         tile=FP8GemvTile(columns=1024, warps=1),
         # The same: 5120 x 17408 31.1, 27.4, 30.6, 23.5; 4096 x 14336 19.5, 20.3, -, 17.2.
         long_tile=FP8GemvTile(columns=2048, warps=2),
     ),
     stream_k=StreamKTuning(
-        # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9; 96 135.9,
-        # 138.7.
+        # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;
+        # 96 135.9, 138.7.
         max_tokens=64,
         # 5120 x 17408 with 128 tokens: 50.1, 37.6. With 192 and 256 tokens ours takes 22% to 40% longer.
         max_tokens_of_tall=128,
-        # The best of those tried. Two or three programs a multiprocessor take 2% to 3% longer; loads by TMA take as long up to 64
-        # tokens and up to 14% less with 128.
+        # The best of those tried. Two or three programs a multiprocessor take 2% to 3% longer; loads by TMA take as
+        # long up to 64 tokens and up to 14% less with 128.
         rules=(
             StreamKRule(16, None, StreamKTile(inputs=512, stages=4)),
             StreamKRule(64, 4095, StreamKTile(inputs=512, stages=3)),
@@ -295,16 +300,18 @@ HOPPER: Final = Tuning(
             StreamKRule(128, None, StreamKTile(inputs=128, stages=6)),
         ),
     ),
-    # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were not compared.
+    # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were
+    # not compared.
     single_row_chunk=1024,
     single_row_warps=4,
-    # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67; 4,096, 8 71;
-    # 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few rows.
+    # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67;
+    # 4,096, 8 71; 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few
+    # rows.
     sampling_block=2048,
     sampling_warps=4,
     top_k_top_p=TopKTopPTuning(
-        # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of 1,024 by 4 warps
-        # 25, 298 where 2,048 by 8 take 21, 361.
+        # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of
+        # 1,024 by 4 warps 25, 298 where 2,048 by 8 take 21, 361.
         chunk=8192,
         block=1024,
         # µs of a step in which no row requests either, 1 and 256 rows: 3.1, 6.7.
@@ -318,8 +325,8 @@ HOPPER: Final = Tuning(
         min_saved_tokens=4096,
         min_saved_fraction=0.1,
         min_split_tokens=256,
-        # µs a layer, 32/8 heads, one row of 30,000 tokens among rows of 700, as a row and split: 32 rows 204, 77; 128 rows 617,
-        # 174; 256 rows 639, 312.
+        # µs a layer, 32/8 heads, one row of 30,000 tokens among rows of 700, as a row and split: 32 rows 204, 77; 128
+        # rows 617, 174; 256 rows 639, 312.
         long_tokens=2048,
         long_fraction=1 / 32,
         long_means=4,

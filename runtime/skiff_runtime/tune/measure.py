@@ -25,8 +25,9 @@ Launch = Callable[[], object]
 class Workload:
     """Work that judges a tuned number.
 
-    ``prepare`` allocates inputs on a device, several sets in turn where one would stay in the GPU's cache, and returns a function that
-    makes the launches. That function is called once for each candidate, while the candidate is in force.
+    ``prepare`` allocates inputs on a device, several sets in turn where one would stay in the GPU's cache, and
+    returns a function that makes the launches. That function is called once for each candidate, while the candidate
+    is in force.
     """
 
     name: str
@@ -37,8 +38,8 @@ class Workload:
 class Tunable:
     """A tuned number: the path of its field in ``Tuning``, such as ``gemv.tile``, its candidates, and its workloads.
 
-    ``is_threshold``: the workloads are not averaged; each has the size of a candidate, and its launches are ours and the library's. The
-    value is the largest size up to which ours is never slower.
+    ``is_threshold``: the workloads are not averaged; each has the size of a candidate, and its launches are ours and
+    the library's. The value is the largest size up to which ours is never slower.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """The tuned numbers that ``skiff tune`` measures: their candidates, and the workloads that judge them.
 
-Shapes are those of served models: Qwen3-0.6B (16/8 heads), Llama-3.1-8B (32/8), Qwen3-14B (40/8). Numbers that only a whole service can
-judge (``shared_prefix``, ``prefill_choice``) are not among them.
+Shapes are those of served models: Qwen3-0.6B (16/8 heads), Llama-3.1-8B (32/8), Qwen3-14B (40/8). Numbers that only a
+whole service can judge (``shared_prefix``, ``prefill_choice``) are not among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ def _decode(
 ) -> Workload:
     """Decode attention of rows of ``low`` to ``high`` tokens, the longest first, as the scheduler orders them.
 
-    With ``prefix_rows``, groups of so many rows share their first ``low`` tokens.
+    With ``prefix_rows``, groups of this size share their first ``low`` tokens.
     """
     shared_tokens = low // PAGE_SIZE * PAGE_SIZE if prefix_rows else 0
     lengths = np.random.default_rng(0).integers(max(low, shared_tokens + 1), high, rows, endpoint=True)
@@ -138,7 +138,8 @@ def _decode(
 def _decode_layer(heads: _Heads, hidden: int, length: int, *, fp8: bool = False) -> Workload:
     """Decode attention of one row between the two products beside it.
 
-    A tile may be fast by itself and slow in a step, because its shared memory is not free while the kernel ahead still runs.
+    A tile may be fast by itself and slow in a step, because its shared memory is not free while the kernel ahead
+    still runs.
     """
     attention = _decode(heads, 1, length, length, fp8=fp8)
 

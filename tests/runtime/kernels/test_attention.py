@@ -1,4 +1,4 @@
-"""The attention kernels against attention in float64, over shuffled pages of any size: in Triton's interpreter, or on a GPU."""
+"""The attention kernels against float64, over shuffled pages: in Triton's interpreter, or on a GPU."""
 
 from typing import Any
 
@@ -78,7 +78,8 @@ CASES = [
     (2, 1, 9, 32, HALF),
     (4, 1, 17, 16, HALF),
 ]
-"""Page size, KV heads, query heads of each, dimensions, type. Up to eight query heads take the loop with tokens first."""
+"""Page size, KV heads, query heads of each, dimensions, type. Up to eight query heads take the loop with tokens
+first."""
 CASES_WITH_KV_DTYPE = [
     *((*case, case[-1]) for case in CASES),
     (1, 2, 1, 16, torch.float32, E4M3),
@@ -114,7 +115,7 @@ def test_decode_attention(
 def test_decode_attention_with_shared_prefixes(
     page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, max_seq_len: int
 ) -> None:
-    """There are two groups, one of more rows than one work item takes, a row without a group, and a long one that is split."""
+    """Two groups, one larger than a work item, beside a row of its own and a long one that is split."""
     lengths = [99, 170, 40, 97, 145, 98, 200, 330]
     groups = np.array([1, 0, 2, 1, 0, 1, 0, 7], np.int32)
     tokens = np.array([96, 144, 0, 96, 144, 96, 144, 320], np.int32) // page_size * page_size

@@ -1,4 +1,4 @@
-"""``CachedLaunch``: a repeated launch passes what a launch through Triton passes. Nothing is computed: tensors and driver are fake."""
+"""``CachedLaunch``: a repeated launch passes what the first one passed, on fake tensors and a fake driver."""
 
 import pytest
 from compiling import run_compiling

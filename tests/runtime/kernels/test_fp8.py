@@ -122,7 +122,7 @@ def test_fp8_cache_gives_the_same_tokens_for_every_page_size_and_chunk(
 
 
 def test_fp8_weights_and_cache_stay_close_to_transformers_with_both(tmp_path: Path) -> None:
-    """Tokens need not be equal: where sums differ in the last bit, activations are rounded differently, and so are keys."""
+    """Some tokens differ: where sums differ in the last bit, activations and keys are rounded differently."""
     path = make_model(tmp_path, "qwen3")
     outputs = generate_greedy(path, kv_cache_dtype="fp8_e4m3", quantization="fp8")
     oracle = load_reference(path)

@@ -1,4 +1,4 @@
-"""The FP8 kernels against float64 and their reference: quantization, GEMV and stream-K GEMM, odd shapes, every element written."""
+"""The FP8 kernels against float64 and their reference: quantization, GEMV and stream-K GEMM."""
 
 import math
 

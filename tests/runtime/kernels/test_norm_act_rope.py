@@ -77,7 +77,7 @@ def test_qk_norm_rope_and_kv_store_equal_the_reference(
 
 
 def make_hard_to_round(dtype: torch.dtype) -> torch.Tensor:
-    """Return every FP8 number, the midpoints between two of them and their neighbours, numbers too large for FP8, and NaN."""
+    """Return all FP8 numbers, the midpoints between them, neighbours of these, too large numbers, and NaN."""
     every = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
     midpoints = ((every[1:] + every[:-1]) / 2).to(dtype)
     bits = midpoints.view(torch.int16 if dtype.itemsize == 2 else torch.int32)

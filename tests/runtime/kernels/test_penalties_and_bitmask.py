@@ -17,7 +17,7 @@ SLOTS: Final = 9
 
 
 def make_logits(random: Generator, count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a poisoned buffer and logits [count, vocab] in it, whose rows are followed by space that must stay as it is."""
+    """Return a poisoned buffer and logits [count, vocab] in it, with space behind each row."""
     buffer = poison(torch.empty(count, vocab + 5))
     buffer[:, :vocab] = torch.from_numpy(random.standard_normal((count, vocab)) * 4)
     buffer = buffer.to(DEVICE)

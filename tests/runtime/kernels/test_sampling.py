@@ -45,7 +45,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab, count", [(50, 300), (8193, 40)])
 def test_no_token_has_a_better_score_than_the_sampled_one(vocab: int, count: int, dtype: torch.dtype) -> None:
-    """The slack is what float32 rounds away: 4 units in the last place of a score and 1e-5 of its noise, for two scores."""
+    """The slack is what float32 rounds away: 4 units in the last place of a score, 1e-5 of its noise."""
     rng, rows = np.random.default_rng(vocab), count * (20 if DEVICE.type == "cuda" else 1)
     slots, positions = np.arange(rows) % len(REQUESTED), rng.integers(0, 100_000, rows)
     logits = torch.from_numpy(rng.standard_normal((rows, vocab)) * 2).to(dtype)
@@ -96,7 +96,7 @@ def test_row_with_nan_yields_no_token_and_a_valid_one_in_the_table(where: str, d
 @pytest.mark.parametrize("vocab", [50, 8193])
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (40, 1.0), (0, 0.6), (30, 0.9)])
 def test_sampled_tokens_equal_those_of_the_reference(vocab: int, top_k: int, top_p: float) -> None:
-    """Rows are greedy, hot, cold, with min_p, with seeds at both ends of their range, with many equal or masked logits."""
+    """Rows are greedy, hot, cold, with min_p, extreme seeds, and many equal or masked logits."""
     generator = torch.Generator().manual_seed(vocab)
     params = torch.tensor(
         [[0.0, 0, 1, 0], [1.0, 0, 1, 0], [0.3, 0, 1, 0], [1.7, 0, 1, 0.1], [1.0, 0, 1, 1.0], [0.0, 1, 1, 0.5]]

@@ -77,11 +77,12 @@ def prepare_inputs_kernel(
 ) -> None:
     """Write the inputs of one block of one row's tokens.
 
-    Grid: (rows, blocks of BLOCK tokens of the longest row). The first program of a row also writes its length and, with COPY, its pages.
+    Grid: (rows, blocks of BLOCK tokens of the longest row). The first program of a row also writes its length and,
+    with COPY, its pages.
 
     slots, starts       int32 [rows]: the row's slot, and the position of its first token in this step
-    lengths, offsets    int32 [rows]: its tokens in this step, and the place of the first among all; with DECODE every row has one
-                        token and these are not read
+    lengths, offsets    int32 [rows]: its tokens in this step, and the place of the first among all; with DECODE every
+                        row has one token and these are not read
     tokens              int32 [slots, n], rows ``tokens_stride`` apart: the token table
     page_table          int32 [slots, P], rows ``page_table_stride`` apart
     token_ids, positions  int32 [T], written

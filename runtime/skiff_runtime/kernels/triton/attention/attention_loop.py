@@ -1,16 +1,17 @@
 """The loop of decode attention: scores, online softmax and weighted sum over pages of the KV cache, in one pass.
 
-Each program keeps, for its queries, the softmax state of the tokens seen so far: ``acc`` (the weighted sum of values), ``l_i``
-(the sum of weights) and ``m_i`` (the largest score). ``online_softmax_update`` moves the state on by one block of tokens
-(Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Scores are in units of ln 2, because a GPU computes powers of
-two in one instruction.
+Each program keeps, for its queries, the softmax state of the tokens seen so far: ``acc`` (the weighted sum of
+values), ``l_i`` (the sum of weights) and ``m_i`` (the largest score). ``online_softmax_update`` moves the state on by
+one block of tokens (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Scores are in units of ln 2,
+because a GPU computes powers of two in one instruction.
 
 There are three versions of the loop, because tensor cores multiply tiles of at least 16 x 8:
 
-- up to eight queries: tokens are the 16 and queries the 8, so that half as much is computed for padding as the other way round;
+- up to eight queries: tokens are the 16 and queries the 8, so that half as much is computed for padding as the other
+  way round;
 - more queries: queries come first, which is faster there;
-- an FP8 cache: two neighbouring numbers of a head are loaded as one of 16 bits, because numbers of 16 bits can be transposed on
-  their way from shared memory to the tensor cores, and bytes cannot.
+- an FP8 cache: two neighbouring numbers of a head are loaded as one of 16 bits, because numbers of 16 bits can be
+  transposed on their way from shared memory to the tensor cores, and bytes cannot.
 """
 
 from typing import Final
@@ -50,8 +51,10 @@ def attention_loop(
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (acc [Q, DIM_BLOCK], l_i [Q], m_i [Q]), float32, of queries over the tokens from ``begin`` to ``end`` of one row.
+    """Attend to the tokens from ``begin`` to ``end`` of one row; return (acc, l_i, m_i), all float32.
 
+    acc                 [Q, DIM_BLOCK]: the sum of values, not yet divided by ``l_i``
+    l_i, m_i            [Q]
     query               [Q, DIM_BLOCK] block in registers; DIM_BLOCK is DIM rounded up, with zeros
     keys, values        pointers to [tokens of the pool, KV, DIM], in the type of the model or in FP8
     page_table          pointer to the row's line of the page table, int32; token t is in page t // PAGE
@@ -204,8 +207,8 @@ def paged_kv_offsets(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return (tokens, seen, offsets), each [BLOCK], of the tokens from ``first`` on.
 
-    ``seen`` marks the tokens before ``end``; ``offsets`` int64 are where K and V of ``kv_head`` begin in a pool whose heads are
-    ``WIDTH`` elements wide.
+    ``seen`` marks the tokens before ``end``; ``offsets`` int64 are where K and V of ``kv_head`` begin in a pool whose
+    heads are ``WIDTH`` elements wide.
     """
     token = first + tl.arange(0, BLOCK)
     seen = token < end
@@ -225,9 +228,9 @@ def online_softmax_update(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Take one block of scores into the softmax state; return (weights, alpha, l_i, m_i).
 
-    ``score`` has tokens in its dimension ``TOKENS`` (0 or 1) and the Q queries in the other; scores whose ``seen``, which
-    broadcasts, is false count as minus infinity. ``weights`` are of the shape of ``score``; ``alpha`` [Q] is the factor by which
-    the caller has to scale what it accumulated before.
+    ``score`` has tokens in its dimension ``TOKENS`` (0 or 1) and the Q queries in the other; scores whose ``seen``,
+    which broadcasts, is false count as minus infinity. ``weights`` are of the shape of ``score``; ``alpha`` [Q] is
+    the factor by which the caller has to scale what it accumulated before.
     """
     score = tl.where(seen, score, -float("inf"))
     m_new = tl.maximum(m_i, tl.max(score, TOKENS))

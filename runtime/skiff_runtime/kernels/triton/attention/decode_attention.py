@@ -1,12 +1,14 @@
 """Decode attention: one query token a row over the paged KV cache, without a plan made on the host.
 
-The problem: few rows leave most of a GPU idle if each program reads a whole context, and a launch that is captured in a CUDA graph
-cannot depend on the lengths of contexts. The idea (Flash-Decoding, Dao et al., 2023): every row's context is cut into the same
-number of splits, chosen from what is known at capture; each program computes the softmax state of one split and
-``merge_splits_kernel`` merges them. All that depends on a row (length, page table, shared prefix) is read from tables on the device.
+The problem: few rows leave most of a GPU idle if each program reads a whole context, and a launch that is captured in
+a CUDA graph cannot depend on the lengths of contexts. The idea (Flash-Decoding, Dao et al., 2023): every row's
+context is cut into the same number of splits, chosen from what is known at capture; each program computes the softmax
+state of one split and ``merge_splits_kernel`` merges them. All that depends on a row (length, page table, shared
+prefix) is read from tables on the device.
 
-Rows of a group that share a prefix read it once, as additional splits of each of its rows (cascade attention: Hydragen, Juravsky
-et al., 2024; FlashInfer): ``shared_prefix_attention_kernel`` computes them for up to ``max_group_rows`` rows at a time.
+Rows of a group that share a prefix read it once, as additional splits of each of its rows (cascade attention:
+Hydragen, Juravsky et al., 2024; FlashInfer): ``shared_prefix_attention_kernel`` computes them for up to
+``max_group_rows`` rows at a time.
 
 Invariant: the page size changes only where K and V are found, so results are the same, to the bit, for any.
 """
@@ -153,12 +155,15 @@ def shared_prefix_attention_kernel(
 ) -> None:
     """Compute one split of a shared prefix for all rows of one work item.
 
-    Grid: (KV heads, num_items). A program takes the queries of all its rows for one KV head as one tile, of FEW query heads where
-    they fit and of MANY otherwise, and reads K and V once for all of them. Programs of unused work items return at once.
+    Grid: (KV heads, num_items). A program takes the queries of all its rows for one KV head as one tile, of FEW query
+    heads where they fit and of MANY otherwise, and reads K and V once for all of them. Programs of unused work items
+    return at once.
 
     row_order           int32 [rows]: row numbers, group by group
-    work_items          int32 [5, num_items], see ``SharedPrefixes``; the page table line is that of the item's first row
-    partials, lse       as in ``decode_attention_kernel``; split s of a prefix is written to place ``splits + s`` of each row
+    work_items          int32 [5, num_items], see ``SharedPrefixes``; the page table line is that of the item's first
+                        row
+    partials, lse       as in ``decode_attention_kernel``; split s of a prefix is written to place ``splits + s`` of
+                        each row
 
     The other arguments are those of ``decode_attention_kernel``.
     """
@@ -238,7 +243,7 @@ def _attend_to_prefix(
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
 ) -> None:
-    """Attend with the query heads of ``count`` rows, at most HEADS of one KV head, to the tokens from ``begin`` to ``end``."""
+    """Attend with the heads of ``count`` rows, at most HEADS of one KV head, from ``begin`` to ``end``."""
     kv_head = tl.program_id(0)
     lane = tl.arange(0, HEADS)
     column = tl.arange(0, DIM_BLOCK)
@@ -347,10 +352,11 @@ class DecodeAttention:
         max_seq_len: int,
         shared: SharedPrefixes | None = None,
     ) -> None:
-        """Prepare launches for ``queries`` [R, heads, d] and the ``pool`` of one layer; those of other layers must be alike.
+        """Prepare launches for ``queries`` [R, heads, d] and a ``pool``, and for all layers that are like these.
 
-        Row i attends to the first ``seq_lens[i]`` tokens of ``slots[i]``, both int32 [R]; ``page_table`` is int32 [slots, P].
-        ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than the contexts of its rows.
+        Row i attends to the first ``seq_lens[i]`` tokens of ``slots[i]``, both int32 [R]; ``page_table`` is int32
+        [slots, P]. ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than
+        the contexts of its rows.
         """
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
         tuning = tuning_for(queries.device).decode_attention

@@ -1,7 +1,8 @@
 """Causal attention of prompt chunks over the paged KV cache, without a plan made on the host.
 
-FlashAttention's loop (Dao et al., 2022) with one difference: K and V are found through the page table. It is used where a step
-has so few tokens that FlashInfer's planning and launching takes longer than its kernels, and wherever FlashInfer is not.
+FlashAttention's loop (Dao et al., 2022) with one difference: K and V are found through the page table. It is used
+where a step has so few tokens that FlashInfer's planning and launching takes longer than its kernels, and wherever
+FlashInfer is not.
 """
 
 import torch
@@ -47,14 +48,16 @@ def prefill_attention_kernel(
 ) -> None:
     """Attend with QUERY_BLOCK tokens of one chunk, for one query head, to all tokens up to themselves.
 
-    Grid: (blocks of QUERY_BLOCK tokens of the longest chunk, HEADS, chunks). Programs behind the end of their chunk return at
-    once. The last blocks of a chunk, which read most, start first.
+    Grid: (blocks of QUERY_BLOCK tokens of the longest chunk, HEADS, chunks). Programs behind the end of their chunk
+    return at once. The last blocks of a chunk, which read most, start first.
 
     queries, output     [T, HEADS, DIM], the tokens of all chunks one after another
-    keys, values        [tokens of the pool, KV, DIM], in the type of the queries or in FP8; the chunks' own tokens are in there
+    keys, values        [tokens of the pool, KV, DIM], in the type of the queries or in FP8; the chunks' own tokens
+                        are in there
     slots               int32 [chunks]: the chunk's line of the page table
     starts, lengths     int32 [chunks]: the tokens in the cache before the chunk, and the chunk's own
-    offsets             int32 [chunks]: the chunk's first token among the step's, of which the first ``skipped`` are no queries
+    offsets             int32 [chunks]: the chunk's first token among the step's, of which the first ``skipped`` are
+                        no queries
     page_table          int32 [slots, pages], lines ``page_table_stride`` apart
     scale               log2(e) / sqrt(DIM)
     BLOCK               KV tokens of one iteration
@@ -105,10 +108,11 @@ class PrefillAttention:
         max_chunk_len: int,
         skipped: int,
     ) -> None:
-        """Prepare the launch for ``queries`` [T, heads, d] and the ``pool`` of one layer; those of other layers must be alike.
+        """Prepare the launch for ``queries`` [T, heads, d] and a ``pool``, and for all layers that are like these.
 
-        ``rows`` int32 [4, chunks] are slots, starts, lengths (at most ``max_chunk_len``) and the offsets of the chunks' first tokens
-        in the step, whose first ``skipped`` tokens are not among the queries. ``page_table`` is int32 [slots, P].
+        ``rows`` int32 [4, chunks] are slots, starts, lengths (at most ``max_chunk_len``) and the offsets of the
+        chunks' first tokens in the step, whose first ``skipped`` tokens are not among the queries. ``page_table`` is
+        int32 [slots, P].
         """
         heads, dim = queries.shape[1:]
         exact = queries.dtype == torch.float32

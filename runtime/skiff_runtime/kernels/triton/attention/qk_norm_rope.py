@@ -35,14 +35,16 @@ def qk_norm_rope_store_kv_kernel(
 ) -> None:
     """Normalize, rotate and store HEADS of one token's heads.
 
-    Grid: (tokens, blocks of HEADS among the QUERY + 2 * KV heads). Components i and i + DIM / 2 of a head rotate together (GPT-NeoX
-    style), so a program holds the two halves of its heads apart. Value heads are copied unchanged. Every result is rounded to the
-    type of the model where the reference, which works step by step, would round it.
+    Grid: (tokens, blocks of HEADS among the QUERY + 2 * KV heads). Components i and i + DIM / 2 of a head rotate
+    together (GPT-NeoX style), so a program holds the two halves of its heads apart. Value heads are copied unchanged.
+    Every result is rounded to the type of the model where the reference, which works step by step, would round it.
 
-    qkv                 [tokens, (QUERY + 2 * KV) * DIM], rows ``qkv_stride`` apart: query heads, then keys, then values
+    qkv                 [tokens, (QUERY + 2 * KV) * DIM], rows ``qkv_stride`` apart: query heads, then keys, then
+                        values
     queries             [tokens, QUERY, DIM], written
     keys, values        [tokens of the pool, KV, DIM], written; in the type of qkv or in FP8, which saturates
-    cos_sin             [positions, 2, DIM], in the type of qkv: the cosines and the sines of each angle, which stand there twice
+    cos_sin             [positions, 2, DIM], in the type of qkv: the cosines and the sines of each angle, which stand
+                        there twice
     positions           int32 [tokens]
     slot_mapping        int64 [tokens]: the place in the pool; K and V of a token with -1 (padding) go nowhere
     norm_weights        [2, DIM]: of queries and of keys; not read without NORM
@@ -60,7 +62,8 @@ def qk_norm_rope_store_kv_kernel(
         weight_low = tl.load(weight, used, 0.0).to(tl.float32)
         weight_high = tl.load(weight + HALF, used, 0.0).to(tl.float32)
     wait_for_dependencies(PDL)
-    # All loads are issued before the first result is used, so that the program waits for memory once and not four times.
+    # All loads are issued before the first result is used, so that the program waits for memory once and not four
+    # times.
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * DIM) + column
     location = tl.load(slot_mapping + token).to(tl.int64)
     source = qkv + token * qkv_stride + head * DIM + column
@@ -108,7 +111,7 @@ def qk_norm_rope_store_kv(
     pool: tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what ``kernels.qk_norm_rope.qk_norm_rope_store_kv`` does; tokens whose slot mapping is negative are not stored."""
+    """Do what ``kernels.qk_norm_rope.qk_norm_rope_store_kv`` does; do not store tokens with a negative place."""
     tokens = qkv.shape[0]
     kv, dim = pool[0].shape[1:]
     query = qkv.shape[1] // dim - 2 * kv

@@ -16,9 +16,9 @@ MIN_CAPABILITY: Final = 89
 def dequantize_pairs(pairs: tl.tensor, USE_PTX: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Convert the two FP8 numbers in each int16 to float16; return (the low ones, the high ones).
 
-    So a head of n numbers becomes two of n / 2: those at even indices, and those at odd ones. Numbers loaded as 16 bits can be
-    transposed for the tensor cores on their way from shared memory, which bytes cannot: 1,337 instructions instead of 2,217 for a
-    decode attention program, none of them a load of a byte.
+    So a head of n numbers becomes two of n / 2: those at even indices, and those at odd ones. Numbers loaded as 16
+    bits can be transposed for the tensor cores on their way from shared memory, which bytes cannot: 1,337
+    instructions instead of 2,217 for a decode attention program, none of them a load of a byte.
     """
     if USE_PTX:
         low, high = tl.inline_asm_elementwise(
@@ -48,9 +48,9 @@ def dequantize_pairs(pairs: tl.tensor, USE_PTX: tl.constexpr) -> tuple[tl.tensor
 def dot_fp8x8(weights: tl.tensor, x_low: tl.tensor, x_high: tl.tensor, USE_PTX: tl.constexpr) -> tl.tensor:
     """Multiply the eight FP8 numbers in each int64 by the float16 numbers in two int64; return their sums, float32.
 
-    ``x_low`` holds the factors of the first four, ``x_high`` those of the last four. On a GPU, four products each are added up in
-    float16, two at a time, and the two sums in float32. Activations come divided by ``FP16_DOWNSCALE``, so that no sum in float16
-    overflows.
+    ``x_low`` holds the factors of the first four, ``x_high`` those of the last four. On a GPU, four products each are
+    added up in float16, two at a time, and the two sums in float32. Activations come divided by ``FP16_DOWNSCALE``,
+    so that no sum in float16 overflows.
     """
     if USE_PTX:
         total = tl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
 """FP8 GEMV: the product of one token with an FP8 weight, nearly as fast as the weight can be read.
 
-Like ``triton.linear.gemv``, with one more problem: reading a byte takes so little time that what is done with it counts. So eight
-weights at a time are dequantized to float16, multiplied by float16 activations and added up in fours there; these sums are added in
-float32. To dequantize each weight to float32 by itself takes three instructions, and 29.6 µs instead of 23.5 for 5120 x 17408 on an
-H200.
+Like ``triton.linear.gemv``, with one more problem: reading a byte takes so little time that what is done with it
+counts. So eight weights at a time are dequantized to float16, multiplied by float16 activations and added up in fours
+there; these sums are added in float32. To dequantize each weight to float32 by itself takes three instructions, and
+29.6 µs instead of 23.5 for 5120 x 17408 on an H200.
 """
 
 from typing import Final
@@ -43,7 +43,8 @@ def fp8_gemv_kernel(
 ) -> None:
     """Multiply one token with two adjacent rows of the weight, COLUMNS columns at a time.
 
-    Grid: (pairs of rows). The first columns of the weight, which no kernel writes, are loaded before the kernel ahead has ended.
+    Grid: (pairs of rows). The first columns of the weight, which no kernel writes, are loaded before the kernel ahead
+    has ended.
 
     x                   float16 [INPUTS]: FP8 values divided by ``FP16_DOWNSCALE``
     weight              FP8 [outputs, INPUTS], rows ``weight_stride`` apart; INPUTS is a multiple of 8
@@ -107,7 +108,8 @@ def fp8_gemv(
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    The values of ``x`` are those of a single token: float16, see ``QuantizedActivations``. ``tile`` replaces the tuned one.
+    The values of ``x`` are those of a single token: float16, see ``QuantizedActivations``. ``tile`` replaces the
+    tuned one.
     """
     outputs, inputs = weight.values.shape
     tile = tile or _choose_tile(inputs, x.values.device)

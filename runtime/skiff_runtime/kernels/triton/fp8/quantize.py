@@ -1,11 +1,12 @@
-"""FP8 quantization of activations with one scale for each row, fused with what produces them: a norm, or SwiGLU's product.
+"""FP8 quantization of activations, fused with the norm or the SwiGLU product that makes them.
 
-The scale of a row is its largest magnitude / 448, the largest FP8 number, so a row's values can be quantized only when all of them are
-known. Most kernels here hold a whole row in the registers of one program. A single row would be the work of one program on an idle GPU:
-for SwiGLU it is cut into chunks, and quantized in a second launch, when the largest magnitude of every chunk is known.
+The scale of a row is its largest magnitude / 448, the largest FP8 number, so a row's values can be quantized only
+when all of them are known. Most kernels here hold a whole row in the registers of one program. A single row would be
+the work of one program on an idle GPU: for SwiGLU it is cut into chunks, and quantized in a second launch, when the
+largest magnitude of every chunk is known.
 
-The values of a single row are written as float16, though rounded to FP8 numbers: ``fp8_gemv``, which multiplies them, would only have
-to convert them back. They are divided by ``FP16_DOWNSCALE``, and the scale is multiplied by it.
+The values of a single row are written as float16, though rounded to FP8 numbers: ``fp8_gemv``, which multiplies them,
+would only have to convert them back. They are divided by ``FP16_DOWNSCALE``, and the scale is multiplied by it.
 """
 
 import math
@@ -80,8 +81,8 @@ def silu_and_mul_quantize_kernel(
 ) -> None:
     """Compute SwiGLU's product of one row and quantize it.
 
-    Grid: (rows). The row is held as two blocks: the largest power of two that it fills, and the rest. As one power of two, 17,408
-    elements would take so many registers that a multiprocessor has no room for a second program.
+    Grid: (rows). The row is held as two blocks: the largest power of two that it fills, and the rest. As one power of
+    two, 17,408 elements would take so many registers that a multiprocessor has no room for a second program.
 
     gate_up             [rows, 2 * WIDTH], rows ``stride`` apart: gates, then the factors
     values, scales, bound  as ``quantize_kernel``
@@ -122,8 +123,8 @@ def add_rms_norm_quantize_kernel(
 ) -> None:
     """Add the residual to one row, store the sum, and quantize the sum's RMSNorm.
 
-    Grid: (rows). The norm's weight is loaded before the kernel ahead has ended. The norm is rounded to the type of the model before and
-    after its weight, as in ``rms_norm_kernel``.
+    Grid: (rows). The norm's weight is loaded before the kernel ahead has ended. The norm is rounded to the type of
+    the model before and after its weight, as in ``rms_norm_kernel``.
 
     x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart
     weight              [WIDTH]

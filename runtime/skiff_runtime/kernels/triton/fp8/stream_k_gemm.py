@@ -1,15 +1,15 @@
 """Stream-K FP8 GEMM: the product of 2 to 128 tokens with an FP8 weight, nearly as fast as the weight can be read.
 
-The problem: with so few tokens a product is as fast as its weight is read, but a library divides it by outputs alone, into fewer tiles
-than a GPU has multiprocessors, or into an uneven number for each. The idea (Stream-K, Osama et al., 2023): lay all tiles of OUTPUTS
-outputs one after another, as a line of blocks of inputs, and give each program an equal run of this line. Where a run ends inside a
-tile, the programs that share the tile put their float32 sums down, and the last one to do so, by an atomic counter of the tile, adds
-them up.
+The problem: with so few tokens a product is as fast as its weight is read, but a library divides it by outputs alone,
+into fewer tiles than a GPU has multiprocessors, or into an uneven number for each. The idea (Stream-K, Osama et al.,
+2023): lay all tiles of OUTPUTS outputs one after another, as a line of blocks of inputs, and give each program an
+equal run of this line. Where a run ends inside a tile, the programs that share the tile put their float32 sums down,
+and the last one to do so, by an atomic counter of the tile, adds them up.
 
-Invariant: the sums of a tile are added in the order of the inputs, whichever program comes last, so a product is always the same to
-the bit. Counters are all zero between launches; so one product of a weight is in flight at a time. Cost: at most two partial tiles of
-each program. On an H200, the four products of a layer of Qwen3-14B with 2 tokens take 95.5 µs instead of the library's 133.3; reading
-the weights takes 76.8.
+Invariant: the sums of a tile are added in the order of the inputs, whichever program comes last, so a product is
+always the same to the bit. Counters are all zero between launches; so one product of a weight is in flight at a time.
+Cost: at most two partial tiles of each program. On an H200, the four products of a layer of Qwen3-14B with 2 tokens
+take 95.5 µs instead of the library's 133.3; reading the weights takes 76.8.
 """
 
 from typing import Final
@@ -71,9 +71,9 @@ def stream_k_gemm_kernel(
 ) -> None:
     """Compute one run of blocks: the end of a tile, whole tiles, and the beginning of another.
 
-    Grid: (programs). Blocks of INPUTS inputs are numbered through all tiles, of which each has BLOCKS; program p computes those from
-    ``p * run`` to ``(p + 1) * run``, of ``num_blocks`` in all. The first blocks of the weight are prefetched into the L2 cache before
-    the kernel ahead has ended.
+    Grid: (programs). Blocks of INPUTS inputs are numbered through all tiles, of which each has BLOCKS; program p
+    computes those from ``p * run`` to ``(p + 1) * run``, of ``num_blocks`` in all. The first blocks of the weight are
+    prefetched into the L2 cache before the kernel ahead has ended.
 
     x                   FP8 [tokens, BLOCKS * INPUTS], rows ``x_stride`` apart
     weight              FP8 [outputs, BLOCKS * INPUTS], rows ``weight_stride`` apart
@@ -82,7 +82,8 @@ def stream_k_gemm_kernel(
     bias                [outputs]; not read without HAS_BIAS
     output              [tokens, outputs], written, in the type of the model
     partials            float32 [2 * programs, OUTPUTS, TOKENS]: sums of parts of tiles, at most two of each program
-    tile_counters       int32 [outputs / OUTPUTS at least], all zero before and after: the programs that put down sums of a tile
+    tile_counters       int32 [outputs / OUTPUTS at least], all zero before and after: the programs that put down sums
+                        of a tile
     TOKENS              ``tokens`` rounded up to a power of two, MIN_TOKENS at least
     STAGES              of the software pipeline
     """
@@ -173,7 +174,7 @@ def _prefetch_weight(
 def _partial_offset(
     program: tl.tensor, tile: tl.tensor, run: tl.tensor, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return where a program's sums of a part of ``tile`` begin: it has at most two, of its first tile and of its last."""
+    """Return where a program's sums of ``tile`` begin: it has two parts at most, in its first and last tile."""
     is_second = tile != program * run // BLOCKS
     return (2 * program + is_second.to(tl.int32)).to(tl.int64) * SIZE
 
@@ -197,7 +198,10 @@ def stream_k_gemm(
     *,
     tile: StreamKTile | None = None,
 ) -> torch.Tensor:
-    """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs]. ``tile`` replaces the tuned one."""
+    """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs].
+
+    ``tile`` replaces the tuned one.
+    """
     values = x.values
     (tokens, inputs), outputs = values.shape, weight.values.shape[0]
     tile = tile or _choose_tile(tokens, inputs, values.device)

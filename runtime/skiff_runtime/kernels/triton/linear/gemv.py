@@ -1,8 +1,9 @@
 """GEMV: the product of one token with a weight, as fast as the weight can be read.
 
-A program multiplies one row of the weight, or two adjacent ones, in runs of columns and adds up in float32. Many programs read at a
-time, every byte of the weight is read once, and the first run of it is loaded before the kernel ahead has ended. The two rows are kept
-as two vectors: as one block of two dimensions, Triton would pass the activations through shared memory.
+A program multiplies one row of the weight, or two adjacent ones, in runs of columns and adds up in float32. Many
+programs read at a time, every byte of the weight is read once, and the first run of it is loaded before the kernel
+ahead has ended. The two rows are kept as two vectors: as one block of two dimensions, Triton would pass the
+activations through shared memory.
 
 From two tokens on, the GPU's library reads weights at nearly the rate of copies.
 """
@@ -85,7 +86,10 @@ def gemv(
     *,
     tile: GemvTile | None = None,
 ) -> torch.Tensor:
-    """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs]. ``tile`` replaces the tuned one."""
+    """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
+
+    ``tile`` replaces the tuned one.
+    """
     inputs, outputs = x.shape[1], weight.shape[0]
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     tile = tile or _choose_tile(weight)

@@ -28,10 +28,11 @@ def rms_norm_kernel(
 ) -> None:
     """Normalize one row, held in registers; with ADD, after adding the residual.
 
-    Grid: (rows). The weight, which no kernel writes, is loaded before the kernel ahead has ended. The normalized row is rounded to the
-    type of the model before it is multiplied by the weight, as the reference rounds it.
+    Grid: (rows). The weight, which no kernel writes, is loaded before the kernel ahead has ended. The normalized row
+    is rounded to the type of the model before it is multiplied by the weight, as the reference rounds it.
 
-    x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; the residual is not read without ADD
+    x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; the residual is not read
+                        without ADD
     weight              [WIDTH]
     normed              [rows, WIDTH], written
     total               [rows, WIDTH], written with ADD: the sum, in the type of the model

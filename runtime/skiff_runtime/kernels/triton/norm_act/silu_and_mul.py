@@ -42,7 +42,7 @@ def silu_and_mul_kernel(
 
 @triton.jit
 def load_silu_and_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return the product at ``columns`` of a row of WIDTH gates and as many factors, in the row's type; 0 from WIDTH on."""
+    """Return the product at ``columns`` of a row of WIDTH gates and WIDTH factors; 0 from WIDTH on."""
     inside = columns < WIDTH
     dtype = row.dtype.element_ty
     gate = tl.load(row + columns, inside, 0.0).to(tl.float32)

@@ -1,7 +1,8 @@
 """Triton's cache keys of all kernels, computed in one order, so that every process finds what another compiled.
 
-A kernel's key contains the constants of the functions that it calls, but only of those whose own keys were computed before (Triton
-3.6). So the first kernel to be launched, in the process that compiled and in the one that starts, would decide which keys are found.
+A kernel's key contains the constants of the functions that it calls, but only of those whose own keys were computed
+before (Triton 3.6). So the first kernel to be launched, in the process that compiled and in the one that starts,
+would decide which keys are found.
 """
 
 from importlib import import_module

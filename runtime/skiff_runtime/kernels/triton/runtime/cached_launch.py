@@ -10,7 +10,8 @@ import torch
 import triton
 
 ALIGNMENT: Final = 16
-"""Bytes. Triton compiles a variant for tensors whose addresses are multiples of it, and that variant cannot take others."""
+"""Bytes. Triton compiles a variant for tensors whose addresses are multiples of it, and that variant cannot take
+others."""
 
 Grid = tuple[int, int, int]
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -20,8 +21,9 @@ LayerKV = tuple[torch.Tensor, torch.Tensor]
 class CachedLaunch:
     """A kernel with its grid, its numbers and its options; a call adds the tensors.
 
-    The parameters of the kernel must be tensors, numbers and constexprs, in this order. The first call launches through Triton and keeps
-    the compiled kernel; later calls launch that directly, if their tensors are aligned like the first ones. Their types must be the same.
+    The parameters of the kernel must be tensors, numbers and constexprs, in this order. The first call launches
+    through Triton and keeps the compiled kernel; later calls launch that directly, if their tensors are aligned like
+    the first ones. Their types must be the same.
     """
 
     def __init__(self, kernel: triton.JITFunction, grid: Grid, *numbers: float, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Log events for kernels that Triton compiles: the progress of ``skiff prebuild``, and at a start, what was not prebuilt."""
+"""Log events for kernels that Triton compiles: the progress of ``skiff prebuild``, or what it missed."""
 
 from typing import Any
 

@@ -1,8 +1,9 @@
-"""Penalties on tokens that a text contains already, in two launches whatever the number of rows and the length of their texts.
+"""Penalties on tokens that a text contains already, in two launches for any number of rows and tokens.
 
-``count_tokens_kernel`` counts each token of a text in a cell of its row and token. ``apply_penalties_kernel`` goes over the text once
-more: of the places where a token stands, whichever takes the count out of the cell first (an atomic exchange with 0) changes the logit,
-and the others find nothing. So each logit is changed once, by a program that does not matter, and no pass over the vocabulary is needed.
+``count_tokens_kernel`` counts each token of a text in a cell of its row and token. ``apply_penalties_kernel`` goes
+over the text once more: of the places where a token stands, whichever takes the count out of the cell first (an
+atomic exchange with 0) changes the logit, and the others find nothing. So each logit is changed once, by a program
+that does not matter, and no pass over the vocabulary is needed.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Sampling of tokens from logits: greedy, or Gumbel-max, by the parameters of each row's slot.
 
-The Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014): the argmax of scaled logits plus Gumbel noise is a draw from their
-softmax. So a vocabulary is cut into blocks, one program finds the best token of each, and a second launch takes the best of these;
-no softmax, no sum and no sort is needed. The noise is a hash of (seed, position, token), see ``kernels.gumbel``.
+The Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014): the argmax of scaled logits plus Gumbel noise is a draw
+from their softmax. So a vocabulary is cut into blocks, one program finds the best token of each, and a second launch
+takes the best of these; no softmax, no sum and no sort is needed. The noise is a hash of (seed, position, token), see
+``kernels.gumbel``.
 
 Scores and noise are in units of ln 2, because a GPU computes logarithms to base 2 in one instruction.
 """
@@ -53,8 +54,9 @@ def _log2(value: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 def _gumbel(hashed: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
     """Return -log2(-log2(u)), where u is made of the upper 23 bits of uint32 hashes.
 
-    That is the noise of ``kernels.gumbel`` divided by ln 2, less the constant log2(ln 2). The largest noise decides draws most
-    often; it comes of u near 1, whose logarithm is small: there it is computed as a series in 1 - u, which is exact.
+    That is the noise of ``kernels.gumbel`` divided by ln 2, less the constant log2(ln 2). The largest noise decides
+    draws most often; it comes of u near 1, whose logarithm is small: there it is computed as a series in 1 - u, which
+    is exact.
     """
     uniform = ((hashed >> 9) | _ONE_BITS).to(tl.float32, bitcast=True) - _BELOW_ONE
     rest = 1.0 - uniform
@@ -105,12 +107,13 @@ def sample_blocks_kernel(
     seeds               int64 [slots]
     sampling_params     float32 [slots, 4]: temperature (0: greedy), top_k, top_p, min_p
     thresholds          float32 [rows]: scaled logits below it are dropped; -inf drops none
-    maxima              float32 [rows, CHUNKS]: the largest logits of the row's chunks, written where min_p or a threshold applies
+    maxima              float32 [rows, CHUNKS]: the largest logits of the row's chunks, written where min_p or a
+                        threshold applies
     scores, candidates  float32 and int32 [rows, BLOCKS], written: the best score and its token
     FAST                whether to take the GPU's approximate logarithm, which Triton's interpreter lacks
 
-    NaN compares as false with everything, so a block that contains one would hide it: such a block writes +inf and _NAN_LOGITS,
-    which wins over every other block, because it is the lowest of equally good tokens.
+    NaN compares as false with everything, so a block that contains one would hide it: such a block writes +inf and
+    _NAN_LOGITS, which wins over every other block, because it is the lowest of equally good tokens.
     """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
@@ -163,8 +166,8 @@ def sample_tokens_kernel(
     scores, candidates  float32 and int32 [rows, BLOCKS]
     tokens              int32 [rows], written
     slots, positions    int32 [rows]
-    token_table         int32 [slots, token_table_stride]: with HAS_TABLE, the token is also written to [slot, position]; token 0 in
-                        place of _NAN_LOGITS, because the step in flight looks up its embedding
+    token_table         int32 [slots, token_table_stride]: with HAS_TABLE, the token is also written to [slot,
+                        position]; token 0 in place of _NAN_LOGITS, because the step in flight looks up its embedding
     """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)

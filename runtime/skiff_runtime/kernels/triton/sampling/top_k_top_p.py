@@ -1,22 +1,23 @@
 """Thresholds that top-k and top-p set on rows of logits, found without sorting.
 
-The problem: top-k and top-p keep the largest logits of a row, down to a threshold, and to sort 150,000 logits for it takes longer
-than all other steps of sampling. The idea: float32 numbers are ordered as integers, their keys, and both the number and the softmax
-weight of the logits at or above a key fall as the key rises. So the threshold is found by a search over keys. One pass over the
-logits takes these sums for PIVOTS keys at once, and the search goes on between the two neighbours where the target is reached, until
-these are one apart.
+The problem: top-k and top-p keep the largest logits of a row, down to a threshold, and to sort 150,000 logits for it
+takes longer than all other steps of sampling. The idea: float32 numbers are ordered as integers, their keys, and both
+the number and the softmax weight of the logits at or above a key fall as the key rises. So the threshold is found by
+a search over keys. One pass over the logits takes these sums for PIVOTS keys at once, and the search goes on between
+the two neighbours where the target is reached, until these are one apart.
 
-The first pass is made by many programs of each row, with keys at fixed distances from the largest logit; the logits at or above the
-key that it selects, mostly some hundred, are gathered, and one program of the row searches among these. Four launches:
+The first pass is made by many programs of each row, with keys at fixed distances from the largest logit; the logits
+at or above the key that it selects, mostly some hundred, are gathered, and one program of the row searches among
+these. Four launches:
 
     chunk_maxima_kernel        the largest logit of each chunk of a row
     partial_sums_kernel        of each chunk, counts and weights at or above the first PIVOTS keys
     gather_candidates_kernel   selects the pivot and puts the logits at or above it together
     find_thresholds_kernel     searches among them, or through the whole row where they are too many
 
-Invariant: sums are taken in a fixed order, so the result of a row depends on the row alone. Rows that request neither top_k nor
-top_p are skipped by all four. The reference sorts (``kernels.top_k_top_p``). FlashInfer's sampling also searches by pivots, but draws
-by rejection; docs/decisions/0011-top-k-and-top-p-without-sorting.md compares.
+Invariant: sums are taken in a fixed order, so the result of a row depends on the row alone. Rows that request neither
+top_k nor top_p are skipped by all four. The reference sorts (``kernels.top_k_top_p``). FlashInfer's sampling also
+searches by pivots, but draws by rejection; docs/decisions/0011-top-k-and-top-p-without-sorting.md compares.
 """
 
 import math
@@ -48,9 +49,10 @@ def find_thresholds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (thresholds float32 [S], maxima float32 [S, chunks]) of logits [S, vocab], of any floating type.
 
-    A threshold is the least scaled logit (logit / temperature) that top_k, then top_p, keep; -inf for rows that request neither.
-    ``maxima`` are the largest logits of the row's chunks, written for rows that request one of these or min_p. ``slots`` int [S] and
-    ``sampling_params`` float32 [slots, 4] as ``kernels.sampling.sample_tokens`` takes them.
+    A threshold is the least scaled logit (logit / temperature) that top_k, then top_p, keep; -inf for rows that
+    request neither. ``maxima`` are the largest logits of the row's chunks, written for rows that request one of these
+    or min_p. ``slots`` int [S] and ``sampling_params`` float32 [slots, 4] as ``kernels.sampling.sample_tokens`` takes
+    them.
     """
     (rows, vocab), device = logits.shape, logits.device
     tuning = tuning_for(device).top_k_top_p
@@ -135,8 +137,8 @@ def partial_sums_kernel(
     Grid: (rows, programs of a row), as ``chunk_maxima_kernel``, whose arguments these are and
 
     maxima              float32 [rows, CHUNKS], read
-    sums                float32 [rows, CHUNKS, 2, PIVOTS], written: the amount that the target is compared with (a count where
-                        top_k applies, else a softmax weight), and the count
+    sums                float32 [rows, CHUNKS, 2, PIVOTS], written: the amount that the target is compared with (a
+                        count where top_k applies, else a softmax weight), and the count
     BLOCK               logits that are in registers at a time
     """
     launch_dependents(PDL)
@@ -177,8 +179,8 @@ def gather_candidates_kernel(
 ) -> None:
     """Gather one row's logits at or above the selected pivot, in their order, if there is room for all of them.
 
-    Grid: (rows, programs of a row), as ``chunk_maxima_kernel``. The counts of the chunks before a chunk say where its logits go, so
-    programs need not wait for each other.
+    Grid: (rows, programs of a row), as ``chunk_maxima_kernel``. The counts of the chunks before a chunk say where its
+    logits go, so programs need not wait for each other.
 
     candidates          float32 [rows, MAX_CANDIDATES], written
 
@@ -220,7 +222,7 @@ def find_thresholds_kernel(
     SPARE_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Find the least scaled logit that one row keeps, among its candidates or, where these are too many, in the whole row.
+    """Find the least scaled logit that one row keeps, among its candidates or in the whole row.
 
     Grid: (rows).
 
@@ -358,11 +360,11 @@ def search_threshold(
     BLOCK: tl.constexpr,
     SPARE_BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the key of the least of ``count`` numbers that top_k, then top_p, keep; the bounds are those of ``select_pivot``."""
+    """Return the key of the least of ``count`` numbers that is kept; the bounds are ``select_pivot``'s."""
     if by_count:
         low = _search(numbers, count, low, high, largest, scale, target, True, PIVOTS, BLOCK, SPARE_BITS)
-        # top_p is a fraction of the weight of the top_k largest: all numbers above the threshold, and as many of those equal to it
-        # as top_k still admits.
+        # top_p is a fraction of the weight of the top_k largest: all numbers above the threshold, and as many of
+        # those equal to it as top_k still admits.
         above = low + 1 + tl.zeros((PIVOTS,), tl.int64)
         num_above = tl.max(
             sums_at_or_above(numbers, count, above, largest, scale, True, PIVOTS, BLOCK, SPARE_BITS), 0
@@ -413,7 +415,7 @@ def sums_at_or_above(
     BLOCK: tl.constexpr,
     SPARE_BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return, float32 [PIVOTS], how many of ``count`` numbers have at least each key of ``pivots``, or the sum of their weights."""
+    """Return how many of ``count`` numbers have each key of ``pivots`` at least, or their weights' sum."""
     total = tl.zeros((PIVOTS, BLOCK), tl.float32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)[None, :]
