@@ -4,5 +4,5 @@ import signal
 
 
 def heed_interrupts() -> None:
-    """Restore the default action of SIGINT, as a ``preexec_fn``: a shell's background processes inherit that it is ignored."""
+    """Restore the default action of SIGINT, as a ``preexec_fn``: background processes of a shell ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The configuration of a served model: its fields, the flags and environment variables that set them, limits and API keys."""
+"""Configuration of a served model: its fields, their flags and environment variables, limits and API keys."""
 
 from skiff_runtime.config.config import (
     AUTO,

@@ -77,7 +77,7 @@ class Config:
     tokenizer_backend: TokenizerBackend = option(
         "tokenizers",
         "Server",
-        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on probe texts",
+        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on a probe",
     )
     tokenizer_worker_num: int = option(
         1, "Server", "number of tokenizer processes; 0: the detokenizer process also tokenizes"
@@ -136,7 +136,8 @@ class Config:
     reasoning_parser: Literal["auto", "think", "none"] = option(
         AUTO,
         "Server",
-        "format in which the model writes its reasoning; think: between <think> and </think> (auto: that of its chat template)",
+        "format in which the model writes its reasoning; think: between <think> and </think> (auto: that of its chat "
+        "template)",
     )
     grammar_timeout_seconds: float = option(
         10.0, "Server", "time limit for compiling the grammar of a structured output; beyond it, 400"

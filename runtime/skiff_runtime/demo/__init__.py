@@ -1,4 +1,4 @@
-"""Model of ``demo://``: a small Llama with its tokenizer, trained by ``runtime/training``. Only its directory is code."""
+"""Model of ``demo://``: a small Llama with its tokenizer, trained by ``runtime/training``. Data only."""
 
 from pathlib import Path
 from typing import Final

@@ -40,7 +40,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds by kind, with the time without any event as ``idle``. ``largest``: names with total seconds and counts."""
+    """Seconds by kind; ``idle`` is the time without any event. ``largest``: names with total seconds and counts."""
 
     span: float
     kinds: dict[str, float]
@@ -81,7 +81,7 @@ def classify_kernel(name: str) -> str:
 
 
 def break_down(events: Sequence[TraceEvent], *, largest: int = 15) -> Breakdown:
-    """Sum up events by kind. Events that overlap count in full each, so that the kinds may add up to more than the span."""
+    """Sum up events by kind. Overlapping events count in full, so the kinds may add up to more than the span."""
     kinds = dict.fromkeys(KINDS, 0.0)
     names: dict[str, list[float]] = defaultdict(list)
     for event in events:

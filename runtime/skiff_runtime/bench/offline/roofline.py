@@ -34,7 +34,7 @@ class DevicePeaks:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Lengths of a request in tokens: prompt, output, and the prefix that it shares with the others of its ``group``."""
+    """Lengths of a request in tokens: prompt, output, and the prefix that the requests of its ``group`` share."""
 
     prompt: int
     output: int

@@ -21,7 +21,7 @@ from skiff_runtime.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Distribution from which the requests of each round are drawn. ``lengths``: of prompts (without prefix) and outputs."""
+    """Distribution of the requests of a round. ``lengths`` are those of prompts (without prefix) and of outputs."""
 
     lengths: tuple[LengthRange, LengthRange]
     groups: PrefixGroups | None

@@ -1,8 +1,9 @@
 """``skiff bench structured``: time per decode step to advance grammar matchers and fill their token bitmasks.
 
-The matchers are advanced row by row on one thread, and in batches on several threads, as the engine does. All methods
-take the same seeded walks through a JSON schema's grammar, and their bitmasks must be equal. The benchmark needs neither
-a model nor a GPU: bitmasks are filled on the host during the forward pass, and delay a step only if they take longer.
+The matchers are advanced row by row on one thread, and in batches on several threads, as the engine does. All
+methods take the same seeded walks through a JSON schema's grammar, and their bitmasks must be equal. The benchmark
+needs neither a model nor a GPU: bitmasks are filled on the host during the forward pass, and delay a step only if they
+take longer.
 """
 
 import argparse
@@ -178,7 +179,7 @@ def _vocab_size(text: str) -> int:
 
 
 def make_synthetic_vocabulary(size: int, seed: int) -> xgrammar.TokenizerInfo:
-    """Return a vocabulary like that of a byte-level BPE: bytes, words of syllables, numbers, signs, and last the EOS."""
+    """Return a vocabulary like that of a byte-level BPE: bytes, words of syllables, numbers, signs, and EOS."""
     generator = np.random.default_rng(seed)
     tokens = dict.fromkeys(bytes([each]) for each in range(256))
     while len(tokens) < size - 1:
