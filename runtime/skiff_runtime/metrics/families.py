@@ -84,7 +84,7 @@ class Gauge(Counter):
 class HistogramSeries:
     """One series of a histogram: counts of observations, each in the first bucket whose bound is not below it.
 
-    Equal values in succession are cheapest, since their bucket is looked up once; the latencies of a step are mostly equal.
+    Equal values in succession are cheapest: their bucket is looked up once. Latencies of one step are mostly equal.
     """
 
     __slots__ = ("_bounds", "_bucket", "_last", "counts", "sum")
