@@ -22,6 +22,8 @@ from skiff_runtime.config import Config
 LIMIT: Final = 4
 GET: Final = "GET {} HTTP/1.1\r\nhost: localhost\r\nx-request-id: abc\r\n\r\n"
 LARGE_BYTES: Final = 16 << 20
+WAITING: Final = threading.Event()
+"""Set by ``wait`` when it has its request."""
 DISCONNECTED: Final = threading.Event()
 """Set by ``wait`` when its client has disconnected."""
 
@@ -43,7 +45,7 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
 async def wait(scope: Scope, receive: Receive, send: Send) -> None:
     """Send no response, and wait for the client to disconnect."""
     while (await receive())["type"] != "http.disconnect":
-        pass
+        WAITING.set()
     DISCONNECTED.set()
 
 

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 from frontend import TIMEOUT_SECONDS
-from plain_server import DISCONNECTED, GET, LARGE_BYTES, connect, listen, serving, until_closed
+from plain_server import DISCONNECTED, GET, LARGE_BYTES, WAITING, connect, listen, serving, until_closed
 from raw_http import Address
 
 from skiff_runtime.api.http import lingering_close
+from skiff_runtime.api.http.protocol import READ_AHEAD_REQUESTS
 
 LINGER_SECONDS: Final = 0.2
 
@@ -27,10 +28,15 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
         yield listener.getsockname()
 
 
-def test_disconnect_reaches_request_being_served(address: Address) -> None:
+@pytest.mark.parametrize("pipelined", [0, 1, READ_AHEAD_REQUESTS])
+def test_disconnect_reaches_request_being_served(address: Address, pipelined: int) -> None:
+    WAITING.clear()
+    DISCONNECTED.clear()
     with closing(connect(address)) as connection:
         connection.sendall(b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
-        connection.sendall(GET.format("/v1/models").encode())
+        assert WAITING.wait(TIMEOUT_SECONDS)
+        for _ in range(pipelined):
+            connection.sendall(GET.format("/v1/models").encode())
     assert DISCONNECTED.wait(TIMEOUT_SECONDS)
 
 

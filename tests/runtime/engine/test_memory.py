@@ -28,7 +28,7 @@ def test_page_bytes_count_k_and_v_of_all_layers() -> None:
 
 def test_explicit_number_of_tokens_is_exact() -> None:
     assert capacity(free=64 * MIB, max_total_tokens=1000) == 62
-    with pytest.raises(ConfigError, match=r"--max-total-tokens 100000 needs .* MiB are free"):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 100000 takes .* MiB are free"):
         capacity(free=64 * MIB, max_total_tokens=100_000)
 
 
@@ -43,7 +43,7 @@ def test_cpu_allocates_no_more_than_running_requests_can_fill() -> None:
 
 def test_error_for_too_little_memory_names_the_flags() -> None:
     with pytest.raises(
-        ConfigError, match=r"no memory for a KV cache.*--mem-fraction-static.*--max-num-batched-tokens"
+        ConfigError, match=r"no room for a KV cache.*--mem-fraction-static.*--max-num-batched-tokens"
     ):
         capacity(free=MIB, reserved=MIB)
 
@@ -62,7 +62,7 @@ def test_kv_cache_that_cannot_fit_is_refused_before_weights_are_read(
 ) -> None:
     path = make_model(tmp_path, "llama")
     monkeypatch.setattr(model_runner, "load_weights", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ConfigError, match=r"--max-total-tokens \d+ needs .* MiB are free"):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens \d+ takes .* MiB are free"):
         make_engine(path, max_total_tokens=1 << 40)
 
 

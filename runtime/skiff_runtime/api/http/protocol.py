@@ -27,6 +27,8 @@ from skiff_runtime.errors import RequestError, Unavailable
 
 HEAD_TIMEOUT_SECONDS: Final = 20.0
 MAX_PIPELINED_REQUESTS: Final = 64
+READ_AHEAD_REQUESTS: Final = 4
+"""Pipelined requests behind which the connection is still read. Each may take the memory of a head and some of a body."""
 """Limit on the requests that wait behind the one being served; the connection ends behind the last of them."""
 EXTRA_PROBE_CONNECTIONS: Final = 64
 """Connections beyond the limit that are still accepted for probes; any other request on them is rejected."""
@@ -155,6 +157,9 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if not self.pipeline:
             self._serving = cycle
+        elif len(self.pipeline) <= READ_AHEAD_REQUESTS:
+            # uvicorn stops to read behind a pipelined request, and would not notice that the client disconnects.
+            self.flow.resume_reading()
         self._keep_alive, cycle.keep_alive = cycle.keep_alive, False
         adapt_cycle(cycle, self._cycle_transport)
 
