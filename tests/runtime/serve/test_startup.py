@@ -75,6 +75,8 @@ def test_start_phases_are_logged_and_timed_and_ipv6_is_served(tmp_path: Path) ->
 
 def test_child_that_dies_during_startup_ends_the_service(tmp_path: Path) -> None:
     with running_service(make_model(tmp_path), ready=False) as service:
+        wait_until(lambda: "rank0" in service.children)
+        service.children["rank0"].suspend()  # or else it may be ready before it is killed
         wait_until(lambda: "process=api" in service.log_text())
         service.children["rank0"].kill()
         assert service.wait_exit() == EXIT_STARTUP_FAILED

@@ -27,9 +27,9 @@ from skiff_runtime.errors import RequestError, Unavailable
 
 HEAD_TIMEOUT_SECONDS: Final = 20.0
 MAX_PIPELINED_REQUESTS: Final = 64
+"""Limit on the requests that wait behind the one being served; the connection ends behind the last of them."""
 READ_AHEAD_REQUESTS: Final = 4
 """Pipelined requests behind which the connection is still read. Each may take the memory of a head and some of a body."""
-"""Limit on the requests that wait behind the one being served; the connection ends behind the last of them."""
 EXTRA_PROBE_CONNECTIONS: Final = 64
 """Connections beyond the limit that are still accepted for probes; any other request on them is rejected."""
 
