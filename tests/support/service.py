@@ -37,7 +37,10 @@ class Service:
     def children(self) -> dict[str, psutil.Process]:
         found = {}
         for child in psutil.Process(self.process.pid).children():
-            role, index = child.cmdline()[3:5]
+            words = child.cmdline()
+            if len(words) < 5:
+                continue  # it has not executed its program yet
+            role, index = words[3:5]
             found[f"{role}{index}" if role in ("rank", "tokenizer") else role] = child
         return found
 
