@@ -10,7 +10,7 @@ from typing import Final
 from skiff_runtime import log
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
 from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
-from skiff_runtime.errors import FetchError, SkiffError
+from skiff_runtime.errors import ConfigError, FetchError, SkiffError
 from skiff_runtime.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command of ``argv`` and return its exit code. Errors become one line on stderr."""
     words = sys.argv[1:] if argv is None else argv
     try:
+        if words[:2] == ["bench", "gaps"]:
+            raise ConfigError("bench gaps is now bench prefill-interference; see skiff bench --help")
         arguments = _make_parser(words).parse_args(words)
         command: Command = arguments.command
         return command(arguments)

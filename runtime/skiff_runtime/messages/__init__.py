@@ -41,7 +41,7 @@ from skiff_runtime.messages.routes import (
     ToSupervisor,
     ToTokenizer,
 )
-from skiff_runtime.messages.sampling_params import CompiledGrammar, Grammar, GrammarKind, SamplingSpec
+from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, GrammarKind, SamplingSpec
 from skiff_runtime.messages.text_batch import (
     Decoded,
     Encoded,

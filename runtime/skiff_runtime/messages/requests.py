@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from skiff_runtime.messages.encoding import FinishReason
-from skiff_runtime.messages.sampling_params import CompiledGrammar, Grammar, SamplingSpec
+from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, SamplingSpec
 
 
 class TextOptions(Struct, frozen=True, array_like=True):

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from skiff_runtime import contract
+from skiff_runtime.__main__ import main
 from skiff_runtime.config import Config, field_names, flag
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config, env_var_name
 from skiff_runtime.config.config import flags as spellings
 from skiff_runtime.config.renamed_options import RENAMED_FIELDS
+from skiff_runtime.contract import EXIT_USAGE
 from skiff_runtime.errors import ConfigError
 
 
@@ -125,3 +127,8 @@ def test_running_limit_is_bounded_by_the_tokens_of_a_step() -> None:
 def test_fixed_values_override_flags() -> None:
     options: dict[str, Any] = {"page_size": 4}
     assert build_config(argparse.Namespace(page_size="8"), {}, **options).page_size == 4
+
+
+def test_renamed_benchmark_is_refused_with_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gaps", "--streams", "4"]) == EXIT_USAGE
+    assert "bench gaps is now bench prefill-interference" in capsys.readouterr().err
