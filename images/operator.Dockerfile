@@ -28,7 +28,7 @@ FROM dependencies AS application
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY operator/skiff_operator operator/skiff_operator
-COPY runtime/skiff_runtime/__init__.py runtime/skiff_runtime/contract.py runtime/skiff_runtime/
+COPY runtime/skiff_runtime/__init__.py runtime/skiff_runtime/contract.py runtime/skiff_runtime/version.py runtime/skiff_runtime/
 RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && /opt/build/bin/pip --python /opt/skiff/bin/python install \
         --quiet --no-deps --no-index --no-compile --target /opt/app /wheels/*.whl \

@@ -72,7 +72,7 @@ def test_the_operator_image_holds_nothing_of_the_runtime_but_its_contract() -> N
     """The layers of the design, seen in an image."""
     copied = images.sources(DOCKERFILES / IMAGES["operator"].dockerfile, REPOSITORY)
     runtime = [file.name for file in copied if "skiff_runtime" in file.parts]
-    assert runtime == ["__init__.py", "contract.py"]
+    assert runtime == ["__init__.py", "contract.py", "version.py"]
 
 
 def test_a_packed_archive_holds_what_the_reader_lacks(tmp_path: Path) -> None:
