@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
 from skiff_runtime import contract
@@ -91,19 +91,15 @@ class AccessPolicy:
     """Access control of one service, from a request's headers to its principal or to an error.
 
     ``keys`` give access to the API, ``admin_keys`` also to operations on the requests of others. ``hosts``: None if any
-    Host header is accepted. ``everyone_is_admin``: there are no admin keys, and only this machine can connect.
+    Host header is accepted. ``keyless``: the principal of a request without a key, made once; an
+    admin where there are no admin keys and only this machine can connect.
     """
 
     keys: KeyRing
     admin_keys: KeyRing
     cors: CorsPolicy
     hosts: AllowedHosts | None
-    everyone_is_admin: bool
-    _keyless: Principal = field(init=False)
-    """The principal of every request to a server without keys, made once."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_keyless", Principal(admin=self.everyone_is_admin))
+    keyless: Principal
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -114,7 +110,7 @@ class AccessPolicy:
             admin_keys=KeyRing(config.admin_api_key),
             cors=CorsPolicy(config.allowed_origins),
             hosts=AllowedHosts(config.allowed_hosts) if loopback and not config.api_key else None,
-            everyone_is_admin=loopback and not config.admin_api_key,
+            keyless=Principal(admin=loopback and not config.admin_api_key),
         )
 
     def authorize(self, scope: Scope) -> Principal:
@@ -135,10 +131,10 @@ class AccessPolicy:
                 return Principal(digest, admin=True)
         if not self.keys:
             self.cors.check_origin(scope)
-            return self._keyless
+            return self.keyless
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return Principal()
-        return Principal(self._authenticate(headers), admin=self.everyone_is_admin)
+        return Principal(self._authenticate(headers), admin=self.keyless.admin)
 
     def _authenticate(self, headers: Headers) -> bytes:
         """Return the digest of the request's key, which must be known."""
