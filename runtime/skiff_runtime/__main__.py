@@ -15,6 +15,7 @@ from skiff_runtime.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
 
+_RENAMED_BENCHMARKS: Final = {"gaps": "prefill-interference"}
 _BENCHMARKS: Final = {
     "serve": ("online.serve", "open-loop load against a running server"),
     "compare": ("online.compare", "two results of bench serve side by side"),
@@ -45,8 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command of ``argv`` and return its exit code. Errors become one line on stderr."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        if words[:2] == ["bench", "gaps"]:
-            raise ConfigError("bench gaps is now bench prefill-interference; see skiff bench --help")
         arguments = _make_parser(words).parse_args(words)
         command: Command = arguments.command
         return command(arguments)
@@ -92,6 +91,8 @@ def _make_parser(words: list[str]) -> Parser:
     _add_lazy_command(
         commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
     )
+    if words[:1] == ["bench"] and words[1:2] and (new := _RENAMED_BENCHMARKS.get(words[1])):
+        raise ConfigError(f"bench {words[1]} is now bench {new}; see skiff bench --help")
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, (module, text) in _BENCHMARKS.items():
