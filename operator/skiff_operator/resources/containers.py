@@ -64,7 +64,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
 
 
 def gpu_resource(service: InferenceService, settings: Settings) -> str:
-    """Return the extended resource of which each rank requests one."""
+    """Return the name of the GPUs' extended resource; each rank requests one unit."""
     return service.spec.runtime.gpu_resource_name or settings.gpu_resource_name
 
 
