@@ -1,5 +1,6 @@
 """The OpenAPI document: valid, complete, and in agreement with the API."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from frontend import NAME, Echo, Frontend, running_frontend, write_model
 from jsonschema.protocols import Validator
 
 from skiff_runtime import contract
+from skiff_runtime.sse import EventDecoder
 
 CHAT, TEXT = contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS
 MESSAGES = [{"role": "user", "content": "boat"}]
@@ -141,11 +143,33 @@ def test_operations_are_tagged_by_subject(document: dict[str, Any]) -> None:
     assert set(tags.values()) == {"generation", "tokens", "administration", "service", "probes"}
 
 
-def test_stream_events_are_documented(document: dict[str, Any]) -> None:
-    content = document["paths"][CHAT]["post"]["responses"]["200"]["content"]
-    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletionResponse"}
-    schema = content["text/event-stream"]["schema"]["contentSchema"]
-    assert schema == {"$ref": "#/components/schemas/ChatCompletionChunk"}
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"model": NAME, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+        (TEXT, {"model": NAME, "prompt": "boat", "logprobs": 2, "echo": True}),
+        (contract.PATH_GENERATE, {"text": "boat", "logprobs": 2, "prompt_logprobs": 2}),
+    ],
+)
+def test_every_event_of_a_stream_is_as_documented(
+    front: Frontend, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"text/event-stream", "application/json"}
+    item = content["text/event-stream"]["itemSchema"]
+    done, json_event = item["properties"]["data"]["anyOf"]
+    payload = validator(document, json_event["contentSchema"])
+    *events, last = EventDecoder().feed(front.post(path, **body, stream=True).content)
+    assert last.decode() == done["const"]
+    assert len(events) > 2
+    for event in events:
+        validator(document, item).validate({"data": event.decode()})
+        payload.validate(json.loads(event))
+    payload.validate({"error": {"message": "x", "type": "x", "param": None, "code": None}})
+    assert list(payload.iter_errors({"id": "x"}))
+
+
+def test_deadline_header_is_documented(document: dict[str, Any]) -> None:
     deadline = next(
         each
         for each in document["paths"][CHAT]["post"]["parameters"]

@@ -27,7 +27,7 @@ from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Rece
 from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
-from skiff_runtime.api.http.responses import get_request_id, get_response_headers
+from skiff_runtime.api.http.responses import ErrorResponse, get_request_id, get_response_headers
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
@@ -44,6 +44,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.errors import RequestError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome
+from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -180,17 +181,22 @@ async def _document_headers(
 
 
 def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[str, Any]:
-    """Document a response that is JSON, or a stream of events.
+    """Document a response that is JSON, or a stream of server-sent events.
 
-    ``response_model`` puts the schema of the events among the document's components.
+    ``itemSchema`` describes one event of the stream, as OpenAPI 3.2 and FastAPI do. A request that fails after its first
+    event ends with an event that holds the error. ``response_model`` puts the schema of the events among the document's
+    components.
     """
-    events = {
+    payloads = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (event, ErrorResponse)]
+    json_event = {
         "type": "string",
-        "description": "Lines 'data: JSON'; the last is 'data: [DONE]'.",
         "contentMediaType": "application/json",
-        "contentSchema": {"$ref": f"#/components/schemas/{event.__name__}"},
+        "contentSchema": {"anyOf": payloads},
     }
-    success = {**DEFAULT_RESPONSES[200], "model": full, "content": {EVENT_STREAM: {"schema": events}}}
+    done = DONE.decode()
+    data = {"anyOf": [{"const": done}, json_event], "description": f"The last event of a stream is {done}."}
+    events = {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
+    success = {**DEFAULT_RESPONSES[200], "model": full, "content": {EVENT_STREAM: events}}
     return {"response_class": Response, "response_model": event, "responses": {200: success}}
 
 

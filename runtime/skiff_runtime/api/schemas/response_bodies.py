@@ -143,11 +143,21 @@ class CompletionResponse(BaseModel):
     usage: UsageInfo | None = None
 
 
+class GenerateLogprob(BaseModel):
+    """One token with the log-probability that it had, and the likeliest tokens at its place as pairs of the same two."""
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float | None]]
+
+
 class GenerateResponse(BaseModel):
     """The response of the native endpoint, or an event of a streamed response."""
 
     id: str
     text: str
     token_ids: list[int]
+    logprobs: list[GenerateLogprob] | None = None
+    prompt_logprobs: list[GenerateLogprob] | None = None
     finish_reason: FinishReason | None = None
     usage: UsageInfo | None = None
