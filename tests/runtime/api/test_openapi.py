@@ -169,6 +169,16 @@ def test_every_event_of_a_stream_is_as_documented(
     assert list(payload.iter_errors({"id": "x"}))
 
 
+def test_chat_response_and_its_events_have_schemas_of_their_own(document: dict[str, Any]) -> None:
+    content = document["paths"][CHAT]["post"]["responses"]["200"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletionResponse"}
+    _, json_event = content["text/event-stream"]["itemSchema"]["properties"]["data"]["anyOf"]
+    assert json_event["contentSchema"]["anyOf"] == [
+        {"$ref": "#/components/schemas/ChatCompletionChunk"},
+        {"$ref": "#/components/schemas/ErrorResponse"},
+    ]
+
+
 def test_deadline_header_is_documented(document: dict[str, Any]) -> None:
     deadline = next(
         each

@@ -28,7 +28,7 @@ from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import ErrorResponse, get_request_id, get_response_headers
-from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses
+from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -187,7 +187,7 @@ def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[s
     event ends with an event that holds the error. ``response_model`` puts the schema of the events among the document's
     components.
     """
-    payloads = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (event, ErrorResponse)]
+    payloads = [schema_reference(model) for model in (event, ErrorResponse)]
     json_event = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -36,9 +36,14 @@ DEFAULT_RESPONSES: Final[Responses] = {
     },
 }
 """Responses of every path operation."""
-_ERROR_CONTENT: Final = {
-    "application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorResponse.__name__}"}}
-}
+
+
+def schema_reference(model: type[BaseModel]) -> dict[str, str]:
+    """Return a reference to the schema of a model that is among the document's components."""
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+_ERROR_CONTENT: Final = {"application/json": {"schema": schema_reference(ErrorResponse)}}
 """By reference, because FastAPI builds a validator for each ``model`` of each operation: 1 MiB for all of them."""
 
 bearer_key = HTTPBearer(scheme_name="key", description="One of the service's API keys.", auto_error=False)
