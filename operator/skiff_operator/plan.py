@@ -74,8 +74,9 @@ def steps(entry: Entry, desired: DesiredState) -> list[Step]:
             result.append(Step("verify", kind, name, child.uid))
         elif not _holds(child, digest):
             result.append(Step("update", kind, name, child.uid))
-    for (kind, name), child in sorted(entry.children.items(), key=_kind_and_name):
-        if (kind, name) in desired.digests or child.owner != entry.uid:
+    surplus = [item for item in entry.children.items() if item[0] not in desired.digests]
+    for (kind, name), child in sorted(surplus, key=_kind_and_name):
+        if child.owner != entry.uid:
             continue
         if kind not in NEEDED_BY_PODS or _is_unused(entry, desired, (kind, name)):
             result.append(Step("delete", kind, name, child.uid))

@@ -1,8 +1,7 @@
 """One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
+from dataclasses import replace
 from typing import NamedTuple
-
-import msgspec
 
 from skiff_operator import plan, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
@@ -97,8 +96,8 @@ class Reconciler:
         facts = _facts(key, entry)
         if entry.service is not None and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(entry.service)
-            # Events may have come while the nodes were listed.
-            facts = msgspec.structs.replace(_facts(key, entry), shortage=shortage)
+            if shortage:  # events may have come while the nodes were listed
+                facts = replace(_facts(key, entry), shortage=shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
 

@@ -1,6 +1,8 @@
 """Status reporting: conditions and status computed from observed facts. Pure: the time is an argument."""
 
 import datetime
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -77,8 +79,9 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         return next((condition for condition in self.conditions if condition.type == kind), None)
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a status.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The inputs of a status, and what follows from them: each property is computed once.
 
     `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
     when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted;
@@ -96,37 +99,37 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem | None
     shortage: str = ""
 
-    @property
+    @cached_property
     def live(self) -> list[PodState]:
         """Pods that may serve, of any revision."""
         return [pod for pod in self.pods if not pod.ended]
 
-    @property
+    @cached_property
     def new_pods(self) -> list[PodState]:
         """Live pods of the desired revision."""
         return [pod for pod in self.live if pod.revision == self.revision]
 
-    @property
+    @cached_property
     def older(self) -> list[PodState]:
         """Live pods of any other revision."""
         return [pod for pod in self.live if pod.revision != self.revision]
 
-    @property
+    @cached_property
     def placed(self) -> bool:
         """True when a pod of the desired revision has a node, or no pod is desired."""
         return self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
 
-    @property
+    @cached_property
     def new_ready(self) -> int:
         """Ready pods of the desired revision."""
         return sum(pod.ready for pod in self.new_pods)
 
-    @property
+    @cached_property
     def serves(self) -> bool:
         """True when the desired revision alone serves; with zero replicas no pod needs to be ready."""
         return self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
 
-    @property
+    @cached_property
     def settled(self) -> bool:
         """True when exactly the desired number of pods exists and all of them are ready."""
         replacing = self.rollout is not None and self.rollout.replacing

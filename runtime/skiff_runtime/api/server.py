@@ -200,6 +200,7 @@ class ApiServer:
             case ServiceReady():
                 self._metrics.record_kv_capacity(message.kv_tokens, self._child.launch.config.page_size)
                 self._status.mark_ready(message.kv_tokens)
+                self._child.report_serving()
             case Drain():
                 self._begin_drain(message.timeout_seconds)
             case ServiceFailed():

@@ -19,6 +19,7 @@ from skiff_runtime.messages.lifecycle import (
     Ready,
     ServiceFailed,
     ServiceReady,
+    Serving,
 )
 from skiff_runtime.messages.requests import (
     AbortRequest,
@@ -91,6 +92,7 @@ __all__ = [
     "SamplingSpec",
     "ServiceFailed",
     "ServiceReady",
+    "Serving",
     "Shutdown",
     "StepStats",
     "StreamOpened",

@@ -47,6 +47,12 @@ class ServiceReady(Struct, frozen=True, tag="service_ready", array_like=True):
     kv_tokens: int
 
 
+class Serving(Struct, frozen=True, tag="serving", array_like=True):
+    """api -> supervisor, after ``ServiceReady``: requests are accepted from now on."""
+
+    process: str
+
+
 class Drain(Struct, frozen=True, tag="drain", array_like=True):
     """supervisor -> api: refuse new requests, finish the others, then exit."""
 

@@ -9,6 +9,7 @@ from skiff_runtime.messages.lifecycle import (
     Ready,
     ServiceFailed,
     ServiceReady,
+    Serving,
 )
 from skiff_runtime.messages.requests import (
     AbortRequest,
@@ -38,4 +39,4 @@ ToApi = (
     | Drain
     | ServiceFailed
 )
-ToSupervisor = Heartbeat | PhaseReport | Ready | ProcessFailed
+ToSupervisor = Heartbeat | PhaseReport | Ready | Serving | ProcessFailed

@@ -19,7 +19,7 @@ from typing import Final
 from skiff_runtime import log
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK, PHASES
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.messages import Heartbeat, PhaseReport, ProcessFailed, Ready
+from skiff_runtime.messages import Heartbeat, PhaseReport, ProcessFailed, Ready, Serving
 from skiff_runtime.messages.transport import Endpoints, Sender, TransportError, close_sockets
 from skiff_runtime.processes.launch import Launch, Role
 
@@ -75,6 +75,10 @@ class Child:
         gc.enable()
         self._supervisor.send(Ready(process=self.name, kv_tokens=kv_tokens, port=port))
         self.beat()
+
+    def report_serving(self) -> None:
+        """Report that the service accepts requests."""
+        self._supervisor.send(Serving(process=self.name))
 
     def report_failure(self, error: Exception) -> None:
         """Report the error that ends this process. Nothing can be sent afterwards."""

@@ -27,6 +27,7 @@ from skiff_runtime.messages import (
     Ready,
     ServiceFailed,
     ServiceReady,
+    Serving,
     ToSupervisor,
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
@@ -35,7 +36,7 @@ from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.launch import Launch, Role
 
-ChildReport = Heartbeat | PhaseReport | Ready | ProcessFailed
+ChildReport = Heartbeat | PhaseReport | Ready | Serving | ProcessFailed
 TURN_SECONDS: Final = 1.0
 FAILURE_GRACE_SECONDS: Final = 2.0
 """Time that the api process has to send every client the failure of the service."""
@@ -144,6 +145,8 @@ class Supervisor:
             log.event("process_ready", process=message.process, seconds=self._elapsed())
             if not self._serving and len(self._ready) == len(self._children.running):
                 self._begin_serving()
+        elif isinstance(message, Serving):
+            self._announce()
 
     def _log_phase(self, process: str, phase: str) -> None:
         """Log the start of a phase; further reports of it are progress. The last phase is logged as ``process_ready``."""
@@ -172,11 +175,18 @@ class Supervisor:
 
     def _begin_serving(self) -> None:
         self._serving = True
-        tokens = min(ready.kv_tokens for name, ready in self._ready.items() if name.startswith(Role.RANK))
-        self._api.send(ServiceReady(kv_tokens=tokens))
+        self._api.send(ServiceReady(kv_tokens=self._kv_tokens))
+
+    @property
+    def _kv_tokens(self) -> int:
+        """The KV cache capacity that every rank has."""
+        return min(ready.kv_tokens for name, ready in self._ready.items() if name.startswith(Role.RANK))
+
+    def _announce(self) -> None:
+        """Log the service's URL. The api process accepts requests by now: scripts send them when they read this line."""
         host, port = self._config.host, self._ready[_API].port
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        log.event("service_ready", url=url, kv_tokens=tokens, seconds=self._elapsed())
+        log.event("service_ready", url=url, kv_tokens=self._kv_tokens, seconds=self._elapsed())
 
     def _check_children(self) -> int | None:
         """Fail if a child has exited, is silent, or is not ready in time."""

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def test_child_that_dies_during_startup_ends_the_service(tmp_path: Path) -> None
         service.children["rank0"].kill()
         assert service.wait_exit() == EXIT_STARTUP_FAILED
         assert re.search(r"service_failed reason=\"rank0 was killed by SIGKILL", service.log_text())
+
+
+def test_service_is_announced_only_once_requests_are_accepted(tmp_path: Path) -> None:
+    """The api process is slow to read the supervisor's message: scripts wait for the line in the log."""
+    with running_service(make_model(tmp_path), ready=False) as service:
+        wait_until(lambda: re.search(r"process_ready process=api", service.log_text()) is not None)
+        service.children["api"].suspend()
+        processes = ("rank0", "tokenizer0", "detokenizer")
+        wait_until(lambda: all(f"process_ready process={name}" in service.log_text() for name in processes))
+        time.sleep(0.5)  # long enough for an announcement that does not wait
+        assert "service_ready" not in service.log_text()
+        service.children["api"].resume()
+        wait_until(lambda: "service_ready" in service.log_text())
+        [url] = re.findall(r" service_ready url=(\S+)", service.log_text())
+        assert service.http.get(url + "/readyz").status_code == 200
 
 
 def test_sigterm_during_startup_exits_cleanly(tmp_path: Path) -> None:
