@@ -47,7 +47,7 @@ class Reconciler:
             goal = Goal(entry.uid, desired, self._manifests(entry) if pending else {})
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
-            await self._report(key, entry)
+            await self._report(key, entry, _pending(entry))
             return Outcome()
         steps, later = plan.first_stage(pending)
         failures = await self._applier.run(key, entry, steps, goal)
@@ -60,7 +60,7 @@ class Reconciler:
         if steps:
             return Outcome(stage=later)
         entry.manifests = None
-        await self._report(key, entry)
+        await self._report(key, entry, pending)
         return Outcome()
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
@@ -69,7 +69,7 @@ class Reconciler:
         if refused:
             messages = [_message(failure) for failure in refused]
             entry.problem = status.Problem(refused[0].error.reason, "; ".join(messages))
-        await self._report(key, entry)
+        await self._report(key, entry, _pending(entry))
         if not refused:
             raise failures[0].error
         return Outcome(refused=True)
@@ -92,12 +92,13 @@ class Reconciler:
             entry.manifests = plan.objects(entry.service, self._settings)
         return entry.manifests
 
-    async def _report(self, key: Key, entry: Entry) -> None:
-        facts = _facts(key, entry)
+    async def _report(self, key: Key, entry: Entry, pending: list[plan.Step]) -> None:
+        """Write the status if it has changed; `pending` are the steps that remain."""
+        facts = _facts(key, entry, pending)
         if entry.service is not None and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(entry.service)
             if shortage:  # events may have come while the nodes were listed
-                facts = replace(_facts(key, entry), shortage=shortage)
+                facts = replace(_facts(key, entry, _pending(entry)), shortage=shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
 
@@ -108,11 +109,15 @@ def _message(failure: Failure) -> str:
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
-def _facts(key: Key, entry: Entry) -> status.Facts:
+def _pending(entry: Entry) -> list[plan.Step]:
+    """Return the steps from the observed state to the desired one, if that is known."""
+    return plan.steps(entry, entry.desired) if entry.desired is not None else []
+
+
+def _facts(key: Key, entry: Entry, pending: list[plan.Step]) -> status.Facts:
     """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
     desired, before = entry.desired, entry.status
-    pending = plan.steps(entry, desired) if desired is not None else []
     deployment = entry.children.get((DEPLOYMENT, name))
     ours = deployment is not None and deployment.owner == entry.uid
     rollout = entry.rollout if ours else None

@@ -1,8 +1,7 @@
 """Status reporting: conditions and status computed from observed facts. Pure: the time is an argument."""
 
 import datetime
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -79,13 +78,18 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         return next((condition for condition in self.conditions if condition.type == kind), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Facts:
-    """The inputs of a status, and what follows from them: each property is computed once.
+    """The inputs of a status, and what follows from them directly.
 
     `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
-    when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted;
-    `new_pods` and `older` among them have not terminated. `shortage` is a message when no node could hold a pod.
+    when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted.
+    `shortage` is a message when no node could hold a pod.
+
+    The rest is derived. `live` pods have not terminated; of these, `new_pods` are of the desired revision and `older`
+    ones of any other. `placed`: a new pod has a node, or no pod is desired. `serves`: the desired revision alone
+    serves; with zero replicas no pod needs to be ready. `settled`: exactly the desired number of pods exists and all
+    of them are ready.
     """
 
     name: str
@@ -98,42 +102,25 @@ class Facts:
     pods: tuple[PodState, ...]
     problem: Problem | None
     shortage: str = ""
+    live: list[PodState] = field(init=False)
+    new_pods: list[PodState] = field(init=False)
+    older: list[PodState] = field(init=False)
+    new_ready: int = field(init=False)
+    placed: bool = field(init=False)
+    serves: bool = field(init=False)
+    settled: bool = field(init=False)
 
-    @cached_property
-    def live(self) -> list[PodState]:
-        """Pods that may serve, of any revision."""
-        return [pod for pod in self.pods if not pod.ended]
-
-    @cached_property
-    def new_pods(self) -> list[PodState]:
-        """Live pods of the desired revision."""
-        return [pod for pod in self.live if pod.revision == self.revision]
-
-    @cached_property
-    def older(self) -> list[PodState]:
-        """Live pods of any other revision."""
-        return [pod for pod in self.live if pod.revision != self.revision]
-
-    @cached_property
-    def placed(self) -> bool:
-        """True when a pod of the desired revision has a node, or no pod is desired."""
-        return self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
-
-    @cached_property
-    def new_ready(self) -> int:
-        """Ready pods of the desired revision."""
-        return sum(pod.ready for pod in self.new_pods)
-
-    @cached_property
-    def serves(self) -> bool:
-        """True when the desired revision alone serves; with zero replicas no pod needs to be ready."""
-        return self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
-
-    @cached_property
-    def settled(self) -> bool:
-        """True when exactly the desired number of pods exists and all of them are ready."""
+    def __post_init__(self) -> None:
+        """Derive the other facts, once: every resync computes the status of every service."""
+        self.live = [pod for pod in self.pods if not pod.ended]
+        self.new_pods = [pod for pod in self.live if pod.revision == self.revision]
+        self.older = [pod for pod in self.live if pod.revision != self.revision]
+        self.new_ready = sum([pod.ready for pod in self.new_pods])
+        self.placed = self.replicas == 0 or any([pod.phase != "Scheduling" for pod in self.new_pods])
+        self.serves = self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
         replacing = self.rollout is not None and self.rollout.replacing
-        return self.serves and not replacing and self.new_ready == len(self.new_pods) == self.replicas
+        all_ready = self.new_ready == len(self.new_pods) == self.replicas
+        self.settled = self.serves and not replacing and all_ready
 
 
 def report(facts: Facts, previous: Status | None, now: str) -> Status:
@@ -231,7 +218,7 @@ def _count(facts: Facts) -> str:
 
 def _concerned(facts: Facts, now: str) -> list[PodState]:
     """Return the pods that can explain a failure: live ones and, until the service recovers, recently failed ones."""
-    if facts.settled:
+    if facts.settled or len(facts.live) == len(facts.pods):
         return facts.live
     clock = datetime.datetime.fromisoformat(now)
     return [pod for pod in facts.pods if not pod.ended or _seconds(pod.ended, clock) < _FAILED_POD_SECONDS]

@@ -88,10 +88,13 @@ CASES_WITH_KV_DTYPE = [
     (2, 1, 17, 32, HALF, E4M3),
 ]
 """The same, with the type of the cache."""
+WHOLE_AND_SPLIT = [(*case, 1) for case in CASES_WITH_KV_DTYPE[::2]] + [
+    (*case, 1 << 12) for case in CASES_WITH_KV_DTYPE
+]
+"""The same, with the longest context: one program attends to all of it, or several to a part each."""
 
 
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype", CASES_WITH_KV_DTYPE, ids=str)
-@pytest.mark.parametrize("max_seq_len", [1, 1 << 12], ids=["whole", "split"])
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype, max_seq_len", WHOLE_AND_SPLIT, ids=str)
 def test_decode_attention(
     page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, max_seq_len: int
 ) -> None:
@@ -110,8 +113,7 @@ def test_decode_attention(
     assert error(output, paged.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype", CASES_WITH_KV_DTYPE, ids=str)
-@pytest.mark.parametrize("max_seq_len", [1, 1 << 12], ids=["whole", "split"])
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype, max_seq_len", WHOLE_AND_SPLIT, ids=str)
 def test_decode_attention_with_shared_prefixes(
     page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, max_seq_len: int
 ) -> None:
@@ -136,7 +138,7 @@ def test_decode_attention_with_shared_prefixes(
     assert error(output, paged.expected(q, [length - 1 for length in lengths])) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES[::2], ids=str)
 def test_launch_is_repeated_for_other_layers_and_alignments(
     page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype
 ) -> None:

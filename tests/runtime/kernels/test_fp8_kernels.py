@@ -41,7 +41,7 @@ def exact_product(
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("outputs, inputs", [(1, 16), (48, 208), (37, 1312), (16, 4096)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312), (3, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_fp8_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     x = quantize.quantize_activations(noise(1, inputs, dtype=dtype) * 30)
@@ -75,14 +75,10 @@ TILES = [
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 33])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_stream_k_gemm_equals_the_product_and_leaves_counters_zero(
-    tokens: int, tile: StreamKTile, bias: bool
-) -> None:
+def test_stream_k_gemm_equals_the_product_and_leaves_counters_zero(tokens: int, tile: StreamKTile) -> None:
     weight = make_weight(192, 1280)
-    added = noise(192, dtype=torch.float32, seed=2) if bias else None
     x = QuantizedActivations(*quantize_rows(noise(tokens, 1280, dtype=torch.float32)), torch.float32)
-    for _ in range(2):
+    for added in (None, noise(192, dtype=torch.float32, seed=2)):
         product = stream_k_gemm.stream_k_gemm(x, weight, added, tile=tile)
         assert product.shape == (tokens, 192) and product.dtype == torch.float32
         assert error(product, exact_product(x, weight, added)) < (1e-5 if DEVICE.type == "cpu" else 1e-3)

@@ -43,7 +43,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab, count", [(50, 300), (8193, 40)])
+@pytest.mark.parametrize("vocab, count", [(50, 140), (8193, 40)])
 def test_no_token_has_a_better_score_than_the_sampled_one(vocab: int, count: int, dtype: torch.dtype) -> None:
     """The slack is what float32 rounds away: 4 units in the last place of a score, 1e-5 of its noise."""
     rng, rows = np.random.default_rng(vocab), count * (20 if DEVICE.type == "cuda" else 1)
@@ -147,16 +147,3 @@ def test_noise_of_every_hash_is_within_1e_5() -> None:
     store_noise_kernel[(len(bits) // block,)](hashes, noise, BLOCK=block, FAST=DEVICE.type == "cuda")
     expected = -torch.log2(-torch.log2((bits.double() + 0.5) / (1 << 23)))
     assert (noise.cpu().double() - expected).abs().max() < 1e-5
-
-
-def test_draws_have_the_distribution_of_the_logits() -> None:
-    """A chi-square test over the positions of one seed."""
-    count = 20_000 if DEVICE.type == "cuda" else 400
-    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0], device=DEVICE)
-    slots, positions = (each.int().to(DEVICE) for each in (torch.zeros(count), torch.arange(count)))
-    params = torch.tensor([[0.8, 0, 1, 0]], device=DEVICE)
-    seeds = torch.tensor([5], device=DEVICE)
-    drawn = kernel.sample_tokens(logits.expand(count, -1).contiguous(), slots, positions, seeds, params)
-    counts = drawn.cpu().long().bincount(minlength=5).double()
-    expected = torch.softmax(logits.double().cpu() / 0.8, -1) * count
-    assert ((counts - expected) ** 2 / expected).sum() < 4 + 5 * 8**0.5
