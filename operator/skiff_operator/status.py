@@ -116,7 +116,7 @@ class Facts:
         self.new_pods = [pod for pod in self.live if pod.revision == self.revision]
         self.older = [pod for pod in self.live if pod.revision != self.revision]
         self.new_ready = sum([pod.ready for pod in self.new_pods])
-        self.placed = self.replicas == 0 or any([pod.phase != "Scheduling" for pod in self.new_pods])
+        self.placed = self.replicas == 0 or any(pod.phase != "Scheduling" for pod in self.new_pods)
         self.serves = self.synced and not self.older and self.new_ready >= min(self.replicas, 1)
         replacing = self.rollout is not None and self.rollout.replacing
         all_ready = self.new_ready == len(self.new_pods) == self.replicas
