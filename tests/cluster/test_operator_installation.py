@@ -30,10 +30,19 @@ class Cluster:
         return self.kubectl("get", "crds", "--output", "name")
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def plane() -> Iterator[ControlPlane]:
     with ControlPlane() as plane:
-        yield Cluster(plane)
+        yield plane
+
+
+@pytest.fixture
+def cluster(plane: ControlPlane) -> Iterator[Cluster]:
+    """The cluster; afterwards without whatever a test has installed."""
+    cluster = Cluster(plane)
+    yield cluster
+    cluster.kubectl("delete", "--ignore-not-found", "customresourcedefinition", CRD)
+    cluster.kubectl("delete", "--ignore-not-found", "namespace", OPERATOR_NAMESPACE, "platform")
 
 
 def test_what_was_claimed_is_ours_until_it_is_removed(cluster: Cluster) -> None:

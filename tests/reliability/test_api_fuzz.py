@@ -17,7 +17,7 @@ from service import Service, running_service
 from watch import check_nothing_held
 
 NAME: Final = "demo"
-SHORT: Final = 1500
+SHORT: Final = 600
 SHORT_CONCURRENCY: Final = 8
 CONCURRENCY: Final = int(os.environ.get("SKIFF_TEST_FUZZ_CONCURRENCY", "2"))
 """The fuzzer shares the machine's cores with the service: more at a time would measure the machine."""

@@ -9,7 +9,7 @@ import pytest
 from differential import Comparison, compare
 from tiny_models import make_model
 
-SHORT: Final = 60
+SHORT: Final = 45
 FULL: Final = int(os.environ.get("SKIFF_TEST_DIFFERENTIAL_REQUESTS", "2000"))
 MAX_TIES: Final = 0.002
 """Share of all answers that may differ at near ties, beyond one."""

@@ -20,7 +20,7 @@ from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.worker.rank import FollowerChannel, LeaderChannel
 from skiff_runtime.worker.step_profiler import StepProfiler
 
-PROMPTS: Final = 64
+PROMPTS: Final = 40
 TOKENS: Final = 32
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
 MAX_TURNS: Final = 20_000

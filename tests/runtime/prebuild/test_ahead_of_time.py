@@ -17,7 +17,6 @@ from skiff_runtime.config import Config
 from skiff_runtime.prebuild import ahead_of_time
 from skiff_runtime.processes.resolve import resolve
 
-seen = set()
 def describe(given):
     return (str(given.dtype), *given.shape, *given.stride()) if isinstance(given, torch.Tensor) else given
 def launch(kernel, *given, grid, warmup, **options):
@@ -25,25 +24,33 @@ def launch(kernel, *given, grid, warmup, **options):
     seen.add((kernel.fn.__name__, constants, str(grid), str([describe(each) for each in given])))
 triton.JITFunction.run = launch
 
-path, quantization, tp, rank = *sys.argv[1:3], *map(int, sys.argv[3:])
+path, quantization, *ranks = sys.argv[1:]
 group = ahead_of_time.DetachedRank
-ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
 sizes = {"max_running_requests": 17, "max_model_len": 512}
-config, model = resolve(
-    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
-)
-ahead_of_time.compile_ahead_of_time(config, model, 90)
-print(json.dumps(sorted(seen)))
+found = []
+for tp, rank in (map(int, each.split("/")) for each in ranks):
+    seen = set()
+    ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
+    config, model = resolve(
+        Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
+    )
+    ahead_of_time.compile_ahead_of_time(config, model, 90)
+    found.append(sorted(seen))
+print(json.dumps(found))
 """
 
 Launch = tuple[str, dict[str, Any], str, str]
 
 
-def launches(model: Path, tp_size: int, rank: int = 0, quantization: str = "none") -> list[Launch]:
-    """Return (kernel, constants, grid, arguments) of each distinct launch."""
-    done = run_compiling("-c", LAUNCHES, str(model), quantization, str(tp_size), str(rank))
+def launches(model: Path, *ranks: tuple[int, int], quantization: str = "none") -> list[list[Launch]]:
+    """Return (kernel, constants, grid, arguments) of each distinct launch, for each (number of ranks, rank)."""
+    named = [f"{tp_size}/{rank}" for tp_size, rank in ranks]
+    done = run_compiling("-c", LAUNCHES, str(model), quantization, *named)
     assert done.returncode == 0, done.stderr
-    return [(name, json.loads(constants), *rest) for name, constants, *rest in json.loads(done.stdout)]
+    return [
+        [(name, json.loads(constants), *rest) for name, constants, *rest in found]
+        for found in json.loads(done.stdout)
+    ]
 
 
 def constants(found: list[Launch], kernel: str, *names: str) -> set[tuple[Any, ...]]:
@@ -56,10 +63,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), head_dim=16)
 
 
+RANKS = ((1, 0), (2, 0), (4, 0), (4, 3))
+
+
 @pytest.fixture(scope="module")
-def found(model: Path) -> dict[int, list[Launch]]:
+def by_rank(model: Path) -> dict[tuple[int, int], list[Launch]]:
+    """The launches of each of RANKS."""
+    return dict(zip(RANKS, launches(model, *RANKS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: dict[tuple[int, int], list[Launch]]) -> dict[int, list[Launch]]:
     """The launches of rank 0, by the number of ranks."""
-    return {tp_size: launches(model, tp_size) for tp_size in (1, 2, 4)}
+    return {tp_size: made for (tp_size, rank), made in by_rank.items() if rank == 0}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -83,11 +99,12 @@ def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[
         assert first and all(other == first for other in others), kernel
 
 
-def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model: Path) -> None:
+def test_all_ranks_launch_the_same_kernels(by_rank: dict[tuple[int, int], list[Launch]]) -> None:
     """The vocabulary's size is odd, so the last rank's share is shorter."""
-    assert launches(model, 4, 3) == found[4]
+    assert by_rank[4, 3] == by_rank[4, 0]
 
 
 def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
-    assert launches(model, 2, 0, "fp8") == launches(model, 2, 1, "fp8")
+    first, second = launches(model, (2, 0), (2, 1), quantization="fp8")
+    assert first == second and first

@@ -96,7 +96,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-TOKENS: Final = 600
+TOKENS: Final = 250
 """Enough for the drain to take longer than the refusal of a new client."""
 
 
