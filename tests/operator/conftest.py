@@ -38,10 +38,14 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="session")
 def server(plane: ControlPlane) -> ApiServer:
-    """The API server with the CRD."""
+    """The API server with the CRD.
+
+    The garbage collector looks for new kinds every 30 s only, and when it starts: so it is started again.
+    """
     server = ApiServer(plane.kubeconfig)
     server.install(CRD)
     eventually(lambda: _served(server), "the CRD is served")
+    plane.restart("kube-controller-manager")
     return server
 
 

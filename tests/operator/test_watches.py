@@ -51,7 +51,7 @@ def start(
 
         def start(*flags: str, wait: bool = True) -> OperatorProcess:
             own = ["--namespaces", f"{api.namespace},{other.namespace}", "--identity", "watches"]
-            quick = ["--status-delay-seconds", "0.1", "--resync-seconds", "1", *LONG_LEASE, *flags]
+            quick = ["--status-delay-seconds", "0.1", "--resync-seconds", "0.6", *LONG_LEASE, *flags]
             operator = OperatorProcess(kubeconfig, tmp_path / "log", *own, *quick)
             stack.callback(operator.end)
             operator.start(wait=wait)

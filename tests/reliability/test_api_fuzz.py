@@ -24,7 +24,7 @@ CONCURRENCY: Final = int(os.environ.get("SKIFF_TEST_FUZZ_CONCURRENCY", "2"))
 FULL: Final = int(os.environ.get("SKIFF_TEST_FUZZ_REQUESTS", "50000"))
 SCHEMATHESIS_EXAMPLES: Final = int(os.environ.get("SKIFF_TEST_SCHEMATHESIS_EXAMPLES", "500"))
 """Examples for each operation and phase."""
-SHORT_EXAMPLES: Final = 5
+SHORT_EXAMPLES: Final = 3
 SEED: Final = 1984
 BASELINE_SECONDS: Final = 10.0
 MAX_STALL_MS: Final = 5000.0

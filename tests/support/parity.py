@@ -21,7 +21,7 @@ from skiff_runtime.worker.rank import FollowerChannel, LeaderChannel
 from skiff_runtime.worker.step_profiler import StepProfiler
 
 PROMPTS: Final = 40
-TOKENS: Final = 32
+TOKENS: Final = 24
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
 MAX_TURNS: Final = 20_000
 KV_TOKENS: Final = {1: 192, 16: 192, 64: 256}

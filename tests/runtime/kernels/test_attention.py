@@ -88,7 +88,7 @@ CASES_WITH_KV_DTYPE = [
     (2, 1, 17, 32, HALF, E4M3),
 ]
 """The same, with the type of the cache."""
-WHOLE_AND_SPLIT = [(*case, 1) for case in CASES_WITH_KV_DTYPE[::2]] + [
+WHOLE_AND_SPLIT = [(*case, 1) for case in CASES_WITH_KV_DTYPE[::4]] + [
     (*case, 1 << 12) for case in CASES_WITH_KV_DTYPE
 ]
 """The same, with the longest context: one program attends to all of it, or several to a part each."""

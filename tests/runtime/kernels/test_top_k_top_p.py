@@ -52,8 +52,19 @@ def keeps_what_the_definition_keeps(scaled: torch.Tensor, threshold: float, top_
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("vocab, spread", [(40, 3.0), (VOCAB, 0.1), (VOCAB, 3.0), (VOCAB, 12.0)])
+@pytest.mark.parametrize(
+    "vocab, spread, dtype",
+    [
+        (40, 3.0, torch.float32),
+        (VOCAB, 0.1, torch.bfloat16),
+        (VOCAB, 0.1, torch.float32),
+        (VOCAB, 3.0, torch.float16),
+        (VOCAB, 3.0, torch.float32),
+        (VOCAB, 12.0, torch.bfloat16),
+        (VOCAB, 12.0, torch.float16),
+    ],
+    ids=str,
+)
 def test_thresholds_keep_what_the_definition_keeps(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """Rows are flat, so that too many candidates are left to be gathered, usual, or hardly have a second token."""
     numbers = default_rng(vocab).standard_normal((len(REQUESTED), vocab)) * spread
