@@ -88,7 +88,7 @@ def test_it_is_fetched_once_and_served(kube: Kube, hub: str) -> None:
         timeout_seconds=120,
         explain=lambda: kube.run("describe", "pods", "-l", PODS),
     )
-    assert kube.is_ready("fetched")
+    kube.wait_ready("fetched", timeout_seconds=30)  # the operator reports the pod soon after the kubelet does
     kube.run("delete", "infsvc", "fetched", "--timeout=60s")
 
 
