@@ -131,7 +131,7 @@ def test_deletions_that_a_restarted_api_server_does_not_report_are_found(
 
     The short timeout bounds the pauses between attempts, which double while the API server is away.
     """
-    operator = start("--watch-timeout-seconds", "4")
+    operator = start("--watch-timeout-seconds", "2")
     create(api, "last")
     create(other, "gone", "stays")
     proxy.down()
