@@ -39,10 +39,8 @@ class Nodes:
         self._listing = asyncio.Lock()
 
     async def shortage(self, service: InferenceService) -> str:
-        """Return a message when no node can hold a pod of `service`; empty when one can, or when nodes are unknown."""
+        """Return a message when no node has the GPUs of a pod; empty when one has, or when nodes are unknown."""
         needed, resource = containers.gpus(service), containers.gpu_resource(service, self._settings)
-        if not needed:
-            return ""
         await self._refresh()
         if self._nodes is None:
             return ""

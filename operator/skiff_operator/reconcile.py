@@ -1,6 +1,5 @@
 """One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from skiff_operator import plan, status
@@ -10,6 +9,7 @@ from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
+from skiff_operator.resources import containers
 from skiff_operator.resources import service as service_builder
 from skiff_operator.settings import Settings
 from skiff_operator.workqueue import Key
@@ -95,10 +95,11 @@ class Reconciler:
     async def _report(self, key: Key, entry: Entry, pending: list[plan.Step]) -> None:
         """Write the status if it has changed; `pending` are the steps that remain."""
         facts = _facts(key, entry, pending)
-        if entry.service is not None and facts.problem is None and not facts.placed:
-            shortage = await self._nodes.shortage(entry.service)
-            if shortage:  # events may have come while the nodes were listed
-                facts = replace(_facts(key, entry, _pending(entry)), shortage=shortage)
+        service = entry.service
+        if service is not None and containers.gpus(service) and facts.problem is None and not facts.placed:
+            shortage = await self._nodes.shortage(service)
+            # Events may have come while the nodes were listed.
+            facts = _facts(key, entry, _pending(entry), shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
 
@@ -114,7 +115,7 @@ def _pending(entry: Entry) -> list[plan.Step]:
     return plan.steps(entry, entry.desired) if entry.desired is not None else []
 
 
-def _facts(key: Key, entry: Entry, pending: list[plan.Step]) -> status.Facts:
+def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "") -> status.Facts:
     """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
     desired, before = entry.desired, entry.status
@@ -132,4 +133,5 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step]) -> status.Facts:
         rollout=rollout,
         pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
         problem=entry.problem,
+        shortage=shortage,
     )

@@ -69,7 +69,7 @@ def running_service(model: Path | str, *flags: str, ready: bool = True) -> Itera
         service = Service(process, log)
         try:
             if ready:
-                service.url = _wait_ready(service)
+                service.url = wait_ready(service)
             yield service
         finally:
             family = [process.pid, *(child.pid for child in _descendants(process.pid))]
@@ -87,7 +87,8 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float = END_SECON
         time.sleep(0.02)
 
 
-def _wait_ready(service: Service) -> str:
+def wait_ready(service: Service) -> str:
+    """Wait for the line in the log that announces the service, and return the URL in it."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         found = _READY.search(service.log_text())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service import running_service, wait_until
+from service import running_service, wait_ready, wait_until
 from tiny_models import make_model
 
 from skiff_runtime.contract import EXIT_OK, EXIT_STARTUP_FAILED, EXIT_USAGE, PHASES
@@ -87,16 +87,14 @@ def test_child_that_dies_during_startup_ends_the_service(tmp_path: Path) -> None
 def test_service_is_announced_only_once_requests_are_accepted(tmp_path: Path) -> None:
     """The api process is slow to read the supervisor's message: scripts wait for the line in the log."""
     with running_service(make_model(tmp_path), ready=False) as service:
-        wait_until(lambda: re.search(r"process_ready process=api", service.log_text()) is not None)
+        wait_until(lambda: "process_ready process=api" in service.log_text())
         service.children["api"].suspend()
         processes = ("rank0", "tokenizer0", "detokenizer")
         wait_until(lambda: all(f"process_ready process={name}" in service.log_text() for name in processes))
         time.sleep(0.5)  # long enough for an announcement that does not wait
         assert "service_ready" not in service.log_text()
         service.children["api"].resume()
-        wait_until(lambda: "service_ready" in service.log_text())
-        [url] = re.findall(r" service_ready url=(\S+)", service.log_text())
-        assert service.http.get(url + "/readyz").status_code == 200
+        assert service.http.get(wait_ready(service) + "/readyz").status_code == 200
 
 
 def test_sigterm_during_startup_exits_cleanly(tmp_path: Path) -> None:
