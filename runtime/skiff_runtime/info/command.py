@@ -42,6 +42,7 @@ _CONFIG_FLAGS: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "rope_scaling",
     "tp_size",
     "max_running_requests",
     "max_num_batched_tokens",
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
-            "of the model"
+            "of the model; --rope-scaling extends them"
         )
     dtype = model.dtype if config.dtype == AUTO else config.dtype
     need = estimate_memory(config, model, dtype)
@@ -97,12 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_model(config: Config) -> ModelConfig:
     """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
     if not config.model.startswith(SCHEME):
-        return read_model_config(locate(config), max_model_len=config.max_model_len)
+        return _read_config(locate(config), config)
     reference = parse_reference(config.model, config.revision)
     cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
-        return read_model_config(path, max_model_len=config.max_model_len)
+        return _read_config(path, config)
+
+
+def _read_config(path: Path, config: Config) -> ModelConfig:
+    return read_model_config(path, max_model_len=config.max_model_len, rope_scaling=config.rope_scaling)
 
 
 def _gpus(arguments: argparse.Namespace) -> list[Gpu]:

@@ -12,7 +12,7 @@ from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
-from skiff_runtime.layers.rope_scaling import RopeScaling
+from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
 from skiff_runtime.models.quantization import (
     read_activation_scale_ub,
     read_quantization,
@@ -56,6 +56,7 @@ class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
     ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
+    ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
     ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
     """
 
@@ -85,11 +86,14 @@ class ModelConfig:
     sampling: SamplingDefaults
 
 
-def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelConfig:
+def read_model_config(
+    path: Path, *, max_model_len: int | None = None, rope_scaling: str | None = None
+) -> ModelConfig:
     """Read and check ``config.json`` and, where present, ``generation_config.json``.
 
     ``max_model_len`` is the longest sequence that will be served, if the user set one: a sliding window that such a
-    sequence cannot exceed does not matter. Raises ``ModelError`` with one message that names the file and the key.
+    sequence cannot exceed does not matter. ``rope_scaling`` is the value of ``--rope-scaling``. Raises ``ModelError``
+    with one message that names the file or the flag, and the key.
     """
     if not path.is_dir():
         problem = "is not a directory" if path.exists() else "does not exist"
@@ -101,9 +105,11 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
     generation = _generation_config(path)
-    theta, scaling = read_rope(config)
+    theta, scaling = read_rope(config, rope_scaling)
     heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
+    if isinstance(scaling, YarnScaling):
+        positions = scaling.max_position_embeddings
     layers = config.positive("num_hidden_layers")
     _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
     return ModelConfig(

@@ -30,6 +30,7 @@ _USED_FIELDS: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "rope_scaling",
     "tp_size",
     "attention_backend",
     "kernel_cache_dir",

@@ -90,7 +90,10 @@ def test_generation_config_is_optional(llama: Path) -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"by the method 'awq'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope type 'dynamic' is not supported.*dynamic NTK.*supported are .*--rope-scaling",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "'factor' must be above 0"),
         ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
