@@ -21,8 +21,11 @@ SETTINGS: Final[dict[str, Any]] = {"dtype": "bfloat16", "device": "cuda", "page_
 FLUSH: Final = -2
 
 
-def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
-    """Make a model in bfloat16 with four query heads of 128 dimensions per KV head."""
+def make_wide_model(directory: Path, family: str, *, seed: int = 41, **overrides: Any) -> Path:
+    """Make a model in bfloat16 with four query heads of 128 dimensions per KV head.
+
+    ``overrides`` replace further fields of the configuration.
+    """
     return make_model(
         directory,
         family,
@@ -33,6 +36,7 @@ def make_wide_model(directory: Path, family: str, *, seed: int = 41) -> Path:
         head_dim=128,
         num_attention_heads=8,
         num_key_value_heads=2,
+        **overrides,
     )
 
 

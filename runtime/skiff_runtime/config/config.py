@@ -71,6 +71,13 @@ class Config:
     max_model_len: int | None = option(
         None, "Model", "maximum length of prompt plus output, in tokens (default: the model's own)"
     )
+    rope_scaling: str | None = option(
+        None,
+        "Model",
+        "YaRN settings that extend the context, as JSON, instead of the model's own RoPE scaling: "
+        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768} serves factor times as many '
+        "tokens (default: the model's own)",
+    )
 
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = option(API_PORT, "Server", "port to listen on; 0: any free port, which is logged")

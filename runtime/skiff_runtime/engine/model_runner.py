@@ -162,4 +162,5 @@ def make_kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, t
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
+        windows=model.config.sliding_windows,
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
 from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
+from skiff_runtime.layers.rope_scaling import YarnScaling
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 from skiff_runtime.processes.resolve import locate
 
@@ -42,6 +44,7 @@ _CONFIG_FLAGS: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "rope_scaling",
     "tp_size",
     "max_running_requests",
     "max_num_batched_tokens",
@@ -80,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
-            "of the model"
+            "of the model; --rope-scaling extends them"
         )
     dtype = model.dtype if config.dtype == AUTO else config.dtype
     need = estimate_memory(config, model, dtype)
@@ -97,12 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_model(config: Config) -> ModelConfig:
     """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
     if not config.model.startswith(SCHEME):
-        return read_model_config(locate(config), max_model_len=config.max_model_len)
+        return _read_config(locate(config), config)
     reference = parse_reference(config.model, config.revision)
     cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
-        return read_model_config(path, max_model_len=config.max_model_len)
+        return _read_config(path, config)
+
+
+def _read_config(path: Path, config: Config) -> ModelConfig:
+    return read_model_config(path, max_model_len=config.max_model_len, rope_scaling=config.rope_scaling)
 
 
 def _gpus(arguments: argparse.Namespace) -> list[Gpu]:
@@ -128,6 +135,7 @@ def _as_json(
             "weight_bytes": need.weight_bytes,
             "kv_bytes_per_token": need.kv_bytes_per_token,
             "kv_bytes_for_max_model_len": need.kv_bytes_for_max_model_len,
+            "kv_bytes_read_at_max_model_len": need.kv_bytes_read_at_max_model_len,
             "working_bytes": need.working_bytes,
         },
         "gpus": [
@@ -155,11 +163,13 @@ def _print_tables(
         ("model", f"{config.model}, {model.architecture}"),
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
-        ("context", f"{need.max_model_len:,} tokens"),
+        ("context", f"{need.max_model_len:,} tokens{_describe_yarn(model)}"),
+        *_window_rows(model),
         ("parameters", f"{_count(parts.total)}: {by_part}"),
         (f"weights in {kinds}", _size(need.weight_bytes) + ranks),
         ("KV cache for a token", _size(need.kv_bytes_per_token) + ranks),
         ("KV cache for full context", _size(need.kv_bytes_for_max_model_len) + ranks),
+        *_read_rows(need, ranks),
         ("working memory, up to", _size(need.working_bytes) + ranks),
     ]
     console = Console(highlight=False)
@@ -167,6 +177,28 @@ def _print_tables(
     lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_fit_columns(each)) for each in fits]
     title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
+
+
+def _describe_yarn(model: ModelConfig) -> str:
+    scaling = model.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return ""
+    return f" (YaRN: {scaling.factor:g} times {scaling.original_max_position_embeddings:,})"
+
+
+def _window_rows(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return a row for each size of sliding windows."""
+    return [
+        ("sliding window", f"{window:,} tokens in {count} of {model.num_layers} layers")
+        for window, count in Counter(model.sliding_windows).items()
+        if window is not None
+    ]
+
+
+def _read_rows(need: MemoryNeed, ranks: str) -> list[tuple[str, str]]:
+    """Return the row of what a decode step reads of a full context, if windows make it less than the whole."""
+    read = need.kv_bytes_read_at_max_model_len
+    return [] if read == need.kv_bytes_for_max_model_len else [("of which a step reads", _size(read) + ranks)]
 
 
 def _fit_columns(found: GpuFit) -> tuple[str, str, str]:

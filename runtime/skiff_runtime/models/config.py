@@ -12,13 +12,14 @@ from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
-from skiff_runtime.layers.rope_scaling import RopeScaling
+from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
 from skiff_runtime.models.quantization import (
     read_activation_scale_ub,
     read_quantization,
     read_unquantized_projections,
 )
 from skiff_runtime.models.rope import read_rope
+from skiff_runtime.models.sliding_window import SlidingWindows, WindowDefaults, read_sliding_windows
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 MAX_TOP_K: Final = (1 << 31) - 1
@@ -26,18 +27,18 @@ MAX_TOP_K: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureDefaults:
-    """Defaults for absent keys of one architecture's ``config.json``, and whether a flag enables its sliding window."""
+    """Defaults for absent keys of one architecture's ``config.json``, and its sliding windows if it can have any."""
 
     head_dim: int | None = None
-    sliding_window: int | None = None
-    window_needs_flag: bool = False
+    windows: WindowDefaults | None = None
 
 
+QWEN_WINDOWS: Final = WindowDefaults(4096, needs_flag=True, by_layer=True)
 ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
     "LlamaForCausalLM": ArchitectureDefaults(),
-    "MistralForCausalLM": ArchitectureDefaults(sliding_window=4096),
-    "Qwen2ForCausalLM": ArchitectureDefaults(window_needs_flag=True),
-    "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, window_needs_flag=True),
+    "MistralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096)),
+    "Qwen2ForCausalLM": ArchitectureDefaults(windows=QWEN_WINDOWS),
+    "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, windows=QWEN_WINDOWS),
 }
 
 
@@ -56,6 +57,8 @@ class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
     ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
+    ``max_position_embeddings`` is the longest context, which YaRN's factor extends. ``sliding_windows`` has the window
+    of each layer in tokens, None for full attention and for a window that no served sequence exceeds.
     ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
     """
 
@@ -73,6 +76,7 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling
     max_position_embeddings: int
+    sliding_windows: SlidingWindows
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -85,11 +89,13 @@ class ModelConfig:
     sampling: SamplingDefaults
 
 
-def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelConfig:
+def read_model_config(
+    path: Path, *, max_model_len: int | None = None, rope_scaling: str | None = None
+) -> ModelConfig:
     """Read and check ``config.json`` and, where present, ``generation_config.json``.
 
-    ``max_model_len`` is the longest sequence that will be served, if the user set one: a sliding window that such a
-    sequence cannot exceed does not matter. Raises ``ModelError`` with one message that names the file and the key.
+    ``max_model_len`` is the longest sequence that will be served, if the user set one, and ``rope_scaling`` the value
+    of ``--rope-scaling``. Raises ``ModelError`` with one message that names the file or the flag, and the key.
     """
     if not path.is_dir():
         problem = "is not a directory" if path.exists() else "does not exist"
@@ -101,11 +107,12 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
     generation = _generation_config(path)
-    theta, scaling = read_rope(config)
+    theta, scaling = read_rope(config, rope_scaling)
     heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
+    if isinstance(scaling, YarnScaling):
+        positions = scaling.max_position_embeddings
     layers = config.positive("num_hidden_layers")
-    _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
         tokenizer_path=path,
@@ -121,6 +128,9 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=positions,
+        sliding_windows=read_sliding_windows(
+            config, defaults.windows, layers=layers, max_sequence=min(positions, max_model_len or positions)
+        ),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
@@ -181,31 +191,6 @@ def _heads(config: JsonObject, defaults: ArchitectureDefaults) -> tuple[int, int
     if head_dim % 2:
         raise ModelError(f"{config.source}: 'head_dim' must be even, not {head_dim}")
     return heads, kv_heads, head_dim
-
-
-def _refuse_sliding_window(config: JsonObject, defaults: ArchitectureDefaults, max_sequence: int) -> None:
-    """Refuse a sliding window that is shorter than the longest served sequence, if any layer uses it."""
-    window = config.get("sliding_window") if config.has("sliding_window") else defaults.sliding_window
-    enabled = defaults.sliding_window is not None
-    if defaults.window_needs_flag:
-        enabled = config.flag("use_sliding_window")
-    if window is None or not enabled or not _has_sliding_layer(config):
-        return
-    window = config.positive("sliding_window", defaults.sliding_window)
-    if window < max_sequence:
-        raise ModelError(
-            f"{config.source}: sliding-window attention ('sliding_window': {window}) is not supported; "
-            f"--max-model-len {window} or less serves the model without it"
-        )
-
-
-def _has_sliding_layer(config: JsonObject) -> bool:
-    """Return whether any layer uses the sliding window."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return "sliding_attention" in kinds
-    first = config.get("max_window_layers")
-    return not isinstance(first, int) or first < config.positive("num_hidden_layers")
 
 
 def _dtype(config: JsonObject) -> str:

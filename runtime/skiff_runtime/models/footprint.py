@@ -108,6 +108,15 @@ def kv_bytes_per_token(model: ModelConfig, tp_size: int, element_bytes: int) -> 
     return 2 * model.num_layers * local_kv_heads(model, tp_size) * model.head_dim * element_bytes
 
 
+def kv_bytes_read(model: ModelConfig, tp_size: int, element_bytes: int, context: int) -> int:
+    """Compute the bytes of a rank's KV cache that a decode step reads for one row after ``context`` tokens.
+
+    A layer with a sliding window reads no more than that; the cache holds all tokens nevertheless.
+    """
+    layer_bytes = kv_bytes_per_token(model, tp_size, element_bytes) // model.num_layers
+    return layer_bytes * sum(min(context, window or context) for window in model.sliding_windows)
+
+
 def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, element_bytes: int) -> int:
     """Estimate, from above, the bytes of a rank's steps and tables besides weights and KV cache.
 
@@ -123,7 +132,9 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
     activations = config.max_num_batched_tokens * width * 4
     context = config.max_model_len or model.max_position_embeddings
     cached_bytes = 0 if config.kv_cache_dtype == AUTO else 1
-    gathered = 2 * context * local_kv_heads(model, tp_size) * model.head_dim * (element_bytes + cached_bytes)
+    chunk = config.max_num_batched_tokens
+    read = max(min(context, (window or context) + chunk) for window in model.sliding_windows)
+    gathered = 2 * read * local_kv_heads(model, tp_size) * model.head_dim * (element_bytes + cached_bytes)
     dequantized = 0
     if config.device == "cpu":
         gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)

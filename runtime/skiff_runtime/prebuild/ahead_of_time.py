@@ -76,11 +76,9 @@ class _FakeRank:
             self._device,
             config.running_limit,
             layout.kv_heads,
-            max_model_len,
-            context.dtype,
-            layout.dtype,
-            model.head_dim,
         )
+        self._attention_types = context.dtype, layout.dtype, model.head_dim
+        self._max_model_len, self._windows = max_model_len, layout.distinct_windows
         cpu = torch.device("cpu")  # no staging buffers: pinned memory needs a driver
         self._tables = SlotTables(config.max_running_requests, max_model_len, config.page_size, cpu)
         self._tables.enable_shared_prefix(0 if config.disable_cascade_attn else backend.shared_prefix_rows)
@@ -93,7 +91,13 @@ class _FakeRank:
         """Return numbers of decode rows that together launch every variant of the attention kernels."""
         if shared and self._tables.shared_prefix is None:
             return []
-        return find_row_counts_by_variant(*self._attention_shape, shared=shared)
+        counts: list[int] = []
+        for window in [None] if shared else self._windows:
+            longest = min(self._max_model_len, window or self._max_model_len)
+            counts += find_row_counts_by_variant(
+                *self._attention_shape, longest, *self._attention_types, shared=shared
+            )
+        return sorted(frozenset(counts))
 
     def run_mixed(self, decode_rows: int, tokens: int, *, shared: bool = False) -> None:
         """Run a mixed batch of decode rows and one prefill row of ``tokens`` tokens."""

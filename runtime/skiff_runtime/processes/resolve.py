@@ -31,7 +31,9 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
     keys = config.api_key + read_api_keys(config.api_key_file, "--api-key-file")
     admin_keys = config.admin_api_key + read_api_keys(config.admin_api_key_file, "--admin-api-key-file")
-    model = read_model_config(locate(config), max_model_len=config.max_model_len)
+    model = read_model_config(
+        locate(config), max_model_len=config.max_model_len, rope_scaling=config.rope_scaling
+    )
     model = replace(
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
@@ -118,7 +120,8 @@ def _choose_max_model_len(config: Config, model: ModelConfig) -> int:
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} exceeds the {longest} positions of this model"
+            f"--max-model-len {config.max_model_len} exceeds the {longest} positions of this model; --rope-scaling "
+            "extends them"
         )
     return config.max_model_len
 

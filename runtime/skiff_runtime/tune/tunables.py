@@ -26,7 +26,11 @@ from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
 from skiff_runtime.kernels.torch_internals import scaled_mm
-from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.decode_attention import (
+    DecodeAttention,
+    DecodeRows,
+    max_group_rows,
+)
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
 from skiff_runtime.kernels.triton.fp8.stream_k_gemm import stream_k_gemm
@@ -107,7 +111,7 @@ def _decode(
             for _ in range(_sets(pool_bytes))
         ]
         slots = torch.arange(rows, dtype=torch.int32, device=device)
-        tables = slots, _upload(table, device), _upload(longest_first, device)
+        decode_rows = DecodeRows(slots, _upload(table, device), _upload(longest_first, device), PAGE_SIZE)
         output = torch.empty_like(queries)
 
         def make_launches() -> Sequence[Launch]:
@@ -123,9 +127,7 @@ def _decode(
                     min_split_tokens=tuning_for(device).shared_prefix.min_split_tokens,
                 )
                 shared = unpack_shared_prefixes(_upload(packed, device), rows)
-            attend = DecodeAttention(
-                queries, pools[0], *tables, PAGE_SIZE, max_seq_len=MAX_SEQ_LEN, shared=shared
-            )
+            attend = DecodeAttention(queries, pools[0], decode_rows, max_seq_len=MAX_SEQ_LEN, shared=shared)
             return [partial(attend, queries, pool, output) for pool in pools]
 
         return make_launches

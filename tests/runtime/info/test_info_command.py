@@ -138,6 +138,24 @@ def test_tables_and_json_show_sizes_and_fit(tmp_path: Path) -> None:
     assert two_ranks["quantization"] == "none" and two_ranks["config"]["unquantized"] == []
 
 
+def test_windows_and_scaled_context_are_shown(tmp_path: Path) -> None:
+    """A decode step reads no more than the windows, whereas the cache holds the whole context."""
+    mistral = {**LLAMA_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    path = describe(tmp_path, {**mistral, "max_position_embeddings": 32768, "rope_scaling": None})
+    shown = info(path)
+    assert shown.returncode == 0, shown.stderr
+    assert "4,096 tokens in 32 of 32 layers" in shown.stdout
+    found = json.loads(info(path, "--json").stdout)
+    assert found["config"]["sliding_windows"] == [4096] * 32
+    assert found["each_rank"]["kv_bytes_read_at_max_model_len"] == 4096 * (128 << 10)
+    assert found["each_rank"]["kv_bytes_for_max_model_len"] == 32768 * (128 << 10)
+    short = info(path, "--max-model-len", "4096").stdout
+    assert "sliding window" not in short and "of which a step reads" not in short
+    yarn = '{"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}'
+    scaled = info(path, "--rope-scaling", yarn)
+    assert "131,072 tokens (YaRN: 4 times 32,768)" in scaled.stdout
+
+
 def test_only_the_configuration_of_a_hub_model_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +175,7 @@ def test_only_the_configuration_of_a_hub_model_is_downloaded(
     [
         (("demo://", "--tp", "3"), "--tp 3 does not divide"),
         (("demo://", "--max-model-len", "9999"), "--max-model-len 9999 exceeds the 2048 positions"),
+        (("demo://", "--rope-scaling", "{}"), "--rope-scaling: 'rope_type' must be 'yarn', not 'default'"),
         (("demo://", "--gpu", "Abacus"), "--gpu"),
         (("demo://", "--gpu-memory", "-1"), "--gpu-memory"),
         (("/nowhere",), "/nowhere does not exist"),

@@ -83,6 +83,19 @@ def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[
         assert first and all(other == first for other in others), kernel
 
 
+def test_attention_kernels_are_compiled_for_each_window(tmp_path: Path) -> None:
+    """A step of a model with windows in some layers launches both variants; only full attention shares prefixes."""
+    options = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
+    mixed = launches(make_model(tmp_path / "mixed", "qwen3", **options), 1)
+    for kernel in ("decode_attention_kernel", "prefill_attention_kernel"):
+        assert constants(mixed, kernel, "WINDOW") == {(0,), (48,)}, kernel
+    found = constants(mixed, "decode_attention_kernel", "WINDOW", "HAS_PREFIXES")
+    assert found == {(0, False), (0, True), (48, False)}
+    every = launches(make_model(tmp_path / "every", "mistral", sliding_window=48), 1)
+    assert constants(every, "decode_attention_kernel", "WINDOW", "HAS_PREFIXES") == {(48, False)}
+    assert "shared_prefix_attention_kernel" not in {launch[0] for launch in every}
+
+
 def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model: Path) -> None:
     """The vocabulary's size is odd, so the last rank's share is shorter."""
     assert launches(model, 4, 3) == found[4]
