@@ -17,6 +17,9 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, normalizers
 
+from skiff_runtime.conversion.gguf_vocabulary import GgufVocabulary
+from skiff_runtime.errors import ModelError
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 _SPACE: Final = "\u2581"
@@ -43,7 +46,7 @@ def main() -> int:
     model, source, target = map(Path, sys.argv[1:])
     try:
         convert(model, source, target)
-    except ConversionError as error:
+    except (ConversionError, ModelError) as error:
         print(error, file=sys.stderr)
         return 1
     except Exception as error:  # noqa: BLE001 (the process ends here, and transformers may raise anything)
@@ -53,8 +56,10 @@ def main() -> int:
 
 
 def convert(model: Path, source: Path, target: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into ``target``. Raises ``ConversionError``."""
-    if source.name == _TEKKEN_NAME:
+    """Write tokenizer.json and tokenizer_config.json into ``target``. Raises ``ConversionError`` or ``ModelError``."""
+    if is_gguf(source):
+        _convert_gguf(GgufVocabulary(source), target)
+    elif source.name == _TEKKEN_NAME:
         _require("tiktoken")
         _save(_load_staged(model, source, source.name), target, _tekken(source))
     elif _is_tiktoken(source):
@@ -66,6 +71,18 @@ def convert(model: Path, source: Path, target: Path) -> None:
         _convert_sentencepiece(model, source, target)
     else:
         _save(_load_staged(model, source, source.name), target, None)
+
+
+def _convert_gguf(vocabulary: GgufVocabulary, target: Path) -> None:
+    """Convert the vocabulary in a GGUF file, with its chat template."""
+    if vocabulary.is_sentencepiece:
+        _require("sentencepiece", "google.protobuf")
+        with tempfile.TemporaryDirectory() as staged:
+            _convert_sentencepiece(Path(staged), vocabulary.stage_sentencepiece(Path(staged)), target)
+    else:
+        vocabulary.build_byte_level().save(str(target / "tokenizer.json"))
+    vocabulary.check(Tokenizer.from_file(str(target / "tokenizer.json")))
+    vocabulary.write_settings(target)
 
 
 def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:

@@ -20,4 +20,11 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling | None
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Divisors of the head_dim / 2 frequencies, one for each: the scaling of Llama 3.1 as a GGUF file stores it."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling
+from skiff_runtime.layers.rope_scaling import FrequencyFactors, LinearScaling, Llama3Scaling, RopeScaling
 from skiff_runtime.layers.sharding import LayerContext
 
 
@@ -49,6 +49,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> to
             return frequencies / scaling.factor
         case Llama3Scaling():
             return _scale_as_llama3(frequencies, scaling)
+        case FrequencyFactors():
+            return frequencies / torch.tensor(scaling.factors)
     return frequencies
 
 
