@@ -130,7 +130,11 @@ class GgufVocabulary:
         proto.trainer_spec.byte_fallback = True
         proto.trainer_spec.vocab_size = len(self._tokens)
         named = self.special_tokens()
-        for name, piece in (("bos_token", "bos_piece"), ("eos_token", "eos_piece"), ("unk_token", "unk_piece")):
+        for name, piece in (
+            ("bos_token", "bos_piece"),
+            ("eos_token", "eos_piece"),
+            ("unk_token", "unk_piece"),
+        ):
             if name in named:
                 setattr(proto.trainer_spec, piece, named[name])
         proto.normalizer_spec.name = "identity"
@@ -166,7 +170,9 @@ class GgufVocabulary:
         for number, token in enumerate(self._tokens):
             if tokenizer.id_to_token(number) != token:
                 found = tokenizer.id_to_token(number)
-                raise self._error("tokens", f"token {number} is {token!r}, but {found!r} after the conversion")
+                raise self._error(
+                    "tokens", f"token {number} is {token!r}, but {found!r} after the conversion"
+                )
 
     def special_tokens(self) -> dict[str, str]:
         """Return the special tokens by their names in a tokenizer_config.json."""

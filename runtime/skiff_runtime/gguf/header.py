@@ -110,9 +110,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
 class _HeaderReader:
     """The position in one header, and the bytes of it that were read so far."""
 
-    def __init__(
-        self, path: Path, stream: BufferedReader, file_bytes: int, arrays: Collection[str]
-    ) -> None:
+    def __init__(self, path: Path, stream: BufferedReader, file_bytes: int, arrays: Collection[str]) -> None:
         self._path = path
         self._stream = stream
         self._file_bytes = file_bytes

@@ -16,7 +16,9 @@ def find_gguf(path: Path) -> Path:
         return path
     names = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if len(names) > 1:
-        raise ModelError(f"{path} holds {len(names)} GGUF files; --model takes one of them: {', '.join(names)}")
+        raise ModelError(
+            f"{path} holds {len(names)} GGUF files; --model takes one of them: {', '.join(names)}"
+        )
     return path / names[0] if names else path
 
 
@@ -29,7 +31,11 @@ def select_by_quant_type(names: Sequence[str], quant_type: str) -> list[str]:
     found = [name for name in names if name.endswith(SUFFIX)]
     if not quant_type:
         return found
-    endings = tuple(f"{separator}{quant_type}{SUFFIX}".lower() for separator in "-._")
-    found = [name for name in found if name.lower().endswith(endings)]
+    ending = f"{quant_type}{SUFFIX}".lower()
+    found = [
+        name
+        for name in found
+        if name.lower() == ending or name.lower().endswith((f"-{ending}", f".{ending}"))
+    ]
     shortest = [name for name in found if len(name) == min(map(len, found))]
     return shortest if len(shortest) == 1 else found

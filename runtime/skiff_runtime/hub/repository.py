@@ -95,13 +95,15 @@ class RepositoryListing:
         if self.is_gguf:
             return [self._gguf_file(quant_type)]
         if quant_type:
-            raise FetchError(f"the repository has no GGUF files alone, so {quant_type!r} chooses none; omit it")
+            raise FetchError(
+                f"the repository has no GGUF files alone, so {quant_type!r} chooses none; omit it"
+            )
         found = {file.name: file for file in self.files if file.name.endswith(".safetensors")}
         if any(file.name == INDEX for file in self.files):
             return _files_in_index((snapshot / INDEX).read_bytes(), found)
         if not found:
             raise FetchError(
-                "the repository has neither *.safetensors nor *.gguf files, and Skiff reads no other weight format"
+                "the repository has no *.safetensors and no *.gguf files, and Skiff reads no other weight format"
             )
         return [found[SINGLE]] if SINGLE in found else list(found.values())
 
@@ -109,7 +111,9 @@ class RepositoryListing:
         names = [file.name for file in self.files if file.name.endswith(SUFFIX)]
         found = select_by_quant_type(names, quant_type)
         if len(found) != 1:
-            chosen = f"{quant_type!r} chooses {', '.join(found) or 'none'} of its" if quant_type else "it has the"
+            chosen = (
+                f"{quant_type!r} chooses {', '.join(found) or 'none'} of its" if quant_type else "it has the"
+            )
             raise FetchError(
                 f"{chosen} GGUF files {', '.join(sorted(names))}: choose one by its quantization, as in "
                 "hf://org/name:Q4_K_M"

@@ -169,7 +169,9 @@ def _dequantize(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
     """Dequantize rows of blocks, uint8 [count, bytes] -> float32 [count, elements]."""
     from gguf import GGMLQuantizationType, dequantize  # imported only where a rank reads such a file
 
-    with np.errstate(all="ignore"):  # a corrupt scale may be anything; the engine reports logits that are not finite
+    with np.errstate(
+        all="ignore"
+    ):  # a corrupt scale may be anything; the engine reports logits that are not finite
         # The package loops over groups of 16 rows in Python, so it gets all of them as one.
         values: NDArray[np.float32] = dequantize(rows.reshape(1, -1), GGMLQuantizationType[type_name])
     return values.reshape(len(rows), -1)

@@ -80,7 +80,9 @@ def read_gguf_config(path: Path) -> GgufConfig:
             raise meta.error(name, f"must be {head_dim}, the size of a head; other sizes are not supported")
     has_biases = "blk.0.attn_q.bias" in header.tensors
     config = {
-        "architectures": ["MistralForCausalLM" if architecture == "llama" and window else ARCHITECTURES[architecture]],
+        "architectures": [
+            "MistralForCausalLM" if architecture == "llama" and window else ARCHITECTURES[architecture]
+        ],
         "vocab_size": meta.own_count("vocab_size", meta.length(TOKENS)),
         "hidden_size": hidden,
         "intermediate_size": meta.own_count("feed_forward_length"),
@@ -153,8 +155,14 @@ class _Metadata:
         value = self._values.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < (self.length(TOKENS) or 0):
-            raise ModelError(f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not 0 <= value < (self.length(TOKENS) or 0)
+        ):
+            raise ModelError(
+                f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {value!r}"
+            )
         return value
 
     def refuse(self, names: Collection[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from engine_driver import make_config
 from fake_hub import running_hub
 from fp8_checkpoints import COMPRESSED
+from gguf_models import make_gguf
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
@@ -136,6 +137,18 @@ def test_tables_and_json_show_sizes_and_fit(tmp_path: Path) -> None:
     assert two_ranks["each_rank"]["kv_bytes_per_token"] == 64 << 10
     assert two_ranks["parameters"]["total"] == 8_030_261_248 and two_ranks["gpus"][0]["fits"]
     assert two_ranks["quantization"] == "none" and two_ranks["config"]["unquantized"] == []
+
+
+def test_gguf_file_is_described_by_its_metadata(tmp_path: Path) -> None:
+    path = make_gguf(tmp_path, "qwen3", "Q4_K")
+    found = json.loads(info(str(path), "--json", "--gpu", "L4").stdout)
+    original = json.loads(info(str(tmp_path / "hf"), "--json", "--gpu", "L4", "--dtype", "bfloat16").stdout)
+    assert found["architecture"] == "Qwen3ForCausalLM" and found["dtype"] == "bfloat16"
+    for key in ("parameters", "each_rank", "gpus"):
+        assert found[key] == original[key]
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = info(str(path))
+    assert damaged.returncode == 2 and "tiny-Q4_K.gguf is truncated or corrupt" in damaged.stderr
 
 
 def test_only_the_configuration_of_a_hub_model_is_downloaded(
