@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
-	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py) \
+	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
 	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs \
 	nan_logits batch_invariance engine)) \
 	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)

@@ -42,7 +42,7 @@ _REFUSED: Final = (
     "final_logit_softcapping",
     "use_parallel_residual",
     "pooling_type",
-    "rope.scaling.attn_factor",
+    "attention.sliding_window_pattern",
     "rope.scaling.yarn_log_multiplier",
 )
 """Keys that change the computation, if they are there and not 0."""
@@ -196,6 +196,11 @@ def _rope_scaling(meta: _Metadata) -> dict[str, Any]:
     if kind != "linear":
         original = meta.own_count("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = original
+    for name in ("beta_fast", "beta_slow"):
+        if meta.own_number(f"rope.scaling.yarn_{name}", 0.0):
+            scaling[name] = meta.own_number(f"rope.scaling.yarn_{name}")
+    if meta.own_number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise meta.error("rope.scaling.attn_factor", "other than 1 is not supported")
     return scaling
 
 
