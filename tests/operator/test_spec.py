@@ -38,6 +38,7 @@ def test_there_and_back_again() -> None:
     [
         ("demo://", ("demo", "", "")),
         ("hf://Qwen/Qwen3-0.6B", ("hf", "Qwen/Qwen3-0.6B", "")),
+        ("hf://Qwen/Qwen3-0.6B-GGUF:Q8_0", ("hf", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "")),
         ("pvc://models", ("pvc", "models", "")),
         ("pvc://models/a/b/", ("pvc", "models", "a/b")),
         ("file:///srv/llama", ("file", "/srv/llama", "")),

@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(FLAG_MODEL, required=True, metavar="URI", help="the model: hf://org/name, or hf://org/name:Q4_K_M for a GGUF file")
+    parser.add_argument(
+        FLAG_MODEL,
+        required=True,
+        metavar="URI",
+        help="the model: hf://org/name, or hf://org/name:Q4_K_M for a GGUF file",
+    )
     parser.add_argument(
         FLAG_REVISION,
         default=None,
