@@ -41,7 +41,7 @@ def read(directory: Path, **changes: tuple[int, Any] | None) -> ModelConfig:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configuration_equals_that_of_the_original(tmp_path: Path, family: str) -> None:
-    path = make_gguf(tmp_path, family, attention_bias=False)
+    path = make_gguf(tmp_path, family)
     original = read_model_config(tmp_path / "hf")
     found = read_model_config(path)
     if family == "llama":
