@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
 from skiff_runtime.conversion.gguf_vocabulary import GgufVocabulary
 from skiff_runtime.errors import ModelError
@@ -89,7 +89,7 @@ def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
     """Save the first of transformers' conversions that encodes like SentencePiece.
 
     The generic conversion omits the space that SentencePiece puts before a text, and Llama's drops a space that the text
-    begins with, so each is tried as it is and with another normalizer.
+    begins with, so each is tried as it is, with another normalizer, and for models that add no space.
     """
     reference, user_defined = _sentencepiece(source)
     is_llama = str(_read_config(model).get("tokenizer_class", "Llama")).startswith("Llama")
@@ -97,7 +97,7 @@ def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
     for load in (_load_llama, _load_staged) if is_llama else (_load_staged, _load_llama):
         tokenizer = load(model, source, source.name)
         _add_user_defined(tokenizer, user_defined)
-        for adapt in (None, _prepend_space):
+        for adapt in (None, _prepend_space, _add_no_space):
             if adapt is not None:
                 adapt(tokenizer)
             try:
@@ -143,6 +143,14 @@ def _prepend_space(tokenizer: Any) -> None:
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+
+
+def _add_no_space(tokenizer: Any) -> None:
+    """Neither add a space before a text nor strip one from it, as SentencePiece does without ``add_dummy_prefix``."""
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _add_user_defined(tokenizer: Any, pieces: list[str]) -> None:

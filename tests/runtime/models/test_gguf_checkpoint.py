@@ -99,7 +99,8 @@ def test_rows_and_columns_are_dequantized_as_by_the_package(tmp_path: Path, kind
 def test_tokens_equal_transformers_on_the_same_file(tmp_path: Path, family: str, kind: str) -> None:
     path = make_gguf(tmp_path, family, kind, seed=3)
     outputs = greedy(path)
-    reference = load_gguf_reference(path, tmp_path / "hf")
+    # A file of Mistral's is one of the architecture llama, to transformers as well.
+    reference = load_gguf_reference(path, None if family == "mistral" else tmp_path / "hf")
     assert oracle_choices(reference, PROMPTS, outputs) == outputs
     assert count_parameters(read_model_config(path)).total == reference.num_parameters()
 
