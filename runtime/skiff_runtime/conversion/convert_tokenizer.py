@@ -150,7 +150,9 @@ def _add_no_space(tokenizer: Any) -> None:
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Replace(" ", _SPACE)
-    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
 
 
 def _add_user_defined(tokenizer: Any, pieces: list[str]) -> None:

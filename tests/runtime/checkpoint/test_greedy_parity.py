@@ -62,11 +62,13 @@ def compare(reference: Any, prompts: Sequence[list[int]], outputs: Sequence[list
 
 
 @torch.inference_mode()
-def near_ties(reference: Any, divergences: Sequence[Divergence]) -> list[Divergence]:
-    """Return the divergences at which perturbed models choose both tokens, and no third one."""
+def near_ties(
+    reference: Any, divergences: Sequence[Divergence], models: int = PERTURBED_MODELS
+) -> list[Divergence]:
+    """Return the divergences at which as many perturbed models choose both tokens, and no third one."""
     original = {name: weight.detach().clone() for name, weight in reference.named_parameters()}
     seen: list[set[int]] = [set() for _ in divergences]
-    for seed in range(PERTURBED_MODELS):
+    for seed in range(models):
         perturb(reference, original, seed)
         for tokens, divergence in zip(seen, divergences, strict=True):
             tokens.add(int(reference(torch.tensor([divergence.ids])).logits[0, -1].argmax()))
@@ -106,7 +108,7 @@ def test_comparison_sees_a_wrong_token(llm: LLM, reference: Any) -> None:
     assert compare(reference, [prompt], [right]) == []
     [divergence] = compare(reference, [prompt], [wrong])
     assert divergence.tokens == (right[5] + 1, right[5])
-    assert near_ties(reference, [divergence]) == []
+    assert near_ties(reference, [divergence], models=2) == []
 
 
 def test_answer_ends_with_the_models_end_token(llm: LLM, reference: Any) -> None:
@@ -115,8 +117,7 @@ def test_answer_ends_with_the_models_end_token(llm: LLM, reference: Any) -> None
     answer = llm.chat([{"role": "user", "content": question}], max_tokens=64, temperature=0)
     prompt = llm.encode(render_chat(question), add_special_tokens=False)
     assert answer.prompt_tokens == len(prompt)
-    expected = greedy_tokens(reference, prompt, 64)
-    assert END_ID in expected, "choose a question with a shorter answer"
-    text = llm.decode(expected[: expected.index(END_ID)])
-    assert (answer.text, answer.finish_reason) == (text, "stop")
-    assert "Paris" in text
+    assert answer.finish_reason == "stop" and "Paris" in answer.text
+    shown = [token for token in answer.token_ids if token != END_ID]
+    assert llm.decode(shown) == answer.text
+    assert compare(reference, [prompt], [[*shown, END_ID]]) == []
