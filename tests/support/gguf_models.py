@@ -173,7 +173,8 @@ def _add_tensor(
     if kind in QUANTIZED_BY_PACKAGE:
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), number), raw_dtype=number)
     else:
-        writer.add_tensor(name, random_blocks(kind, *values.shape, random), raw_dtype=number)
+        rows, columns = values.shape
+        writer.add_tensor(name, random_blocks(kind, rows, columns, random), raw_dtype=number)
 
 
 def _gguf_name(name: str) -> str:

@@ -82,7 +82,7 @@ class GgufVocabulary:
         header = read_header(path, _ARRAYS)
         self._path = path
         self._values = header.metadata
-        self._model = self._value("model", str)
+        self._model: str = self._value("model", str)
         if self._model not in ("gpt2", "llama"):
             raise self._error("model", f"{self._model!r} is not supported; supported are 'gpt2' and 'llama'")
         self._tokens = self._list("tokens", str)
@@ -102,15 +102,15 @@ class GgufVocabulary:
         merges = [tuple(merge.split(" ")) for merge in self._list("merges", str)]
         if not all(len(merge) == 2 for merge in merges):
             raise self._error("merges", "must be pairs of tokens")
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))  # type: ignore[arg-type]
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.single_digits else []
         if pre.words is not None:
             steps.append(pre_tokenizers.Split(Regex(pre.words), behavior="isolated"))
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.words is None))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         if pre.nfc:
-            tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
-        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(self._added(_CONTROL))
         tokenizer.add_tokens(self._added(_USER_DEFINED))
         self._add_bos_and_eos(tokenizer, adds_bos=pre.adds_bos)
@@ -207,7 +207,7 @@ class GgufVocabulary:
         eos = named.get("eos_token") if self._flag("add_eos_token", False) else None
         used = [token for token in (bos, eos) if token is not None]
         if used:
-            tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            tokenizer.post_processor = processors.TemplateProcessing(
                 single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
                 special_tokens=[(token, self._tokens.index(token)) for token in dict.fromkeys(used)],
             )

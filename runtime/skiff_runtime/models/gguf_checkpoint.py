@@ -89,7 +89,7 @@ class GgufSource:
 
     def _read(self, offset: int, count: int) -> NDArray[np.uint8]:
         target = np.empty(count, dtype=np.uint8)
-        view, done = memoryview(target), 0
+        view, done = target.data, 0
         while done < count:
             try:
                 read = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -183,5 +183,5 @@ def _undo_permutation(values: torch.Tensor, head_dim: int) -> torch.Tensor:
     It interleaves the two halves of a head, because its rotary embedding rotates neighbouring elements; ours, as
     Hugging Face's, rotates element i with element i + head_dim / 2.
     """
-    heads = values.unflatten(0, (-1, head_dim // 2, 2))
+    heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
     return heads.transpose(1, 2).reshape(values.shape)

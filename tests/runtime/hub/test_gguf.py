@@ -8,7 +8,6 @@ from fake_hub import FakeHub, commit_of, running_hub
 from gguf_models import make_gguf
 
 from skiff_runtime.config import Config
-from skiff_runtime.contract import ENV_HUB_ENDPOINT
 from skiff_runtime.errors import ConfigError, FetchError
 from skiff_runtime.hub import hub_client as client
 from skiff_runtime.hub.fetch import fetch, fetch_config
@@ -96,11 +95,8 @@ def test_quantization_is_refused_for_a_model_with_safetensors(tmp_path: Path) ->
         fetch(parse_reference("hf://acme/tiny:Q8_0"), tmp_path / "cache", endpoint=hub.url)
 
 
-def test_uri_is_resolved_to_a_model_with_its_tokenizer(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENV_HUB_ENDPOINT, hub.url)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+def test_uri_is_resolved_to_a_model_with_its_tokenizer(hub: FakeHub, tmp_path: Path) -> None:
+    fetch(parse_reference("hf://acme/tiny-GGUF:Q8_0"), tmp_path / "cache", endpoint=hub.url)
     options = {"model": "hf://acme/tiny-GGUF:Q8_0", "download_dir": str(tmp_path / "cache"), "device": "cpu"}
     config, model = resolve(Config(**options))  # type: ignore[arg-type]
     assert model.path.name == FILES[1] and model.architecture == "LlamaForCausalLM"
@@ -111,9 +107,10 @@ def test_uri_is_resolved_to_a_model_with_its_tokenizer(
 def test_configuration_alone_cannot_be_fetched_but_is_read_from_the_cache(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     reference = parse_reference("hf://acme/tiny-GGUF:Q8_0")
-    with pytest.raises(FetchError, match="whose configuration is inside of its file; download it first"):
-        fetch_config(reference, tmp_path / "cache", tmp_path / "temporary")
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        with pytest.raises(FetchError, match="whose configuration is inside of its file; download it first"):
+            fetch_config(reference, tmp_path / "cache", tmp_path / "temporary")
     path = fetch(reference, tmp_path / "cache", endpoint=hub.url)
     assert fetch_config(reference, tmp_path / "cache", tmp_path / "temporary") == path
