@@ -45,7 +45,8 @@ class Config:
     model: str = option(
         "demo://",
         "Model",
-        "the model: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
+        "the model: a directory or GGUF file, file:///path, hf://org/name (hf://org/name:Q4_K_M chooses a GGUF file), "
+        "demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     download_dir: str | None = option(
@@ -54,8 +55,11 @@ class Config:
     served_model_name: str | None = option(
         None, "Model", "the model's name in the API (default: the last part of --model)"
     )
-    load_format: Literal["safetensors", "dummy"] = option(
-        "safetensors", "Model", "dummy: seeded random weights instead of the model's files, for benchmarks"
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
+        AUTO,
+        "Model",
+        "dummy: seeded random weights instead of the model's files, for benchmarks (auto: the model's files, safetensors "
+        "or GGUF)",
     )
     dtype: Dtype = option(
         AUTO,

@@ -26,8 +26,9 @@ from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
 Show a model's shape, the memory that each part of it takes on each rank, and the number
-of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json: of
-an hf:// model nothing else is downloaded, and no GPU is needed."""
+of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json,
+or from the metadata of a GGUF file: of an hf:// model nothing else is downloaded, and
+no GPU is needed."""
 EPILOG: Final = """\
 The engine computes the same sizes when it starts; the memory of the driver and of
 libraries is assumed (1 GiB). With --gpu or --gpu-memory the exit code is 1 if the model
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a directory, hf://org/name or demo://")
+    parser.add_argument("model", metavar="MODEL", help="a directory or GGUF file, hf://org/name or demo://")
     parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
     target = parser.add_mutually_exclusive_group()
     target.add_argument(

@@ -42,4 +42,11 @@ class YarnScaling:
         return int(self.factor * self.original_max_position_embeddings)
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | None
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Divisors of the head_dim / 2 frequencies, one for each: the scaling of Llama 3.1 as a GGUF file stores it."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | None

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from skiff_runtime.layers.rope_scaling import (
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 from skiff_runtime.layers.sharding import LayerContext
 
 
@@ -54,6 +60,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> to
             return _scale_as_llama3(frequencies, scaling)
         case YarnScaling():
             return _scale_as_yarn(periods, theta, scaling)
+        case FrequencyFactors():
+            return frequencies / torch.tensor(scaling.factors)
     return frequencies
 
 

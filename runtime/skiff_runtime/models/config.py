@@ -1,4 +1,4 @@
-"""The configuration of a model, read from its Hugging Face directory and checked once.
+"""The configuration of a model, read from its Hugging Face directory or its GGUF file and checked once.
 
 It imports no torch, so that the front processes can read end tokens and defaults too. Every setting of a
 ``config.json`` that Skiff would have to ignore is refused here by name.
@@ -10,9 +10,11 @@ from typing import Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
+from skiff_runtime.models.gguf_config import read_gguf_config
 from skiff_runtime.models.quantization import (
     read_activation_scale_ub,
     read_quantization,
@@ -56,9 +58,10 @@ class SamplingDefaults:
 class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
-    ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
-    ``max_position_embeddings`` is the longest context, which YaRN's factor extends. ``sliding_windows`` has the window
-    of each layer in tokens, None for full attention and for a window that no served sequence exceeds.
+    ``path`` is its directory, or its GGUF file. ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless
+    it had to be converted. ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
+    ``sliding_windows`` has the window of each layer in tokens, None for full attention and for a window that no served
+    sequence exceeds.
     ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
     """
 
@@ -92,22 +95,24 @@ class ModelConfig:
 def read_model_config(
     path: Path, *, max_model_len: int | None = None, rope_scaling: str | None = None
 ) -> ModelConfig:
-    """Read and check ``config.json`` and, where present, ``generation_config.json``.
+    """Read and check ``config.json`` and, where present, ``generation_config.json``; or a GGUF file's metadata.
 
     ``max_model_len`` is the longest sequence that will be served, if the user set one, and ``rope_scaling`` the value
     of ``--rope-scaling``. Raises ``ModelError`` with one message that names the file or the flag, and the key.
     """
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else "does not exist"
-        raise ModelError(
-            f"model directory {path} {problem}; --model takes a directory with config.json and weights"
-        )
-    config = JsonObject(str(path / "config.json"), read_json(path / "config.json"))
+    factors: RopeScaling = None
+    if is_gguf(path) and path.is_file():
+        described = read_gguf_config(path)
+        config, factors = JsonObject(str(path), described.config), described.frequency_factors
+        generation = JsonObject(str(path), described.generation)
+    else:
+        config, generation = _read_config_files(path)
     architecture = _architecture(config)
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
-    generation = _generation_config(path)
     theta, scaling = read_rope(config, rope_scaling)
+    if factors is not None and rope_scaling is None:
+        scaling = factors
     heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
     if isinstance(scaling, YarnScaling):
@@ -202,9 +207,18 @@ def _dtype(config: JsonObject) -> str:
     return name
 
 
-def _generation_config(path: Path) -> JsonObject:
-    file = path / "generation_config.json"
-    return JsonObject(str(file), read_json(file) if file.exists() else {})
+def _read_config_files(path: Path) -> tuple[JsonObject, JsonObject]:
+    """Return config.json and generation_config.json (empty if there is none) of a directory."""
+    if not path.is_dir():
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise ModelError(
+            f"model directory {path} {problem}; --model takes a directory with config.json and weights, or a GGUF file"
+        )
+    config, generation = path / "config.json", path / "generation_config.json"
+    return (
+        JsonObject(str(config), read_json(config)),
+        JsonObject(str(generation), read_json(generation) if generation.exists() else {}),
+    )
 
 
 def _sampling_defaults(generation: JsonObject) -> SamplingDefaults:

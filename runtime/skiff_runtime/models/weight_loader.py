@@ -16,10 +16,12 @@ from typing import Final
 import torch
 
 from skiff_runtime import log
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.kernels.fp8_tensors import E4M3, quantize_rows
 from skiff_runtime.layers.sharding import WeightShard
 from skiff_runtime.models.checkpoint import Checkpoint, TensorSource
 from skiff_runtime.models.decoder import DecoderModel
+from skiff_runtime.models.gguf_checkpoint import GgufCheckpoint, GgufSource
 
 MAX_THREADS: Final = 16
 """Enough for the page cache to fill the bus to a GPU."""
@@ -52,7 +54,7 @@ def load_weights(model: DecoderModel, load_format: str, on_progress: ProgressCal
             _randomize(shard, model.context.dtype)
             progress.add(shard.nbytes)
     else:
-        with Checkpoint(model.config.path, quantized=model.config.quantization == "fp8") as checkpoint:
+        with _open_checkpoint(model) as checkpoint:
             load_shards(checkpoint.locate(model.weight_shards()), model.context.device, progress.add)
     progress.add(total)
     if model.context.device.type == "cuda":
@@ -62,12 +64,19 @@ def load_weights(model: DecoderModel, load_format: str, on_progress: ProgressCal
     )
 
 
+def _open_checkpoint(model: DecoderModel) -> Checkpoint | GgufCheckpoint:
+    config = model.config
+    if is_gguf(config.path):
+        return GgufCheckpoint(config.path, head_dim=config.head_dim)
+    return Checkpoint(config.path, quantized=config.quantization == "fp8")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadJob:
     """Rows ``first`` to ``last`` of a shard's target, which one thread loads at a time."""
 
     shard: WeightShard
-    source: TensorSource
+    source: TensorSource | GgufSource
     first: int
     last: int
 
@@ -78,7 +87,7 @@ class LoadJob:
 
 
 def load_shards(
-    sources: Iterable[tuple[WeightShard, TensorSource]],
+    sources: Iterable[tuple[WeightShard, TensorSource | GgufSource]],
     device: torch.device,
     on_loaded: Callable[[int], None],
     *,
@@ -108,9 +117,14 @@ def load_shards(
             raise
 
 
-def _split_into_jobs(shard: WeightShard, source: TensorSource, buffer_bytes: int) -> Iterator[LoadJob]:
+def _split_into_jobs(
+    shard: WeightShard, source: TensorSource | GgufSource, buffer_bytes: int
+) -> Iterator[LoadJob]:
     rows = shard.target.shape[0]
-    step = max(1, buffer_bytes // max(1, source.tensor.row_bytes))
+    if isinstance(source, GgufSource):
+        step = source.rows_at_a_time
+    else:
+        step = max(1, buffer_bytes // max(1, source.tensor.row_bytes))
     for first in range(0, rows, step):
         yield LoadJob(shard, source, first, min(first + step, rows))
 
@@ -135,10 +149,15 @@ class _ThreadLoader:
         self._stream.synchronize()  # the copy has read the buffer: the next job may overwrite it
 
     def _load(self, job: LoadJob) -> None:
-        shard, tensor = job.shard, job.source.tensor
+        shard, source = job.shard, job.source
         target = shard.target[job.first : job.last]
         first = job.first + (shard.start if shard.dim == 0 else 0)
         count = job.last - job.first
+        if isinstance(source, GgufSource):
+            columns = (shard.start, shard.stop) if shard.dim == 1 else None
+            _store(job, target, self._to_device(source.read_rows(first, count, columns), target))
+            return
+        tensor = source.tensor
         offset = tensor.offset + first * tensor.row_bytes
         whole_rows = shard.dim == 0 or shard.target.shape == shard.shape
         if (
@@ -147,15 +166,15 @@ class _ThreadLoader:
             and _DTYPES[tensor.dtype] == target.dtype
             and target.is_contiguous()
         ):
-            job.source.file.read(target.view(-1).view(torch.uint8).numpy().data, offset)
+            source.file.read(target.view(-1).view(torch.uint8).numpy().data, offset)
         else:
-            values = self._read(job.source, first, count).view(count, *tensor.shape[1:])
+            values = self._read(source, first, count).view(count, *tensor.shape[1:])
             if shard.dim == 1:
                 values = values[:, shard.start : shard.stop]
             _store(job, target, self._to_device(values, target))
-        if job.source.scales is not None:
+        if source.scales is not None:
             assert shard.scales is not None
-            scales = self._read(job.source.scales, first, count).view(count, 1)
+            scales = self._read(source.scales, first, count).view(count, 1)
             shard.scales[job.first : job.last].copy_(scales.to(self._device))
 
     def _read(self, source: TensorSource, first: int, count: int) -> torch.Tensor:

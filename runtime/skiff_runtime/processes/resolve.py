@@ -11,6 +11,8 @@ from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.gguf.header import SUFFIX, is_gguf
+from skiff_runtime.gguf.selection import find_gguf
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 
@@ -37,6 +39,8 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     model = replace(
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
+    if config.load_format == "safetensors" and is_gguf(model.path):
+        raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
     check_tp_size(model, config.tp_size)
     resolved = replace(
@@ -62,7 +66,7 @@ def available_cores() -> int:
 
 
 def locate(config: Config) -> Path:
-    """Return the model's directory. An ``hf://`` model is downloaded if needed."""
+    """Return the model's directory or GGUF file. An ``hf://`` model is downloaded if needed."""
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
@@ -74,19 +78,19 @@ def locate(config: Config) -> Path:
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):
-        return Path(uri.removeprefix(_FILE))
+        return find_gguf(Path(uri.removeprefix(_FILE)))
     if _SCHEME in uri:
         raise ConfigError(
             f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
         )
-    return Path(uri)
+    return find_gguf(Path(uri))
 
 
 def _default_name(uri: str) -> str:
     if uri == _DEMO:
         return DEMO_NAME
     path = uri.partition(_SCHEME)[2] or uri
-    return path.rstrip("/").rpartition("/")[2] or "model"
+    return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX) or "model"
 
 
 def _choose_device(config: Config) -> Device:

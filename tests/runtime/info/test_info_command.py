@@ -12,6 +12,7 @@ import torch
 from engine_driver import make_config
 from fake_hub import running_hub
 from fp8_checkpoints import COMPRESSED
+from gguf_models import make_gguf
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
@@ -154,6 +155,18 @@ def test_windows_and_scaled_context_are_shown(tmp_path: Path) -> None:
     yarn = '{"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}'
     scaled = info(path, "--rope-scaling", yarn)
     assert "131,072 tokens (YaRN: 4 times 32,768)" in scaled.stdout
+
+
+def test_gguf_file_is_described_by_its_metadata(tmp_path: Path) -> None:
+    path = make_gguf(tmp_path, "qwen3", "Q4_K")
+    found = json.loads(info(str(path), "--json", "--gpu", "L4").stdout)
+    original = json.loads(info(str(tmp_path / "hf"), "--json", "--gpu", "L4", "--dtype", "bfloat16").stdout)
+    assert found["architecture"] == "Qwen3ForCausalLM" and found["dtype"] == "bfloat16"
+    for key in ("parameters", "each_rank", "gpus"):
+        assert found[key] == original[key]
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = info(str(path))
+    assert damaged.returncode == 2 and "tiny-Q4_K.gguf is truncated or corrupt" in damaged.stderr
 
 
 def test_only_the_configuration_of_a_hub_model_is_downloaded(
