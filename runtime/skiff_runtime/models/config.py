@@ -13,10 +13,11 @@ from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling
+from skiff_runtime.layers.weight_format import WeightFormat
 from skiff_runtime.models.quantization import (
+    find_unquantized_projections,
     read_activation_scale_ub,
     read_quantization,
-    read_unquantized_projections,
 )
 from skiff_runtime.models.rope import read_rope
 
@@ -56,7 +57,9 @@ class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
     ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
-    ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
+    ``quantization``, ``weight_format`` and ``unquantized`` are the method of a quantized checkpoint, the format of its
+    matrices, and the projections that have none. ``activation_scale_ub``, if there is one, is its upper bound of an
+    activation's magnitude.
     """
 
     path: Path
@@ -78,6 +81,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     quantization: Quantization
+    weight_format: WeightFormat | None
     unquantized: UnquantizedProjections
     activation_scale_ub: float | None
     bos_token_id: int | None
@@ -105,6 +109,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
     layers = config.positive("num_hidden_layers")
+    quantization = read_quantization(config)
     _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
@@ -125,8 +130,9 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
-        quantization=read_quantization(config),
-        unquantized=read_unquantized_projections(config, layers),
+        quantization=quantization.method,
+        weight_format=quantization.weight_format,
+        unquantized=find_unquantized_projections(quantization, layers),
         activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
