@@ -25,9 +25,7 @@ def int4_linear(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None =
     return _dequantize_and_multiply(x, weight, bias)
 
 
-def _dequantize_and_multiply(
-    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _dequantize_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply with as many outputs at a time as ``DEQUANTIZED_BYTES`` hold."""
     output = x.new_empty((len(x), weight.outputs))
     rows = max(INT4_UNIT, DEQUANTIZED_BYTES // (weight.inputs * x.element_size()) // INT4_UNIT * INT4_UNIT)

@@ -245,7 +245,9 @@ class Int4LinearWeight(LinearWeight):
                 _check_division(part, group_size, self._tp_size, f"groups of {group_size} inputs")
             _check_division(part, PER_WORD, self._tp_size, "words of eight 4-bit weights")
             if part.shape[1] % (group_size or PER_WORD):
-                raise ModelError(f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size}")
+                raise ModelError(
+                    f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size}"
+                )
             if self._format.packing == "compressed-tensors":
                 yield from self._compressed_shards(part)
             else:
@@ -304,7 +306,10 @@ class Int4LinearWeight(LinearWeight):
                 order = self._orders[number]
                 index = GroupIndex(order, self._format.group_size or inputs, index_name)
                 yield WeightShard(index_name, (inputs,), 0, 0, inputs, order, converter=index)
-            shape, gptq = (inputs // PER_WORD, outputs), GptqWords(words, self._orders, number, f"{part.name}.g_idx")
+            shape, gptq = (
+                (inputs // PER_WORD, outputs),
+                GptqWords(words, self._orders, number, f"{part.name}.g_idx"),
+            )
             bounds = packed if part.dim == 1 else (part.start, part.stop)
             yield WeightShard(name, shape, dim, *bounds, words, converter=gptq)
         scales = self.matrix.scales[part.rows]

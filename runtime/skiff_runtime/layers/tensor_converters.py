@@ -135,7 +135,9 @@ class ZeroPoints(TensorConverter):
         zeros = zeros + self._offset & 15
         if self._target is None:
             if bool((zeros != SYMMETRIC_ZERO).any()):
-                raise ModelError(f"tensor {self._name!r} contains zero points other than 8, but config.json says 'sym'")
+                raise ModelError(
+                    f"tensor {self._name!r} contains zero points other than 8, but config.json says 'sym'"
+                )
             return
         # A whole number of words may hold more zero points than there are outputs.
         part = self._target[row : row + len(zeros), column : column + zeros.shape[1]]

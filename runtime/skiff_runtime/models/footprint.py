@@ -135,7 +135,9 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
         gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)
         if isinstance(weight_format, Fp8Format):
             dequantized = 4 * _largest_matrix(model, tp_size)
-        dequantized *= 5 if isinstance(weight_format, Int4Format) else 1  # the steps of dequantization, in float32
+        dequantized *= (
+            5 if isinstance(weight_format, Int4Format) else 1
+        )  # the steps of dequantization, in float32
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
     return activations + estimate_sampling_bytes(config, model) + gathered + dequantized + tables
 

@@ -257,7 +257,9 @@ def _randomize(shard: WeightShard, dtype: torch.dtype) -> None:
     if shard.converter is not None:
         shard.converter.randomize(generator)
         return
-    if target.dtype == E4M3 and shard.scales is None:  # the converters of its scales give them their magnitude
+    if (
+        target.dtype == E4M3 and shard.scales is None
+    ):  # the converters of its scales give them their magnitude
         drawn = torch.empty(target.shape, device=target.device)
         target.copy_(cast_to_fp8(drawn.uniform_(-FP8_MAX, FP8_MAX, generator=generator)))
         return

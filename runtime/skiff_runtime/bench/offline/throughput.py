@@ -225,9 +225,7 @@ def _dump_workload(path: Path, rounds: list[list[SampleRequest]]) -> None:
         raise ConfigError(f"--dump-workload {path}: {error.strerror}") from error
 
 
-def _measure_peaks(
-    config: Config, model: ModelConfig, arguments: argparse.Namespace
-) -> DevicePeaks | None:
+def _measure_peaks(config: Config, model: ModelConfig, arguments: argparse.Namespace) -> DevicePeaks | None:
     if not arguments.roofline:
         return None
     weight_format = choose_weight_format(config.quantization, model.weight_format)

@@ -38,7 +38,7 @@ _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _GROUP = tl.constexpr(FP8_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def quantize_groups_kernel(
     x: tl.tensor,
     values: tl.tensor,
@@ -67,7 +67,7 @@ def quantize_groups_kernel(
     _store_groups(value, values, scales, row, tokens, group, columns, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def silu_and_mul_quantize_groups_kernel(
     gate_up: tl.tensor,
     values: tl.tensor,
@@ -94,7 +94,7 @@ def silu_and_mul_quantize_groups_kernel(
     _store_groups(value, values, scales, row, tokens, group, columns, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def add_rms_norm_quantize_groups_kernel(
     x: tl.tensor,
     residual: tl.tensor,

@@ -24,6 +24,8 @@ BF16_OFFSET: Final = 128
 """The number by which ``unpack_words`` raises integers in bfloat16, where it is the bits 0x4300."""
 FP16_OFFSET: Final = 1024
 """The same in float16, where it is the bits 0x6400."""
+_BF16_OFFSET = tl.constexpr(BF16_OFFSET)
+_FP16_OFFSET = tl.constexpr(FP16_OFFSET)
 _SYMMETRIC_ZERO = tl.constexpr(SYMMETRIC_ZERO)
 _UNIT = tl.constexpr(INT4_UNIT)
 _WORDS = tl.constexpr(INT4_WORDS)
@@ -52,44 +54,17 @@ def unpack_words(words: tl.tensor, IS_BF16: tl.constexpr, USE_PTX: tl.constexpr)
     logical instruction; a conversion would take one for each and run at a quarter of the rate.
     """
     if USE_PTX:
-        if IS_BF16:
-            return tl.inline_asm_elementwise(
-                _BF16_ASM,
-                "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-                [words],
-                dtype=(
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                    tl.bfloat16,
-                ),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                _FP16_ASM,
-                "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-                [words],
-                dtype=(
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                    tl.float16,
-                ),
-                is_pure=True,
-                pack=2,
-            )
+        DTYPE: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
+        numbers = tl.inline_asm_elementwise(
+            _BF16_ASM if IS_BF16 else _FP16_ASM,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        return (
+        numbers = (
             _raise_integer(words, 0, IS_BF16),
             _raise_integer(words, 1, IS_BF16),
             _raise_integer(words, 2, IS_BF16),
@@ -99,16 +74,15 @@ def unpack_words(words: tl.tensor, IS_BF16: tl.constexpr, USE_PTX: tl.constexpr)
             _raise_integer(words, 6, IS_BF16),
             _raise_integer(words, 7, IS_BF16),
         )
+    return numbers
 
 
 @triton.jit
 def _raise_integer(words: tl.tensor, NIBBLE: tl.constexpr, IS_BF16: tl.constexpr) -> tl.tensor:
     """Return the four bits NIBBLE of each word, raised as ``unpack_words`` does, without PTX."""
-    integers = ((words >> (4 * NIBBLE)) & 15).to(tl.float32)
-    if IS_BF16:
-        return (integers + 128.0).to(tl.bfloat16)
-    else:
-        return (integers + 1024.0).to(tl.float16)
+    OFFSET: tl.constexpr = _BF16_OFFSET if IS_BF16 else _FP16_OFFSET
+    raised = ((words >> (4 * NIBBLE)) & 15) + OFFSET
+    return raised.to(tl.bfloat16 if IS_BF16 else tl.float16)
 
 
 @triton.jit
