@@ -1,21 +1,31 @@
-"""The cost of FP8: perplexity of the demo model on chats outside of its training data.
+"""The cost of quantization: perplexity of the demo model on chats outside of its training data.
 
 PYTHONPATH=runtime/training python runtime/training/perplexity.py [--device cuda]
 
 Answers are what the model knows by heart; questions it was not taught to write, so there it is unsure, and small
 errors show. Agreement is the share of all positions at which the likeliest next token is that of the first line.
+
+Below the first lines are the formats of checkpoints, to which the model is rounded without calibration; all of these
+compute in float32, so that the difference from the first line is the cost of the format alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from build_tokenizer import END
 from evaluate import late_cases, rendered, template_cases
+from quantized_formats import FORMATS, write_checkpoint
 
+from skiff_runtime import demo
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
 
@@ -26,6 +36,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "FP8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
     "both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
+QUANTIZED = tuple(name for name in FORMATS if not name.endswith("static"))
+"""Formats whose activations need no calibration."""
 COUNT = 100
 
 
@@ -38,10 +50,25 @@ class ChatLogprobs:
     likeliest: list[int] = field(default_factory=list)
 
 
-def measure(device: str, options: dict[str, Any], count: int) -> ChatLogprobs:
+@contextmanager
+def quantized_model(name: str) -> Iterator[str]:
+    """The directory of the demo model in the format ``name``, or its address if there is no such format."""
+    if name not in QUANTIZED:
+        yield "demo://"
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(shutil.copytree(demo.DIRECTORY, Path(folder) / "model"))
+        write_checkpoint(path, FORMATS[name])
+        yield str(path)
+
+
+def measure(name: str, device: str, options: dict[str, Any], count: int) -> ChatLogprobs:
     """The perplexity of one configuration on the chats."""
     logprobs = ChatLogprobs()
-    with LLM("demo://", device=device, **{"dtype": "bfloat16", **options}) as llm:
+    with (
+        quantized_model(name) as model,
+        LLM(model, device=device, **{"dtype": "bfloat16", **options}) as llm,
+    ):
         cases = [*template_cases(count, trained=False), *late_cases(count // 4)]
         starts = [llm.encode(rendered(case), add_special_tokens=False) for case in cases]
         prompts = [
@@ -68,14 +95,25 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--count", type=int, default=COUNT, help="questions (default: %(default)s)")
+    known = (*CONFIGURATIONS, *QUANTIZED)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=known,
+        metavar="NAME",
+        help="lines, the first one of which others are compared with (default: %(default)s)",
+    )
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in known]:
+        parser.error(f"no such line: {', '.join(unknown)}; known are {', '.join(known)}")
     first: list[int] = []
-    for name, options in CONFIGURATIONS.items():
-        logprobs = measure(arguments.device, options, arguments.count)
+    for name in arguments.names:
+        options = CONFIGURATIONS.get(name, {"dtype": "float32"})
+        logprobs = measure(name, arguments.device, options, arguments.count)
         first = first or logprobs.likeliest
         same = sum(a == b for a, b in zip(logprobs.likeliest, first, strict=True)) / len(first)
         print(
-            f"{name:12}  questions {perplexity(logprobs.questions):.4f}  answers {perplexity(logprobs.answers):.6f}  "
+            f"{name:28}  questions {perplexity(logprobs.questions):.4f}  answers {perplexity(logprobs.answers):.6f}  "
             f"agreement {same:.2%}  of {len(first)}",
             flush=True,
         )

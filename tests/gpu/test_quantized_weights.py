@@ -9,7 +9,8 @@ import torch
 from bf16_engine import error_of, tie_of
 from fp8_checkpoints import PROMPTS, generate_greedy
 from kernel_device import TOLERANCE, error
-from quantized_checkpoints import FORMATS, Tensors, load_dequantized_reference, write_checkpoint
+from quantized_checkpoints import load_dequantized_reference
+from quantized_formats import FORMATS, Tensors, write_checkpoint
 from tiny_models import make_model, oracle_logits
 
 from skiff_runtime.kernels.constants import FP8_BLOCK

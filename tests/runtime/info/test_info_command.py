@@ -12,7 +12,7 @@ import torch
 from engine_driver import make_config
 from fake_hub import running_hub
 from fp8_checkpoints import COMPRESSED
-from quantized_checkpoints import FORMATS
+from quantized_formats import FORMATS
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 from fp8_checkpoints import PROMPTS, generate_greedy
-from quantized_checkpoints import (
+from quantized_checkpoints import edit_tensors, load_dequantized_reference
+from quantized_formats import (
     FORMATS,
     INPUT_SCALE,
     Tensors,
     awq,
     block_fp8,
     compressed_int4,
-    edit_tensors,
     gptq,
-    load_dequantized_reference,
     tensor_fp8,
     write_checkpoint,
 )
@@ -409,7 +408,7 @@ def test_quantization_follows_the_checkpoint(tmp_path: Path, name: str, method: 
 def test_methods_of_checkpoints_do_not_quantize(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     with pytest.raises(
-        ConfigError, match="--quantization awq: .* are not quantized; only fp8 quantizes at load"
+        ConfigError, match=r"--quantization awq: .* are not quantized; only fp8 quantizes at load"
     ):
         resolve(Config(model=str(path), device="cpu", quantization="awq"))
 

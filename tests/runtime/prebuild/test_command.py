@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 from compiling import run_compiling
-from quantized_checkpoints import FORMATS
+from quantized_formats import FORMATS
 from tiny_models import edit_json, make_model
 
 from skiff_runtime.kernels import kernel_cache
