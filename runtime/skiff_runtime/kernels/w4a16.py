@@ -22,10 +22,12 @@ def int4_linear(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None =
             return int4_gemv.int4_gemv(x, weight, bias)
         if int4_gemm.is_profitable(x, weight):
             return int4_gemm.int4_stream_k_gemm(x, weight, bias)
-    return _dequantize_and_multiply(x, weight, bias)
+    return dequantize_and_multiply(x, weight, bias)
 
 
-def _dequantize_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def dequantize_and_multiply(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply with as many outputs at a time as ``DEQUANTIZED_BYTES`` hold."""
     output = x.new_empty((len(x), weight.outputs))
     rows = max(INT4_UNIT, DEQUANTIZED_BYTES // (weight.inputs * x.element_size()) // INT4_UNIT * INT4_UNIT)
