@@ -36,7 +36,7 @@ def make_weight(outputs: int, inputs: int) -> tuple[BlockFP8Weight, torch.Tensor
     blocks, columns = -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)
     scales = torch.zeros((blocks, -(-columns // 4) * 4), device=DEVICE)
     generator = torch.Generator().manual_seed(outputs)
-    scales[:, :columns] = torch.rand((blocks, columns), generator=generator).to(DEVICE) + 0.1
+    scales[:, :columns] = (torch.rand((blocks, columns), generator=generator) + 0.1).to(DEVICE) / 100
     exact = values.double() * spread(scales, inputs).repeat_interleave(FP8_BLOCK, 0)[:outputs]
     counters = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
     return BlockFP8Weight(values, scales, counters), exact

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_checkpoints import PROMPTS, generate_greedy
-from quantized_checkpoints import edit_tensors, load_dequantized_reference
+from quantized_checkpoints import assert_greedy, edit_tensors
 from quantized_formats import (
     FORMATS,
     INPUT_SCALE,
@@ -133,8 +133,7 @@ def test_tokens_equal_transformers_with_the_dequantized_weights(tmp_path: Path, 
     plain, ready = (make_model(tmp_path / kind, "qwen2", **SHAPE) for kind in ("plain", "ready"))
     weights = write_checkpoint(ready, FORMATS[name])
     outputs = generate_greedy(ready)
-    oracle = load_dequantized_reference(plain, weights, FORMATS[name].activations)
-    assert oracle_choices(oracle, PROMPTS, outputs) == outputs
+    assert_greedy(plain, weights, FORMATS[name], PROMPTS, outputs)
     assert oracle_choices(load_reference(plain), PROMPTS, outputs) != outputs
 
 
@@ -147,8 +146,7 @@ def test_tokens_of_other_families_equal_transformers(tmp_path: Path, name: str, 
     plain, ready = (make_model(tmp_path / kind, family, **shape) for kind in ("plain", "ready"))
     weights = write_checkpoint(ready, FORMATS[name])
     outputs = generate_greedy(ready)
-    oracle = load_dequantized_reference(plain, weights, FORMATS[name].activations)
-    assert oracle_choices(oracle, PROMPTS, outputs) == outputs
+    assert_greedy(plain, weights, FORMATS[name], PROMPTS, outputs)
 
 
 def test_sizes_that_are_no_whole_blocks_are_served(tmp_path: Path) -> None:
@@ -160,8 +158,7 @@ def test_sizes_that_are_no_whole_blocks_are_served(tmp_path: Path) -> None:
         )
         weights = write_checkpoint(ready, kind)
         outputs = generate_greedy(ready)
-        oracle = load_dequantized_reference(plain, weights, kind.activations)
-        assert oracle_choices(oracle, PROMPTS, outputs) == outputs
+        assert_greedy(plain, weights, kind, PROMPTS, outputs)
 
 
 def test_block_fp8_is_dequantized_as_by_transformers(tmp_path: Path) -> None:
