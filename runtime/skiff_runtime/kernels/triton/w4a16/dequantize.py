@@ -54,15 +54,42 @@ def unpack_words(words: tl.tensor, IS_BF16: tl.constexpr, USE_PTX: tl.constexpr)
     logical instruction; a conversion would take one for each and run at a quarter of the rate.
     """
     if USE_PTX:
-        DTYPE: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
-        numbers = tl.inline_asm_elementwise(
-            _BF16_ASM if IS_BF16 else _FP16_ASM,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE),
-            is_pure=True,
-            pack=2,
-        )
+        if IS_BF16:
+            numbers = tl.inline_asm_elementwise(
+                _BF16_ASM,
+                "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+                [words],
+                dtype=(
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                    tl.bfloat16,
+                ),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            numbers = tl.inline_asm_elementwise(
+                _FP16_ASM,
+                "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+                [words],
+                dtype=(
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                    tl.float16,
+                ),
+                is_pure=True,
+                pack=2,
+            )
     else:
         numbers = (
             _raise_integer(words, 0, IS_BF16),

@@ -105,9 +105,8 @@ def int4_stream_k_kernel(
     inside = (token < tokens)[None, :]
     weight_bytes = words.to(tl.pointer_type(tl.uint8))
     BLOCK_BYTES: tl.constexpr = INPUTS // 2
-    prefetch_weight(
-        *(weight_bytes, begin, end, words_stride * _WORD_BYTES, BLOCKS, OUTPUTS, BLOCK_BYTES, STAGES, PDL)
-    )
+    stride = words_stride * _WORD_BYTES
+    prefetch_weight(weight_bytes, begin, end, stride, BLOCKS, OUTPUTS, BLOCK_BYTES, STAGES, PDL)
     wait_for_dependencies(PDL)
     for tile in range(begin // BLOCKS, (end - 1) // BLOCKS + 1):
         row = tile * OUTPUTS + lane
@@ -126,11 +125,11 @@ def int4_stream_k_kernel(
                     raised_zero = (zero + OFFSET).to(x.dtype.element_ty)[:, None]
                     product = tl.zeros((OUTPUTS, TOKENS), tl.float32)
                     for each in tl.static_range(RUNS_OF_GROUP):
-                        nibble: tl.constexpr = part * RUNS_OF_GROUP + each
-                        column = unit * _UNIT + nibble * _WORDS
+                        column = unit * _UNIT + (part * RUNS_OF_GROUP + each) * _WORDS
                         x_inside = inside & (column + word < WIDTH)[:, None]
                         x_values = tl.load(x_block + column, x_inside, 0.0)
-                        product = tl.dot(integers[nibble] - raised_zero, x_values, product)
+                        factors = integers[part * RUNS_OF_GROUP + each] - raised_zero
+                        product = tl.dot(factors, x_values, product)
                     scale = tl.load(scales + row_tables + group, known, 0.0).to(tl.float32)
                     acc += product * scale[:, None]
         complete = last - first == BLOCKS

@@ -68,16 +68,44 @@ def int4_gemv_kernel(
     wait_for_dependencies(PDL)
     acc = tl.zeros((RUN,), tl.float32)
     acc, other_acc = _add_products(
-        *(acc, acc, first_words, other_first_words, run, x, scales, zeros, row, other, scales_stride),
-        *(INPUTS, ROW_WORDS, GROUP, GROUPS, HAS_ZEROS),
+        acc,
+        acc,
+        first_words,
+        other_first_words,
+        run,
+        x,
+        scales,
+        zeros,
+        row,
+        other,
+        scales_stride,
+        INPUTS,
+        ROW_WORDS,
+        GROUP,
+        GROUPS,
+        HAS_ZEROS,
     )
     for first in range(RUN, ROW_WORDS, RUN):
         at = first + run
         packed = tl.load(source + at, at < ROW_WORDS, 0)
         other_packed = tl.load(other_source + at, at < ROW_WORDS, 0)
         acc, other_acc = _add_products(
-            *(acc, other_acc, packed, other_packed, at, x, scales, zeros, row, other, scales_stride),
-            *(INPUTS, ROW_WORDS, GROUP, GROUPS, HAS_ZEROS),
+            acc,
+            other_acc,
+            packed,
+            other_packed,
+            at,
+            x,
+            scales,
+            zeros,
+            row,
+            other,
+            scales_stride,
+            INPUTS,
+            ROW_WORDS,
+            GROUP,
+            GROUPS,
+            HAS_ZEROS,
         )
     _store_output(acc, bias, output, row, outputs, HAS_BIAS)
     _store_output(other_acc, bias, output, row + 1, outputs, HAS_BIAS)
@@ -111,12 +139,11 @@ def _add_products(
         product = tl.zeros(at.shape, tl.float32)
         other_product = tl.zeros(at.shape, tl.float32)
         for each in tl.static_range(RUNS_OF_GROUP):
-            nibble: tl.constexpr = part * RUNS_OF_GROUP + each
-            inside = (at < ROW_WORDS) & (column + nibble * _WORDS < INPUTS)
-            value = tl.load(x + column + nibble * _WORDS, inside, 0.0).to(tl.float32)
+            first = column + (part * RUNS_OF_GROUP + each) * _WORDS
+            value = tl.load(x + first, (at < ROW_WORDS) & (first < INPUTS), 0.0).to(tl.float32)
             total += value
-            product += _add_sixteen(packed, nibble) * value
-            other_product += _add_sixteen(other_packed, nibble) * value
+            product += _add_sixteen(packed, part * RUNS_OF_GROUP + each) * value
+            other_product += _add_sixteen(other_packed, part * RUNS_OF_GROUP + each) * value
         group = unit * (_UNIT // GROUP) + part if GROUPS > 1 else unit * 0
         known = (at < ROW_WORDS) & (group < GROUPS)
         place, other_place = row * scales_stride + group, other * scales_stride + group
