@@ -6,16 +6,26 @@ PYTHONPATH=runtime/training python runtime/training/perplexity.py --model model.
 Without ``--text``, the demo model reads chats outside of its training data. Answers are what it knows by heart; questions
 it was not taught to write, so there it is unsure, and small errors show. Agreement is the share of all positions at which
 the likeliest next token is that of the first line.
+
+Below the first lines are the formats of checkpoints, to which the demo model is rounded without calibration; all of these
+compute in float32, so that the difference from the first line is the cost of the format alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from quantized_formats import FORMATS, write_checkpoint
+
+from skiff_runtime import demo
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
 
@@ -26,6 +36,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "FP8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
     "both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
+QUANTIZED = tuple(name for name in FORMATS if not name.endswith("static"))
+"""Formats whose activations need no calibration."""
 DEMO = "demo://"
 COUNT = 100
 WINDOW = 512
@@ -76,6 +88,18 @@ def read_texts(llm: LLM, files: list[Path], count: int) -> list[Passage]:
     return passages
 
 
+@contextmanager
+def quantized_model(model: str, name: str) -> Iterator[str]:
+    """Yield the directory of the demo model in the format ``name``, or ``model`` if there is no such format."""
+    if name not in QUANTIZED:
+        yield model
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(shutil.copytree(demo.DIRECTORY, Path(folder) / "model"))
+        write_checkpoint(path, FORMATS[name])
+        yield str(path)
+
+
 def measure(llm: LLM, passages: list[Passage]) -> Losses:
     """Compute the losses of one configuration on the passages."""
     losses = Losses()
@@ -107,15 +131,26 @@ def main() -> None:
     parser.add_argument(
         "--count", type=int, default=COUNT, help="questions, or windows of each file (default: %(default)s)"
     )
+    known = (*CONFIGURATIONS, *QUANTIZED)
+    parser.add_argument(
+        "--names", nargs="+", metavar="NAME", help="lines, the first of which others are compared with"
+    )
     arguments = parser.parse_args()
     if arguments.text is None and arguments.model != DEMO:
         parser.error("--model needs --text: the chats are in the demo model's vocabulary")
+    names = arguments.names or (known if arguments.model == DEMO else tuple(CONFIGURATIONS))
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no such line: {', '.join(unknown)}; known are {', '.join(known)}")
+    if arguments.model != DEMO and any(name in QUANTIZED for name in names):
+        parser.error("only the demo model is rounded to the formats of checkpoints")
     limit = {} if arguments.text is None else {"max_model_len": 2 * WINDOW}
     first: list[int] = []
-    for name, options in CONFIGURATIONS.items():
-        with LLM(
-            arguments.model, device=arguments.device, **{"dtype": "bfloat16", **limit, **options}
-        ) as llm:
+    for name in names:
+        options = {"dtype": "bfloat16", **limit, **CONFIGURATIONS.get(name, {"dtype": "float32"})}
+        with (
+            quantized_model(arguments.model, name) as model,
+            LLM(model, device=arguments.device, **options) as llm,
+        ):
             if arguments.text is None:
                 passages = read_chats(llm, arguments.count)
             else:
@@ -124,7 +159,7 @@ def main() -> None:
         first = first or losses.likeliest
         same = sum(a == b for a, b in zip(losses.likeliest, first, strict=True)) / len(first)
         parts = "  ".join(f"{part} {perplexity(each):.6f}" for part, each in losses.by_part.items())
-        print(f"{name:12}  {parts}  agreement {same:.2%}  of {len(first)}", flush=True)
+        print(f"{name:28}  {parts}  agreement {same:.2%}  of {len(first)}", flush=True)
 
 
 if __name__ == "__main__":

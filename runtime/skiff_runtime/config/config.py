@@ -22,7 +22,10 @@ Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TokenizerBackend = Literal["tokenizers", "fastokens"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
+"""How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
+QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
+"""The same, or ``auto``, which is as the checkpoint is."""
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
@@ -66,11 +69,11 @@ class Config:
         "Model",
         "data type of weights and activations (auto: the model's own; float32 for float16 on a CPU)",
     )
-    quantization: Literal["auto", "none", "fp8"] = option(
+    quantization: QuantizationOption = option(
         AUTO,
         "Model",
         "fp8: weights of attention and MLP in FP8 (e4m3) with one scale per output channel, activations quantized "
-        "to FP8 with one scale per token (auto: as the checkpoint is)",
+        "to FP8 with one scale per token. All other methods are those of checkpoints (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
         None, "Model", "maximum length of prompt plus output, in tokens (default: the model's own)"

@@ -14,6 +14,7 @@ from skiff_runtime.models.footprint import (
     kv_bytes_per_token,
     kv_bytes_read,
 )
+from skiff_runtime.processes.resolve import choose_quantization
 
 LIBRARY_BYTES: Final = 1 << 30
 """Assumed for the driver, the CUDA libraries and NCCL on a GPU."""
@@ -92,7 +93,7 @@ def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNee
     """Estimate the memory of each of ``config.tp_size`` ranks in ``dtype``: that of the first rank, which no other exceeds."""
     element_bytes = DTYPE_BYTES[dtype]
     kv_element_bytes = element_bytes if config.kv_cache_dtype == AUTO else 1
-    quantization = model.quantization if config.quantization == AUTO else config.quantization
+    quantization = choose_quantization(config, model)
     max_model_len = config.max_model_len or model.max_position_embeddings
     return MemoryNeed(
         parameters=count_parameters(model),

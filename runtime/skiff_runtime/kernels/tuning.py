@@ -142,6 +142,52 @@ class StreamKTuning:
     """The first rule applies whose tile divides the inputs."""
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixTile:
+    """The tokens and outputs of a tile, the warps of its program and the stages of its software pipeline."""
+
+    tokens: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFP8Tuning:
+    """Numbers of ``triton.fp8.block_fp8_gemv`` and ``triton.fp8.block_fp8_gemm``."""
+
+    short_inputs: int
+    gemv_tile: FP8GemvTile
+    """For weights of at most ``short_inputs`` columns."""
+    long_gemv_tile: FP8GemvTile
+    max_tokens: int
+    """With more tokens than this, the library's product is taken, or that in tiles."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs."""
+    matrix_tile: MatrixTile
+
+
+@dataclass(frozen=True, slots=True)
+class Int4GemvTile:
+    """The words of one loop iteration, each of eight inputs, for two adjacent rows of the weight, and the warps."""
+
+    words: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W4A16Tuning:
+    """Numbers of ``triton.w4a16``."""
+
+    gemv_tile: Int4GemvTile
+    max_tokens: int
+    """With more tokens than this, the weight is dequantized and multiplied by the library."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs, padded to a multiple of 128."""
+    dequantize_rows: int
+    """The rows of a program that dequantizes 128 inputs of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKTopPTuning:
     """Numbers of ``triton.sampling.top_k_top_p``."""
@@ -208,6 +254,8 @@ class Tuning:
     gemv: GemvTuning
     fp8_gemv: FP8GemvTuning
     stream_k: StreamKTuning
+    block_fp8: BlockFP8Tuning
+    w4a16: W4A16Tuning
     single_row_chunk: int
     single_row_warps: int
     """The elements of a single row that one program of ``silu_and_mul_quantize`` takes, and its warps."""
@@ -300,6 +348,33 @@ HOPPER: Final = Tuning(
             StreamKRule(128, None, StreamKTile(inputs=256, stages=4)),
             StreamKRule(128, None, StreamKTile(inputs=128, stages=6)),
         ),
+    ),
+    block_fp8=BlockFP8Tuning(
+        # Untuned: as for FP8 with one scale per output.
+        short_inputs=8192,
+        gemv_tile=FP8GemvTile(columns=1024, warps=1),
+        long_gemv_tile=FP8GemvTile(columns=2048, warps=2),
+        max_tokens=64,
+        rules=(
+            StreamKRule(16, None, StreamKTile(inputs=256, stages=8)),
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=7)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=6)),
+        ),
+        # Untuned: 128 outputs are those of one scale, and 64 tokens leave the sums of a tile in registers.
+        matrix_tile=MatrixTile(tokens=64, outputs=128, warps=4, stages=3),
+    ),
+    w4a16=W4A16Tuning(
+        # Untuned: 256 words of two rows are 2 KiB, as in the FP8 GEMV.
+        gemv_tile=Int4GemvTile(words=256, warps=2),
+        # Untuned: the bound of FP8's stream-K.
+        max_tokens=64,
+        rules=(
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=4)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=4)),
+        ),
+        dequantize_rows=32,
     ),
     # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were
     # not compared.

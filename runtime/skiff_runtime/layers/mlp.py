@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from skiff_runtime.kernels.activation import silu_and_mul
-from skiff_runtime.kernels.fp8 import Activations, silu_and_mul_quantize
+from skiff_runtime.kernels.fp8 import Activations
+from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
@@ -18,8 +19,7 @@ class GatedMLP:
     ) -> None:
         up, down = context.for_projection(layer, "gate_up_proj"), context.for_projection(layer, "down_proj")
         modules = [shard_evenly(name, intermediate_size, context) for name in ("gate_proj", "up_proj")]
-        self._quantizes = down.quantization == "fp8"
-        self._scale_ub = down.activation_scale_ub
+        self._quantizer = make_activation_quantizer(down)
         self._gate_up_proj = ColumnParallelLinear(hidden_size, modules, bias=bias, context=up)
         self._down_proj = RowParallelLinear(
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
@@ -27,8 +27,8 @@ class GatedMLP:
 
     def __call__(self, x: Activations) -> torch.Tensor:
         gate_up = self._gate_up_proj(x)
-        if self._quantizes:  # by the same kernel that applies the activation
-            return self._down_proj(silu_and_mul_quantize(gate_up, self._scale_ub))
+        if self._quantizer is not None:  # by the same kernel that applies the activation
+            return self._down_proj(self._quantizer.silu_and_mul(gate_up))
         return self._down_proj(silu_and_mul(gate_up))
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from skiff_runtime.kernels.fp8 import Activations, add_rms_norm_quantize, quantize_activations
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
+from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -26,22 +27,21 @@ class RMSNorm:
 
 
 class QuantizingRMSNorm:
-    """RMSNorm before linear layers; quantizes its output where their matrices are FP8."""
+    """RMSNorm before linear layers; quantizes its output as their matrices need it."""
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         self.weight = context.empty(size)
         self._eps = eps
-        self._quantizes = context.quantization == "fp8"
-        self._scale_ub = context.activation_scale_ub
+        self._quantizer = make_activation_quantizer(context)
 
     def __call__(self, x: torch.Tensor) -> Activations:
         normed = rms_norm(x, self.weight, self._eps)
-        return quantize_activations(normed, self._scale_ub) if self._quantizes else normed
+        return normed if self._quantizer is None else self._quantizer.quantize(normed)
 
     def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
         """Return (norm(x + residual), x + residual)."""
-        if self._quantizes:
-            return add_rms_norm_quantize(x, residual, self.weight, self._eps, self._scale_ub)
+        if self._quantizer is not None:
+            return self._quantizer.add_rms_norm(x, residual, self.weight, self._eps)
         return add_rms_norm(x, residual, self.weight, self._eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import read_json
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.layers.sharding import WeightShard
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
@@ -59,7 +60,15 @@ class Checkpoint:
         return [(shard, self._locate(shard)) for shard in shards]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
-        file, tensor = self._find(shard.name, shard.shape)
+        shapes = (shard.shape,) if shard.shape else ((), (1,))
+        name = next((each for each in (shard.name, *shard.aliases) if each in self._files), shard.name)
+        file, tensor = self._find(name, *shapes)
+        if shard.converter is not None:
+            _require_dtype(file, name, tensor, shard.converter.dtypes)
+            return TensorSource(file, tensor)
+        if shard.target.dtype == E4M3 and shard.scales is None:
+            _require_dtype(file, name, tensor, (FP8_DTYPE,))
+            return TensorSource(file, tensor)
         if shard.scales is not None and (self._quantized or tensor.dtype == FP8_DTYPE):
             _require_dtype(file, shard.name, tensor, (FP8_DTYPE,))
             return TensorSource(file, tensor, self._locate_scales(shard))

@@ -14,11 +14,12 @@ from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
+from skiff_runtime.layers.weight_format import WeightFormat
 from skiff_runtime.models.gguf_config import read_gguf_config
 from skiff_runtime.models.quantization import (
+    find_unquantized_projections,
     read_activation_scale_ub,
     read_quantization,
-    read_unquantized_projections,
 )
 from skiff_runtime.models.rope import read_rope
 from skiff_runtime.models.sliding_window import SlidingWindows, WindowDefaults, read_sliding_windows
@@ -61,8 +62,9 @@ class ModelConfig:
     ``path`` is its directory, or its GGUF file. ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless
     it had to be converted. ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
     ``sliding_windows`` has the window of each layer in tokens, None for full attention and for a window that no served
-    sequence exceeds.
-    ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
+    sequence exceeds. ``quantization``, ``weight_format`` and ``unquantized`` are the method of a quantized checkpoint,
+    the format of its matrices, and the projections that have none. ``activation_scale_ub``, if there is one, is its
+    upper bound of an activation's magnitude.
     """
 
     path: Path
@@ -85,6 +87,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     quantization: Quantization
+    weight_format: WeightFormat | None
     unquantized: UnquantizedProjections
     activation_scale_ub: float | None
     bos_token_id: int | None
@@ -118,6 +121,7 @@ def read_model_config(
     if isinstance(scaling, YarnScaling):
         positions = scaling.max_position_embeddings
     layers = config.positive("num_hidden_layers")
+    quantization = read_quantization(config)
     return ModelConfig(
         path=path,
         tokenizer_path=path,
@@ -140,8 +144,9 @@ def read_model_config(
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
-        quantization=read_quantization(config),
-        unquantized=read_unquantized_projections(config, layers),
+        quantization=quantization.method,
+        weight_format=quantization.weight_format,
+        unquantized=find_unquantized_projections(quantization, layers),
         activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None

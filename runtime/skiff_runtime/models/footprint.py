@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
-from skiff_runtime.config import AUTO, Config, Quantization
-from skiff_runtime.layers.projections import Projection
+from skiff_runtime.config import AUTO, Config, QuantizationOption
+from skiff_runtime.kernels.constants import DEQUANTIZED_BYTES
+from skiff_runtime.layers.projections import PACKED_MODULES, Projection
+from skiff_runtime.layers.weight_format import Fp8Format, Int4Format, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,22 +64,23 @@ def count_parameters(model: ModelConfig, tp_size: int = 1) -> ParameterCounts:
 
 
 def estimate_weight_bytes(
-    model: ModelConfig, tp_size: int, *, element_bytes: int, quantization: Quantization
+    model: ModelConfig, tp_size: int, *, element_bytes: int, quantization: QuantizationOption
 ) -> int:
     """Compute the bytes of one rank's weights.
 
-    With FP8, a matrix of attention or MLP takes one byte per element and a float32 per output, unless the checkpoint
-    keeps it unquantized.
+    A matrix of attention or MLP takes what its format needs, unless a quantized checkpoint keeps it unquantized.
     """
     counts = count_parameters(model, tp_size)
-    if quantization == "none":
+    weight_format = choose_weight_format(quantization, model.weight_format)
+    if weight_format is None:
         return counts.total * element_bytes
-    quantized = scales = 0
+    quantized = quantized_bytes = 0
     for projection, (rows, columns) in _matrix_shapes(model, tp_size).items():
         layers = sum((layer, projection) not in model.unquantized for layer in range(model.num_layers))
+        parts = len(PACKED_MODULES[projection])
         quantized += layers * rows * columns
-        scales += layers * rows
-    return quantized + 4 * scales + (counts.total - quantized) * element_bytes
+        quantized_bytes += layers * weight_format.matrix_bytes(rows, columns, parts, element_bytes)
+    return quantized_bytes + (counts.total - quantized) * element_bytes
 
 
 def _matrix_shapes(model: ModelConfig, tp_size: int) -> dict[Projection, tuple[int, int]]:
@@ -122,8 +125,8 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
 
     Counted are the activations of a full step (in float32 where norms and attention compute so), the logits with the
     sampler's copies, gathered K and V (in the cache's dtype and in one of ``element_bytes``), and the tables of tokens
-    and pages; on a CPU also the float32 copies of its attention and of FP8 matrices. On a GPU this is measured instead
-    (``engine.memory_profile``).
+    and pages; on a CPU also the float32 copies of its attention and of FP8 matrices; and the part of a 4-bit matrix that
+    is dequantized at a time. On a GPU this is measured instead (``engine.memory_profile``).
     """
     width = (
         6 * model.hidden_size
@@ -136,9 +139,16 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
     read = max(min(context, (window or context) + chunk) for window in model.sliding_windows)
     gathered = 2 * read * local_kv_heads(model, tp_size) * model.head_dim * (element_bytes + cached_bytes)
     dequantized = 0
+    weight_format = choose_weight_format(config.quantization, model.weight_format)
+    if isinstance(weight_format, Int4Format):
+        dequantized = DEQUANTIZED_BYTES
     if config.device == "cpu":
         gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)
-        dequantized = 4 * _largest_matrix(model, tp_size) if config.quantization == "fp8" else 0
+        if isinstance(weight_format, Fp8Format):
+            dequantized = 4 * _largest_matrix(model, tp_size)
+        dequantized *= (
+            5 if isinstance(weight_format, Int4Format) else 1
+        )  # the steps of dequantization, in float32
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
     return activations + estimate_sampling_bytes(config, model) + gathered + dequantized + tables
 

@@ -17,8 +17,8 @@ import torch
 
 from skiff_runtime import log
 from skiff_runtime.gguf.header import is_gguf
-from skiff_runtime.kernels.fp8_tensors import E4M3, quantize_rows
-from skiff_runtime.layers.sharding import WeightShard
+from skiff_runtime.kernels.fp8_tensors import E4M3, FP8_MAX, cast_to_fp8, quantize_rows
+from skiff_runtime.layers.sharding import TensorConverter, WeightShard
 from skiff_runtime.models.checkpoint import Checkpoint, TensorSource
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.gguf_checkpoint import GgufCheckpoint, GgufSource
@@ -34,6 +34,8 @@ _DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": E4M3,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 ProgressCallback = Callable[[float], None]
@@ -55,7 +57,10 @@ def load_weights(model: DecoderModel, load_format: str, on_progress: ProgressCal
             progress.add(shard.nbytes)
     else:
         with _open_checkpoint(model) as checkpoint:
-            load_shards(checkpoint.locate(model.weight_shards()), model.context.device, progress.add)
+            sources = checkpoint.locate(model.weight_shards())
+            for precedes in (True, False):
+                wave = [(shard, source) for shard, source in sources if _precedes(shard) is precedes]
+                load_shards(wave, model.context.device, progress.add)
     progress.add(total)
     if model.context.device.type == "cuda":
         torch.cuda.synchronize(model.context.device)
@@ -68,12 +73,19 @@ def _open_checkpoint(model: DecoderModel) -> Checkpoint | GgufCheckpoint:
     config = model.config
     if is_gguf(config.path):
         return GgufCheckpoint(config.path, head_dim=config.head_dim)
-    return Checkpoint(config.path, quantized=config.quantization == "fp8")
+    return Checkpoint(config.path, quantized=config.weight_format is not None)
+
+
+def _precedes(shard: WeightShard) -> bool:
+    return shard.converter is not None and shard.converter.precedes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Rows ``first`` to ``last`` of a shard's target, which one thread loads at a time."""
+    """Rows ``first`` to ``last`` of a shard's target, which one thread loads at a time.
+
+    Where a converter fills the target, they are rows of the shard's source instead.
+    """
 
     shard: WeightShard
     source: TensorSource | GgufSource
@@ -83,7 +95,7 @@ class LoadJob:
     @property
     def nbytes(self) -> int:
         """The job's part of the shard's bytes."""
-        return self.shard.nbytes * (self.last - self.first) // max(1, self.shard.target.shape[0])
+        return self.shard.nbytes * (self.last - self.first) // max(1, _count_rows(self.shard))
 
 
 def load_shards(
@@ -120,13 +132,25 @@ def load_shards(
 def _split_into_jobs(
     shard: WeightShard, source: TensorSource | GgufSource, buffer_bytes: int
 ) -> Iterator[LoadJob]:
-    rows = shard.target.shape[0]
+    rows = _count_rows(shard)
     if isinstance(source, GgufSource):
         step = source.rows_at_a_time
     else:
         step = max(1, buffer_bytes // max(1, source.tensor.row_bytes))
+    if shard.converter is not None:
+        multiple = shard.converter.rows_multiple or max(1, rows)
+        step = max(multiple, step // multiple * multiple)
     for first in range(0, rows, step):
         yield LoadJob(shard, source, first, min(first + step, rows))
+
+
+def _count_rows(shard: WeightShard) -> int:
+    """Return the number of rows that jobs divide: of the target, or of the source where a converter reads it."""
+    if shard.converter is None:
+        return shard.target.shape[0]
+    if shard.dim == 0:
+        return shard.stop - shard.start
+    return shard.shape[0]
 
 
 class _ThreadLoader:
@@ -150,6 +174,12 @@ class _ThreadLoader:
 
     def _load(self, job: LoadJob) -> None:
         shard, source = job.shard, job.source
+        if shard.converter is not None:
+            assert isinstance(source, TensorSource), (
+                "tensors of a GGUF file have no other format than their own"
+            )
+            self._convert(job, source, shard.converter)
+            return
         target = shard.target[job.first : job.last]
         first = job.first + (shard.start if shard.dim == 0 else 0)
         count = job.last - job.first
@@ -176,6 +206,18 @@ class _ThreadLoader:
             assert shard.scales is not None
             scales = self._read(source.scales, first, count).view(count, 1)
             shard.scales[job.first : job.last].copy_(scales.to(self._device))
+
+    def _convert(self, job: LoadJob, source: TensorSource, converter: TensorConverter) -> None:
+        """Let the converter store the job's rows, which are moved to the device as they are."""
+        shard, tensor = job.shard, source.tensor
+        first = job.first + (shard.start if shard.dim == 0 else 0)
+        count = job.last - job.first
+        values = self._read(source, first, count).view(count, *tensor.shape[1:])
+        if shard.dim == 1:
+            values = values[:, shard.start : shard.stop]
+        if self._stream is not None:
+            values = values.contiguous().to(self._device, non_blocking=True)
+        converter.store(values, job.first)
 
     def _read(self, source: TensorSource, first: int, count: int) -> torch.Tensor:
         """Read ``count`` rows of a tensor, flat and in the file's dtype; they stay in the buffer until the next read."""
@@ -234,6 +276,15 @@ def _randomize(shard: WeightShard, dtype: torch.dtype) -> None:
         return
     generator = torch.Generator(device=target.device)
     generator.manual_seed(zlib.crc32(f"{shard.name}:{shard.start}".encode()))
+    if shard.converter is not None:
+        shard.converter.randomize(generator)
+        return
+    if (
+        target.dtype == E4M3 and shard.scales is None
+    ):  # the converters of its scales give them their magnitude
+        drawn = torch.empty(target.shape, device=target.device)
+        target.copy_(cast_to_fp8(drawn.uniform_(-FP8_MAX, FP8_MAX, generator=generator)))
+        return
     bound = (3.0 / shard.shape[-1]) ** 0.5
     if shard.scales is None:
         target.uniform_(-bound, bound, generator=generator)

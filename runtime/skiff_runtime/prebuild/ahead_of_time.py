@@ -33,7 +33,7 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.prebuild.offline_driver import LaunchSignature, use_offline_driver
 
-MIXED_BATCHES: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
+MIXED_BATCHES: Final = ((0, 16), (0, 17), (2, 33), (16, 64), (0, 67))
 """(Decode rows, tokens of one prefill row) of the mixed batches to run, besides those with ``VARIANT_TOKENS``."""
 VARIANT_TOKENS: Final = 16
 """Prefill tokens beside each number of decode rows for which attention has kernels of its own."""

@@ -21,6 +21,7 @@ from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels import kernel_cache
+from skiff_runtime.layers.weight_format import choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
@@ -86,7 +87,8 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
     from skiff_runtime.prebuild.launcher_cache import build_launchers, stub_libcuda
 
     major, minor = map(int, re.findall(r"\d+", architecture))
-    check_fp8_support(config, (major, minor))
+    weight_format = choose_weight_format(config.quantization, model.weight_format)
+    check_fp8_support(config, weight_format, (major, minor))
     with stub_libcuda():
         build_launchers(compile_ahead_of_time(config, model, major * 10 + minor))
 

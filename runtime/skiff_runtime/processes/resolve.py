@@ -14,6 +14,7 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.gguf.header import SUFFIX, is_gguf
 from skiff_runtime.gguf.selection import find_gguf
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
+from skiff_runtime.layers.weight_format import Fp8Format
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 
 DEMO_NAME: Final = "skiff-demo"
@@ -49,7 +50,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         admin_api_key=admin_keys,
         device=device,
         dtype=_choose_dtype(config, model, device),
-        quantization=_choose_quantization(config, model),
+        quantization=choose_quantization(config, model),
         max_model_len=_choose_max_model_len(config, model),
         served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
@@ -110,12 +111,23 @@ def _choose_dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
     return "float32" if device == "cpu" and own == "float16" else own
 
 
-def _choose_quantization(config: Config, model: ModelConfig) -> Quantization:
-    if config.quantization == "none" and model.quantization != "none":
+def choose_quantization(config: Config, model: ModelConfig) -> Quantization:
+    """Return the method by which the weights are quantized: the checkpoint's, or FP8 at load.
+
+    ``fp8`` also names any method whose weights are FP8. Raises ``ConfigError`` for another than the checkpoint's.
+    """
+    own, wanted = model.quantization, config.quantization
+    if wanted in (AUTO, own) or (wanted == "fp8" and isinstance(model.weight_format, Fp8Format)):
+        return own
+    if own != "none":
         raise ConfigError(
-            f"--quantization none: the weights in {model.path} are quantized to {model.quantization}; omit the option"
+            f"--quantization {wanted}: the weights in {model.path} are quantized by the method {own}; omit the option"
         )
-    return model.quantization if config.quantization == AUTO else config.quantization
+    if wanted != "fp8":
+        raise ConfigError(
+            f"--quantization {wanted}: the weights in {model.path} are not quantized; only fp8 quantizes at load"
+        )
+    return wanted
 
 
 def _choose_max_model_len(config: Config, model: ModelConfig) -> int:

@@ -13,6 +13,7 @@ from engine_driver import make_config
 from fake_hub import running_hub
 from fp8_checkpoints import COMPRESSED
 from gguf_models import make_gguf
+from quantized_formats import FORMATS
 from tiny_models import FAMILIES, make_model
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
@@ -121,6 +122,31 @@ def test_cpu_needs_working_memory_for_float32_copies(tmp_path: Path, quantizatio
     assert cpu - gpu == 2 * GATHER_WORKSPACE_BYTES - gathered + (
         0 if quantization == "none" else 4 * 28672 * 4096
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "bytes_each"),
+    [
+        ("block-fp8", "fp8", 1 + 4 / (128 * 128)),
+        ("tensor-fp8-static", "fp8", 1),
+        ("compressed-int4", "compressed-tensors", 0.5 + 2 / 128),
+        ("awq", "awq", 0.5 + 4 / 128),
+        ("gptq-desc-act", "gptq", 0.5 + 2 / 32),
+    ],
+)
+def test_quantized_checkpoint_shows_its_method_and_its_bytes(
+    tmp_path: Path, name: str, method: str, bytes_each: float
+) -> None:
+    path = describe(tmp_path, LLAMA_8B | {"quantization_config": FORMATS[name].config})
+    model = read_model_config(Path(path))
+    need = estimate_memory(make_config(tmp_path, dtype="bfloat16"), model, "bfloat16")
+    matrices = 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    others = need.parameters.total - matrices
+    assert need.weight_bytes - 2 * others == pytest.approx(matrices * bytes_each, rel=1e-3)
+    shown = info(path, "--max-model-len", "8192")
+    assert shown.returncode == 0 and f"weights in {method} and bfloat16" in shown.stdout, shown.stderr
+    report = json.loads(info(path, "--json").stdout)
+    assert report["quantization"] == method and report["config"]["weight_format"] is not None
 
 
 def test_tables_and_json_show_sizes_and_fit(tmp_path: Path) -> None:

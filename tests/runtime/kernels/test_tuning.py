@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from skiff_runtime.kernels import tuning
+from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.kernels.tuning import DEFAULT, HOPPER, TUNINGS, Tuning, overridden, tuning_for
 
 CPU = torch.device("cpu")
@@ -48,7 +49,11 @@ def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
     ]
     sizes += [tile.columns for tile in (table.gemv.edge_tile, table.gemv.tile, table.gemv.uneven_tile)]
     sizes += [tile.columns for tile in (table.fp8_gemv.tile, table.fp8_gemv.long_tile)]
-    sizes += [rule.tile.inputs for rule in table.stream_k.rules]
+    for rules in (table.stream_k.rules, table.block_fp8.rules, table.w4a16.rules):
+        sizes += [rule.tile.inputs for rule in rules]
+    sizes += [tile.columns for tile in (table.block_fp8.gemv_tile, table.block_fp8.long_gemv_tile)]
+    sizes += [table.block_fp8.matrix_tile.tokens, table.block_fp8.matrix_tile.outputs]
+    sizes += [table.w4a16.gemv_tile.words, table.w4a16.dequantize_rows]
     search = table.top_k_top_p
     sizes += [search.chunk, search.block, search.max_candidates]
     sizes += [table.qk_norm_rope_heads, table.single_row_chunk, table.sampling_block]
@@ -57,12 +62,21 @@ def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
 
 @pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
 def test_every_profitable_stream_k_product_has_a_tile(table: Tuning) -> None:
-    most = max(table.stream_k.max_tokens, table.stream_k.max_tokens_of_tall)
-    for inputs in range(128, 8192, 128):
-        for tokens in range(1, most + 1):
-            assert any(
-                tokens <= rule.max_tokens
-                and (rule.max_inputs is None or inputs <= rule.max_inputs)
-                and inputs % rule.tile.inputs == 0
-                for rule in table.stream_k.rules
-            ), (tokens, inputs)
+    for rules, most in (
+        (table.stream_k.rules, max(table.stream_k.max_tokens, table.stream_k.max_tokens_of_tall)),
+        (table.block_fp8.rules, table.block_fp8.max_tokens),
+        (table.w4a16.rules, table.w4a16.max_tokens),
+    ):
+        for inputs in range(128, 8192, 128):
+            for tokens in range(1, most + 1):
+                assert any(
+                    tokens <= rule.max_tokens
+                    and (rule.max_inputs is None or inputs <= rule.max_inputs)
+                    and inputs % rule.tile.inputs == 0
+                    for rule in rules
+                ), (tokens, inputs)
+
+
+@pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
+def test_rows_of_a_tile_have_one_scale_of_block_fp8(table: Tuning) -> None:
+    assert FP8_BLOCK % table.block_fp8.matrix_tile.outputs == 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.config import Config, Quantization
+from skiff_runtime.config import Config
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
@@ -86,9 +86,10 @@ class RooflineTime:
 def compute_model_cost(config: Config, model: ModelConfig) -> ModelCost:
     """Compute the cost on one of ``config.tp_size`` ranks. ``config`` is resolved."""
     ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
-    quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     share = count_parameters(model, ranks)
-    weights = estimate_weight_bytes(model, ranks, element_bytes=element_bytes, quantization=quantization)
+    weights = estimate_weight_bytes(
+        model, ranks, element_bytes=element_bytes, quantization=config.quantization
+    )
     # A step looks up a few rows of an untied embedding, whereas a tied one is read whole as the LM head.
     looked_up = 0 if model.tie_word_embeddings else share.embedding * element_bytes
     head = share.embedding if model.tie_word_embeddings else share.head

@@ -211,6 +211,41 @@ def quantize_chunk_kernel(
 
 
 @triton.jit
+def quantize_static_kernel(
+    x: tl.tensor,
+    input_scales: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one chunk of a row by a scale that the checkpoint holds.
+
+    Grid: (rows, chunks of BLOCK elements).
+
+    x                   [rows, WIDTH], rows ``stride`` apart
+    input_scales        float32 [PARTS], of which the largest is taken
+    values              FP8, or float16 for a single row, [rows, WIDTH], written
+    scales              float32 [rows], written by the first program of a row
+    PARTS_BLOCK         PARTS rounded up to a power of two
+    """
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS_BLOCK)
+    scale = tl.max(tl.load(input_scales + part, part < PARTS, 0.0), 0)
+    wait_for_dependencies(PDL)
+    value = tl.load(x + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
+    _store_values(value, scale, values, row, columns, WIDTH)
+    if tl.program_id(1) == 0:
+        _store_scale(scale, values, scales, row)
+
+
+@triton.jit
 def _compute_scale(amax: tl.tensor, bound: tl.tensor) -> tl.tensor:
     """Return the scale with which ``amax``, or ``bound`` if that is less, becomes the largest FP8 number."""
     return tl.maximum(tl.div_rn(tl.minimum(amax, bound), _FP8_MAX), _MIN_SCALE)
@@ -265,6 +300,24 @@ def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedA
         numbers = x.stride(0), bound
         quantize_kernel[(x.shape[0],)](
             x, quantized.values, quantized.scales, *numbers, **_row_options(x, x.shape[1])
+        )
+    return quantized
+
+
+def quantize_static_activations(x: torch.Tensor, scales: torch.Tensor) -> QuantizedActivations:
+    """Do what ``kernels.fp8.quantize_static_activations`` does."""
+    rows, width = x.shape
+    quantized = _empty(x, width)
+    tuning = tuning_for(x.device)
+    if rows:
+        quantize_static_kernel[(rows, triton.cdiv(width, tuning.single_row_chunk))](
+            *(x, scales, quantized.values, quantized.scales, x.stride(0)),
+            WIDTH=width,
+            BLOCK=tuning.single_row_chunk,
+            PARTS=len(scales),
+            PARTS_BLOCK=triton.next_power_of_2(len(scales)),
+            num_warps=tuning.single_row_warps,
+            **pdl_options(x.device),
         )
     return quantized
 
