@@ -60,8 +60,17 @@ def fp8_linear(x: Activations, weight: FP8Weight, bias: torch.Tensor | None = No
     quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x)
     if weight.values.device.type == "cuda" and quantized.dtype != torch.float32:
         return _gpu_product(quantized, weight, bias)
-    product = F.linear(quantized.values.float(), weight.values.float()) * quantized.scales * weight.scales.T
+    product = _multiply_in_float32(quantized, weight.values, weight.scales)
     return (product if bias is None else product + bias.float()).to(quantized.dtype)
+
+
+def multiply_dequantized(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return x [T, inputs] times FP8 values [outputs, inputs] with scales float32 [outputs], as a CPU computes it."""
+    return _multiply_in_float32(x, values, scales).to(x.dtype)
+
+
+def _multiply_in_float32(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.values.float(), values.float()) * x.scales * scales.view(1, -1)
 
 
 def _gpu_product(x: QuantizedActivations, weight: FP8Weight, bias: torch.Tensor | None) -> torch.Tensor:
