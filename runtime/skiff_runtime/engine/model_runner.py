@@ -151,7 +151,9 @@ def make_layer_context(config: Config, model: ModelConfig, group: TensorParallel
     quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     scale_ub = math.inf if model.activation_scale_ub is None else model.activation_scale_ub
     dtype = getattr(torch, config.dtype)
-    return LayerContext(dtype, group.device, group, quantization, scale_ub, model.unquantized)
+    return LayerContext(
+        dtype, group.device, group, quantization, scale_ub, model.unquantized, config.expert_parallel
+    )
 
 
 def make_kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, tp_size: int) -> KVLayout:

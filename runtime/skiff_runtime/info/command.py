@@ -20,6 +20,7 @@ from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
 from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.models.footprint import count_active_parameters, num_sparse_layers
 from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
@@ -43,6 +44,7 @@ _CONFIG_FLAGS: Final = (
     "quantization",
     "max_model_len",
     "tp_size",
+    "expert_parallel",
     "max_running_requests",
     "max_num_batched_tokens",
     "page_size",
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the tables or the JSON, and return the exit code. Raises ``ConfigError`` and ``FetchError``."""
     config = build_config(arguments)
     model = _read_model(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
@@ -119,7 +121,11 @@ def _as_json(
         "model": config.model,
         "architecture": model.architecture,
         "config": {name: value for name, value in shape.items() if name not in _NOT_SHAPE},
-        "parameters": {**asdict(need.parameters), "total": need.parameters.total},
+        "parameters": {
+            **asdict(need.parameters),
+            "total": need.parameters.total,
+            "active": count_active_parameters(model),
+        },
         "dtype": dtype,
         "quantization": need.quantization,
         "tp": config.tp_size,
@@ -156,6 +162,7 @@ def _print_tables(
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context", f"{need.max_model_len:,} tokens"),
+        *_expert_rows(model),
         ("parameters", f"{_count(parts.total)}: {by_part}"),
         (f"weights in {kinds}", _size(need.weight_bytes) + ranks),
         ("KV cache for a token", _size(need.kv_bytes_per_token) + ranks),
@@ -167,6 +174,19 @@ def _print_tables(
     lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_fit_columns(each)) for each in fits]
     title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
+
+
+def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the row about experts and the number of parameters that a token takes; none for a dense model."""
+    if model.moe is None:
+        return []
+    experts = (
+        f"{model.moe.top_k} of {model.moe.num_experts} for each token, in {num_sparse_layers(model)} layers"
+    )
+    return [
+        ("experts", experts),
+        ("active parameters", f"{_count(count_active_parameters(model))} for each token"),
+    ]
 
 
 def _fit_columns(found: GpuFit) -> tuple[str, str, str]:

@@ -91,7 +91,11 @@ def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNee
         parameters=count_parameters(model),
         quantization=quantization,
         weight_bytes=estimate_weight_bytes(
-            model, config.tp_size, element_bytes=element_bytes, quantization=quantization
+            model,
+            config.tp_size,
+            element_bytes=element_bytes,
+            quantization=quantization,
+            expert_parallel=config.expert_parallel,
         ),
         kv_bytes_per_token=kv_bytes_per_token(model, config.tp_size, kv_element_bytes),
         working_bytes=estimate_working_bytes(

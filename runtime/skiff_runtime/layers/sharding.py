@@ -16,6 +16,7 @@ class LayerContext:
 
     ``quantization`` holds for the matrices of linear layers, except for the projections in ``unquantized``. Where
     there is one, ``activation_scale_ub`` bounds the largest magnitude from which an activation's scale is computed.
+    With ``expert_parallel`` a rank holds some of the experts of a mixture, otherwise some columns of each.
     """
 
     dtype: torch.dtype
@@ -24,10 +25,15 @@ class LayerContext:
     quantization: Quantization = "none"
     activation_scale_ub: float = math.inf
     unquantized: UnquantizedProjections = ()
+    expert_parallel: bool = False
 
     def for_projection(self, layer: int, projection: Projection) -> "LayerContext":
         """Return the context of one projection's matrix and of its input."""
-        return replace(self, quantization="none") if (layer, projection) in self.unquantized else self
+        return self.without_quantization() if (layer, projection) in self.unquantized else self
+
+    def without_quantization(self) -> "LayerContext":
+        """Return the context of a matrix, and of its input, that is in the model's dtype in any case."""
+        return replace(self, quantization="none")
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Allocate an uninitialized weight."""
@@ -35,11 +41,24 @@ class LayerContext:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """A checkpoint tensor ``name`` of ``shape`` [experts, rows, columns] that stacks matrices of several modules.
+
+    A module's matrix begins at ``first_row`` of all [experts * rows].
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightShard:
     """Indices ``start`` to ``stop`` along ``dim`` of the checkpoint tensor ``name``, and the memory to fill with them.
 
     ``shape`` is that of the whole tensor in the checkpoint. ``target`` is a view of the rank's weight, of the shard's
-    shape. Where it is FP8, ``scales`` float32 [rows of the target, 1] belong to it.
+    shape. Where it is FP8, ``scales`` float32 [rows of the target, 1] belong to it. A checkpoint without the tensor may
+    have it as a part of ``stacked``.
     """
 
     name: str
@@ -49,6 +68,7 @@ class WeightShard:
     stop: int
     target: torch.Tensor
     scales: torch.Tensor | None = None
+    stacked: StackedTensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -59,12 +59,21 @@ class Checkpoint:
         return [(shard, self._locate(shard)) for shard in shards]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
-        file, tensor = self._find(shard.name, shard.shape)
+        file, tensor = self._find_matrix(shard)
         if shard.scales is not None and (self._quantized or tensor.dtype == FP8_DTYPE):
             _require_dtype(file, shard.name, tensor, (FP8_DTYPE,))
             return TensorSource(file, tensor, self._locate_scales(shard))
         _require_dtype(file, shard.name, tensor, _UNQUANTIZED_DTYPES)
         return TensorSource(file, tensor)
+
+    def _find_matrix(self, shard: WeightShard) -> tuple[TensorFile, StoredTensor]:
+        """Find the shard's tensor, by itself or as a part of the tensor that stacks it with others."""
+        stacked = shard.stacked
+        if stacked is None or shard.name in self._files or stacked.name not in self._files:
+            return self._find(shard.name, shard.shape)
+        file, tensor = self._find(stacked.name, stacked.shape)
+        row_bytes = tensor.row_bytes // stacked.shape[1]
+        return file, StoredTensor(tensor.dtype, shard.shape, tensor.offset + stacked.first_row * row_bytes)
 
     def _locate_scales(self, shard: WeightShard) -> TensorSource:
         name = shard.name + _SCALE_SUFFIX

@@ -11,8 +11,10 @@ from typing import Final
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.json_file import JsonObject, read_json
+from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling
+from skiff_runtime.models.moe import read_moe
 from skiff_runtime.models.quantization import (
     read_activation_scale_ub,
     read_quantization,
@@ -26,18 +28,25 @@ MAX_TOP_K: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureDefaults:
-    """Defaults for absent keys of one architecture's ``config.json``, and whether a flag enables its sliding window."""
+    """Defaults for absent keys of one architecture's ``config.json``, and how its sliding window is enabled.
+
+    With ``window_needs_flag`` a flag enables it, with ``window_by_key`` the presence of its key; otherwise the
+    architecture has one if and only if it has a default.
+    """
 
     head_dim: int | None = None
     sliding_window: int | None = None
     window_needs_flag: bool = False
+    window_by_key: bool = False
 
 
 ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
     "LlamaForCausalLM": ArchitectureDefaults(),
     "MistralForCausalLM": ArchitectureDefaults(sliding_window=4096),
+    "MixtralForCausalLM": ArchitectureDefaults(window_by_key=True),
     "Qwen2ForCausalLM": ArchitectureDefaults(window_needs_flag=True),
     "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, window_needs_flag=True),
+    "Qwen3MoeForCausalLM": ArchitectureDefaults(window_needs_flag=True),
 }
 
 
@@ -55,7 +64,8 @@ class SamplingDefaults:
 class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
-    ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
+    ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted. ``moe`` is None for
+    a dense model; ``intermediate_size`` is that of dense MLPs.
     ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
     """
 
@@ -65,6 +75,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    moe: MoeConfig | None
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -105,6 +116,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     heads, kv_heads, head_dim = _heads(config, defaults)
     positions = config.positive("max_position_embeddings")
     layers = config.positive("num_hidden_layers")
+    moe = read_moe(config, architecture, layers)
     _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
     return ModelConfig(
         path=path,
@@ -113,6 +125,7 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),
         intermediate_size=config.positive("intermediate_size"),
+        moe=moe,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -125,8 +138,8 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
-        quantization=read_quantization(config),
-        unquantized=read_unquantized_projections(config, layers),
+        quantization=read_quantization(config, moe),
+        unquantized=read_unquantized_projections(config, layers, moe),
         activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
@@ -138,9 +151,20 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     )
 
 
-def check_tp_size(config: ModelConfig, tp_size: int) -> None:
+def check_tp_size(config: ModelConfig, tp_size: int, *, expert_parallel: bool = False) -> None:
     """Raise ``ConfigError`` if the model cannot be sharded over ``tp_size`` ranks."""
-    for count, noun in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
+    counts = [(config.num_heads, "attention heads")]
+    if config.moe is None and expert_parallel:
+        raise ConfigError(f"--expert-parallel is for mixtures of experts, and {config.architecture} is dense")
+    if config.moe is None or config.moe.dense_layers:
+        counts.append((config.intermediate_size, "MLP columns"))
+    if config.moe is not None and expert_parallel:
+        counts.append((config.moe.num_experts, "experts, as --expert-parallel needs"))
+    elif config.moe is not None:
+        counts.append(
+            (config.moe.intermediate_size, "columns of an expert; --expert-parallel keeps experts whole")
+        )
+    for count, noun in counts:
         if count % tp_size:
             raise ConfigError(f"--tp {tp_size} does not divide the model's {count} {noun}")
     kv_heads = config.num_kv_heads
@@ -186,7 +210,7 @@ def _heads(config: JsonObject, defaults: ArchitectureDefaults) -> tuple[int, int
 def _refuse_sliding_window(config: JsonObject, defaults: ArchitectureDefaults, max_sequence: int) -> None:
     """Refuse a sliding window that is shorter than the longest served sequence, if any layer uses it."""
     window = config.get("sliding_window") if config.has("sliding_window") else defaults.sliding_window
-    enabled = defaults.sliding_window is not None
+    enabled = defaults.sliding_window is not None or defaults.window_by_key
     if defaults.window_needs_flag:
         enabled = config.flag("use_sliding_window")
     if window is None or not enabled or not _has_sliding_layer(config):

@@ -15,7 +15,8 @@ from typing import Any, Final
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import JsonObject
-from skiff_runtime.layers.projections import PACKED_MODULES, UnquantizedProjections
+from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.projections import UnquantizedProjections, packed_modules
 
 _COMPRESSED: Final = "compressed-tensors"
 _FBGEMM: Final = "fbgemm_fp8"
@@ -36,7 +37,7 @@ _MAX_EXPRESSIONS: Final = 64
 """Each expression is tried on every module; a list of plain names may be of any length."""
 
 
-def read_quantization(config: JsonObject) -> Quantization:
+def read_quantization(config: JsonObject, moe: MoeConfig | None = None) -> Quantization:
     """Return the quantization of the checkpoint's matrices. Raises ``ModelError`` for an unsupported one."""
     settings = config.object("quantization_config")
     if settings is None:
@@ -46,10 +47,16 @@ def read_quantization(config: JsonObject) -> Quantization:
         _check_groups(settings)
     elif method != _FBGEMM:
         _refuse(settings, f"is by the method {method!r}")
+    elif moe is not None:
+        _refuse(
+            settings, f"of experts is by the method {method!r}, whose bound of activations they do not apply"
+        )
     return "fp8"
 
 
-def read_unquantized_projections(config: JsonObject, layers: int) -> UnquantizedProjections:
+def read_unquantized_projections(
+    config: JsonObject, layers: int, moe: MoeConfig | None = None
+) -> UnquantizedProjections:
     """Return the projections of ``layers`` decoder layers that a quantized checkpoint keeps unquantized.
 
     Raises ``ModelError`` as ``find_unquantized_projections`` does.
@@ -58,7 +65,7 @@ def read_unquantized_projections(config: JsonObject, layers: int) -> Unquantized
     if settings is None:
         return ()
     key = "modules_to_not_convert" if settings.get("quant_method") == _FBGEMM else "ignore"
-    return find_unquantized_projections(f"{settings.source}: {key!r}", settings.get(key) or [], layers)
+    return find_unquantized_projections(f"{settings.source}: {key!r}", settings.get(key) or [], layers, moe)
 
 
 def read_activation_scale_ub(config: JsonObject) -> float | None:
@@ -78,8 +85,12 @@ def read_activation_scale_ub(config: JsonObject) -> float | None:
     return bound
 
 
-def find_unquantized_projections(source: str, names: Any, layers: int) -> UnquantizedProjections:
-    """Find the projections of ``layers`` decoder layers that ``names`` exclude; modules such as ``lm_head`` are ignored.
+def find_unquantized_projections(
+    source: str, names: Any, layers: int, moe: MoeConfig | None = None
+) -> UnquantizedProjections:
+    """Find the projections of ``layers`` decoder layers that ``names`` exclude.
+
+    Other modules, such as ``lm_head`` and routers, are ignored: they are in the model's dtype in any case.
 
     Raises ``ModelError``, whose message begins with ``source``, if ``names`` is not a list of names, or if it excludes
     only some of the modules that one projection packs.
@@ -87,17 +98,21 @@ def find_unquantized_projections(source: str, names: Any, layers: int) -> Unquan
     excluded = _ModuleNames(source, names)
     found = []
     for layer in range(layers):
-        for projection, modules in PACKED_MODULES.items():
+        for projections, modules in packed_modules(layer, moe):
             paths = [f"model.layers.{layer}.{module}" for module in modules]
             unquantized = [path for path in paths if path in excluded]
             if unquantized and len(unquantized) < len(paths):
                 quantized = next(path for path in paths if path not in unquantized)
                 raise ModelError(
-                    f"{source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: one matrix "
-                    "packs both"
+                    f"{source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: "
+                    + (
+                        "one matrix packs both"
+                        if len(projections) == 1
+                        else "all experts are computed together"
+                    )
                 )
             if unquantized:
-                found.append((layer, projection))
+                found += [(layer, projection) for projection in projections]
     return tuple(found)
 
 

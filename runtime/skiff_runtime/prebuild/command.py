@@ -31,6 +31,7 @@ _USED_FIELDS: Final = (
     "quantization",
     "max_model_len",
     "tp_size",
+    "expert_parallel",
     "attention_backend",
     "kernel_cache_dir",
     "max_running_requests",

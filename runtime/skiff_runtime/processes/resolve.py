@@ -36,7 +36,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
     device = _choose_device(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
     resolved = replace(
         config,
         api_key=keys,

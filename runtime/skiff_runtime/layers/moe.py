@@ -1,0 +1,152 @@
+"""The sparse block of a mixture of experts: a router, and experts of which each token takes a few.
+
+Experts are sharded over the ranks in one of two ways. With tensor parallelism each rank holds some columns of every
+expert; with expert parallelism it holds some experts whole. Either way each rank computes its part of every token's
+sum, and one all-reduce adds up the parts. Both rely on tokens that have the same bits on every rank, so that all ranks
+choose the same experts.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from skiff_runtime.kernels.fp8 import Activations, quantize_activations
+from skiff_runtime.kernels.fp8_tensors import E4M3
+from skiff_runtime.kernels.fused_moe import (
+    ExpertWeights,
+    compute_router_logits,
+    fused_experts,
+    fused_topk,
+)
+from skiff_runtime.layers.linear import ModuleShard, shard_evenly
+from skiff_runtime.layers.mlp import MLP
+from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.sharding import LayerContext, StackedTensor, WeightShard, replicated_weight
+
+
+class Router:
+    """[T, hidden] -> (weights float32, ids int32) [T, top_k] of each token's experts. Every rank holds it whole.
+
+    It is never quantized: a rounding error there would choose other experts.
+    """
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, context: LayerContext) -> None:
+        self._top_k = moe.top_k
+        self._renormalize = moe.renormalize
+        self.weight = context.empty(moe.num_experts, hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fused_topk(compute_router_logits(x, self.weight), self._top_k, renormalize=self._renormalize)
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        """Yield the checkpoint tensor that fills this layer."""
+        yield replicated_weight(f"{name}.weight", self.weight)
+
+
+class Experts:
+    """[T, hidden] with weights and ids [T, top_k] -> [T, hidden]: this rank's part of the sum over each token's experts."""
+
+    def __init__(self, layer: int, hidden_size: int, moe: MoeConfig, context: LayerContext) -> None:
+        self._hidden_size = hidden_size
+        self._moe = moe
+        self._columns, experts = _shard(moe, context)
+        inner, count = self._columns.stop - self._columns.start, len(experts)
+        shapes = (count, 2 * inner, hidden_size), (count, hidden_size, inner)
+        up, down = context.for_projection(layer, "gate_up_proj"), context.for_projection(layer, "down_proj")
+        assert up.quantization == down.quantization, "a checkpoint excludes both from quantization or none"
+        self._scale_ub = up.activation_scale_ub
+        self._quantizes = up.quantization == "fp8"
+        if not self._quantizes:
+            gate_up, down_matrix = (context.empty(*shape) for shape in shapes)
+            self.weights = ExpertWeights(gate_up, down_matrix, first_expert=experts.start)
+            return
+        device = context.device
+        gate_up, down_matrix = (torch.empty(shape, dtype=E4M3, device=device) for shape in shapes)
+        gate_up_scales, down_scales = (
+            torch.empty(shape[:2], dtype=torch.float32, device=device) for shape in shapes
+        )
+        self.weights = ExpertWeights(
+            gate_up, down_matrix, gate_up_scales, down_scales, first_expert=experts.start
+        )
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        inputs: Activations = quantize_activations(x, self._scale_ub) if self._quantizes else x
+        return fused_experts(inputs, self.weights, topk_weights, topk_ids)
+
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this rank's experts.
+
+        All matrices of a layer are views made by a few calls, because there are tens of thousands of them.
+        """
+        weights, moe, columns = self.weights, self._moe, self._columns
+        count, hidden, total = moe.num_experts, self._hidden_size, moe.intermediate_size
+        inner = columns.stop - columns.start
+        outer = weights.gate_up.view(-1, inner, hidden).unbind(
+            0
+        )  # gate, then up, of one expert after another
+        downs = weights.down.unbind(0)
+        outer_scales: tuple[torch.Tensor | None, ...] = (None,) * len(outer)
+        down_scales: tuple[torch.Tensor | None, ...] = (None,) * len(downs)
+        if weights.gate_up_scales is not None and weights.down_scales is not None:
+            outer_scales = weights.gate_up_scales.view(-1, inner, 1).unbind(0)
+            down_scales = weights.down_scales.unsqueeze(2).unbind(0)
+        stacked_outer = f"{prefix}gate_up_proj", (count, 2 * total, hidden)
+        stacked_down = f"{prefix}down_proj", (count, hidden, total)
+        for index, down in enumerate(downs):
+            expert = weights.first_expert + index
+            for number, linear in enumerate((moe.modules.gate, moe.modules.up)):
+                row = 2 * index + number
+                yield WeightShard(
+                    f"{prefix}{expert}.{linear}.weight",
+                    (total, hidden),
+                    0,
+                    columns.start,
+                    columns.stop,
+                    outer[row],
+                    outer_scales[row],
+                    StackedTensor(*stacked_outer, first_row=(2 * expert + number) * total),
+                )
+            yield WeightShard(
+                f"{prefix}{expert}.{moe.modules.down}.weight",
+                (hidden, total),
+                1,
+                columns.start,
+                columns.stop,
+                down,
+                down_scales[index],
+                StackedTensor(*stacked_down, first_row=expert * hidden),
+            )
+
+
+class SparseMoeBlock(MLP):
+    """[T, hidden] -> [T, hidden]: the sum over each token's experts of the router's weight times the expert's MLP.
+
+    The router's input must not be quantized, so the norm before it does not quantize, and the experts do.
+    """
+
+    def __init__(self, layer: int, hidden_size: int, moe: MoeConfig, context: LayerContext) -> None:
+        self.name = moe.modules.block
+        self.input_context = context.without_quantization()
+        self._modules = moe.modules
+        self._group = context.group
+        self._router = Router(hidden_size, moe, context)
+        self._experts = Experts(layer, hidden_size, moe, context)
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return self._group.all_reduce(self._experts(x, *self._router(x)))
+
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this block."""
+        yield from self._router.weight_shards(f"{prefix}{self._modules.router}")
+        yield from self._experts.weight_shards(f"{prefix}{self._modules.experts}.")
+
+
+def _shard(moe: MoeConfig, context: LayerContext) -> tuple[ModuleShard, range]:
+    """Return the columns of each expert, and the experts, that this rank holds."""
+    group = context.group
+    if not context.expert_parallel:
+        return shard_evenly("experts", moe.intermediate_size, context), range(moe.num_experts)
+    share = moe.num_experts // group.tp_size
+    whole = ModuleShard("experts", moe.intermediate_size, 0, moe.intermediate_size)
+    return whole, range(group.tp_rank * share, (group.tp_rank + 1) * share)
