@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations, multiply_dequantized, quantize_activations
-from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +20,10 @@ class ExpertWeights:
     gate_up             [E, 2 * I, H]: the I rows of an expert's gate, then those of its up-projection; in the model's
                         dtype or FP8
     down                [E, H, I], of the same dtype
-    gate_up_scales      float32 [E, 2 * I]: one scale for each output; None where the matrices are not quantized
+    gate_up_scales      float32 [E, 2 * I], a scale for each output; None where the matrices are not quantized
     down_scales         float32 [E, H]; likewise
-    block_shape         (rows, columns) of the blocks that share one scale; None: a scale for each output
+    block_shape         None; or (rows, columns) of the blocks that share a scale, of which there are then
+                        [E, 2 * I / rows, H / columns] and [E, H / rows, I / columns]
     """
 
     gate_up: torch.Tensor
@@ -58,7 +58,7 @@ def fused_topk(
     softmax over the chosen logits. Ids are below E whatever the logits are, NaN included.
     """
     if router_logits.device.type == "cuda":
-        from skiff_runtime.kernels.triton import moe as kernel
+        from skiff_runtime.kernels.triton.moe import fused_topk as kernel
 
         return kernel.fused_topk(router_logits, top_k, renormalize=renormalize)
     ids = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -84,10 +84,10 @@ def fused_experts(
     if experts.gate_up_scales is not None and isinstance(x, torch.Tensor):
         x = quantize_activations(x)
     if experts.gate_up.device.type == "cuda":
-        from skiff_runtime.kernels.triton import moe as kernel
+        from skiff_runtime.kernels.triton.moe import fused_experts as kernel
 
         return kernel.fused_experts(x, experts, topk_weights, topk_ids)
-    assert experts.block_shape is None, "matrices with scales of blocks have no reference"
+    assert experts.block_shape is None, "scales of blocks have no reference"
     total = torch.zeros((len(topk_ids), experts.down.shape[1]), dtype=torch.float32)
     local_ids = topk_ids - experts.first_expert
     for (

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import Driver, generate, make_engine
-from tiny_models import FAMILIES, greedy_tokens, load_reference, make_model, oracle_choices, oracle_logits
+from tiny_models import (
+    FAMILIES,
+    MOE_FAMILIES,
+    greedy_tokens,
+    load_reference,
+    make_model,
+    oracle_choices,
+    oracle_logits,
+)
 from tiny_tokenizer import VOCAB_SIZE
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 7, 33)
@@ -95,9 +103,10 @@ def test_preempted_request_continues_in_another_slot(llama: Path) -> None:
     assert row.output + again.output == greedy_tokens(load_reference(llama), prompt, 7)
 
 
-def test_bfloat16_tokens_equal_transformers_but_for_near_ties(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", *MOE_FAMILIES])
+def test_bfloat16_tokens_equal_transformers_but_for_near_ties(tmp_path: Path, family: str) -> None:
     """In bfloat16 the two round differently: each token must be transformers' choice, or nearly as likely there."""
-    path = make_model(tmp_path, "qwen3", seed=1, dtype=torch.bfloat16)
+    path = make_model(tmp_path, family, seed=1, dtype=torch.bfloat16)
     engine = make_engine(path, dtype="bfloat16", page_size=16)
     prompts = random_prompts(3)
     got = generate(engine, prompts, COUNT, page_size=16, budget=64, slots=8)
