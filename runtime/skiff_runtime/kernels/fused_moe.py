@@ -81,13 +81,13 @@ def fused_experts(
     products the activations are in the model's dtype, and quantized again, with a scale for each pair of token and
     expert, where the matrices are.
     """
-    if experts.gate_up_scales is not None and isinstance(x, torch.Tensor):
-        x = quantize_activations(x)
     if experts.gate_up.device.type == "cuda":
         from skiff_runtime.kernels.triton.moe import fused_experts as kernel
 
         return kernel.fused_experts(x, experts, topk_weights, topk_ids)
     assert experts.block_shape is None, "scales of blocks have no reference"
+    if experts.gate_up_scales is not None and isinstance(x, torch.Tensor):
+        x = quantize_activations(x)
     total = torch.zeros((len(topk_ids), experts.down.shape[1]), dtype=torch.float32)
     local_ids = topk_ids - experts.first_expert
     for (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from skiff_runtime.kernels.fp8 import Activations, quantize_activations
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.fused_moe import (
     ExpertWeights,
@@ -54,9 +54,7 @@ class Experts:
         shapes = (count, 2 * inner, hidden_size), (count, hidden_size, inner)
         up, down = context.for_projection(layer, "gate_up_proj"), context.for_projection(layer, "down_proj")
         assert up.quantization == down.quantization, "a checkpoint excludes both from quantization or none"
-        self._scale_ub = up.activation_scale_ub
-        self._quantizes = up.quantization == "fp8"
-        if not self._quantizes:
+        if up.quantization == "none":
             gate_up, down_matrix = (context.empty(*shape) for shape in shapes)
             self.weights = ExpertWeights(gate_up, down_matrix, first_expert=experts.start)
             return
@@ -70,8 +68,7 @@ class Experts:
         )
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        inputs: Activations = quantize_activations(x, self._scale_ub) if self._quantizes else x
-        return fused_experts(inputs, self.weights, topk_weights, topk_ids)
+        return fused_experts(x, self.weights, topk_weights, topk_ids)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this rank's experts.
@@ -121,7 +118,7 @@ class Experts:
 class SparseMoeBlock(MLP):
     """[T, hidden] -> [T, hidden]: the sum over each token's experts of the router's weight times the expert's MLP.
 
-    The router's input must not be quantized, so the norm before it does not quantize, and the experts do.
+    The router's input must not be quantized, so the norm before it does not quantize, and ``fused_experts`` does.
     """
 
     def __init__(self, layer: int, hidden_size: int, moe: MoeConfig, context: LayerContext) -> None:
