@@ -54,14 +54,11 @@ class Experts:
         shapes = (count, 2 * inner, hidden_size), (count, hidden_size, inner)
         up, down = context.for_projection(layer, "gate_up_proj"), context.for_projection(layer, "down_proj")
         assert up.quantization == down.quantization, "a checkpoint excludes both from quantization or none"
-        if up.quantization == "none":
-            gate_up, down_matrix = (context.empty(*shape) for shape in shapes)
-            self.weights = ExpertWeights(gate_up, down_matrix, first_expert=experts.start)
-            return
-        device = context.device
-        gate_up, down_matrix = (torch.empty(shape, dtype=E4M3, device=device) for shape in shapes)
+        is_fp8, device = up.quantization == "fp8", context.device
+        dtype = E4M3 if is_fp8 else context.dtype
+        gate_up, down_matrix = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         gate_up_scales, down_scales = (
-            torch.empty(shape[:2], dtype=torch.float32, device=device) for shape in shapes
+            torch.empty(shape[:2], dtype=torch.float32, device=device) if is_fp8 else None for shape in shapes
         )
         self.weights = ExpertWeights(
             gate_up, down_matrix, gate_up_scales, down_scales, first_expert=experts.start
@@ -78,11 +75,9 @@ class Experts:
         weights, moe, columns = self.weights, self._moe, self._columns
         count, hidden, total = moe.num_experts, self._hidden_size, moe.intermediate_size
         inner = columns.stop - columns.start
-        outer = weights.gate_up.view(-1, inner, hidden).unbind(
-            0
-        )  # gate, then up, of one expert after another
-        downs = weights.down.unbind(0)
-        outer_scales: tuple[torch.Tensor | None, ...] = (None,) * len(outer)
+        # The gate and the up-projection of one expert after another.
+        gates_and_ups, downs = weights.gate_up.view(-1, inner, hidden).unbind(0), weights.down.unbind(0)
+        outer_scales: tuple[torch.Tensor | None, ...] = (None,) * len(gates_and_ups)
         down_scales: tuple[torch.Tensor | None, ...] = (None,) * len(downs)
         if weights.gate_up_scales is not None and weights.down_scales is not None:
             outer_scales = weights.gate_up_scales.view(-1, inner, 1).unbind(0)
@@ -92,15 +87,14 @@ class Experts:
         for index, down in enumerate(downs):
             expert = weights.first_expert + index
             for number, linear in enumerate((moe.modules.gate, moe.modules.up)):
-                row = 2 * index + number
                 yield WeightShard(
                     f"{prefix}{expert}.{linear}.weight",
                     (total, hidden),
                     0,
                     columns.start,
                     columns.stop,
-                    outer[row],
-                    outer_scales[row],
+                    gates_and_ups[2 * index + number],
+                    outer_scales[2 * index + number],
                     StackedTensor(*stacked_outer, first_row=(2 * expert + number) * total),
                 )
             yield WeightShard(
