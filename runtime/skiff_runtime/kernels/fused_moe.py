@@ -44,7 +44,8 @@ def compute_router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
         if gemv.is_profitable(x, weight):
             return gemv.gemv(x, weight, dtype=torch.float32)
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+        # As a batch of one, because torch's fake tensors, on which kernels are compiled ahead, lack mm with a dtype.
+        return torch.bmm(x[None], weight.T[None], out_dtype=torch.float32)[0]
     return F.linear(x.float(), weight.float())
 
 
