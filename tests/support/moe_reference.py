@@ -52,14 +52,14 @@ def take_window(experts: ExpertWeights, first: int, count: int) -> ExpertWeights
 
 
 def dequantize_weight(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight [E, outputs, inputs] in float64 on the CPU."""
+    """Return the weight of one expert, [outputs, inputs], in float64 on the CPU."""
     wide = values.double().cpu()
     if scales is None:
         return wide
     scale = scales.double().cpu()
-    if scale.dim() == 2:
-        return wide * scale[:, :, None]
-    return wide * scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    if scale.dim() == 1:
+        return wide * scale[:, None]
+    return wide * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def dequantize_activations(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
@@ -75,9 +75,8 @@ def exact_gate_up(
 ) -> torch.Tensor:
     """Return silu(gate) * up of each pair, float64 [T * top_k, I]; 0 for experts that are not here."""
     wide = dequantize_activations(x).repeat_interleave(topk_ids.shape[1], 0)
-    gate, up = _multiply_pairs(
-        wide, dequantize_weight(experts.gate_up, experts.gate_up_scales), experts, topk_ids
-    ).chunk(2, 1)
+    ids = topk_ids - experts.first_expert
+    gate, up = _multiply_pairs(wide, experts.gate_up, experts.gate_up_scales, ids).chunk(2, 1)
     return F.silu(gate) * up
 
 
@@ -85,19 +84,20 @@ def exact_down(
     x: torch.Tensor | QuantizedActivations, experts: ExpertWeights, topk_ids: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs of each pair, before their routing weights, float64 [T * top_k, H]; x is [T * top_k, I]."""
-    down = dequantize_weight(experts.down, experts.down_scales)
-    return _multiply_pairs(dequantize_activations(x), down, experts, topk_ids)
+    ids = topk_ids - experts.first_expert
+    return _multiply_pairs(dequantize_activations(x), experts.down, experts.down_scales, ids)
 
 
 def _multiply_pairs(
-    x: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights, topk_ids: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return row p of x times the weight of the expert of pair p, [pairs, outputs]; 0 where it is not here."""
-    ids = topk_ids.flatten().long().cpu() - experts.first_expert
-    product = torch.zeros(len(ids), weight.shape[1], dtype=torch.float64)
-    for expert in range(len(weight)):
-        rows = ids == expert
-        product[rows] = x[rows] @ weight[expert].T
+    """Return row p of x times the weight of expert ``ids[p]``, [pairs, outputs]; 0 where it is not here."""
+    product = torch.zeros(ids.numel(), weight.shape[1], dtype=torch.float64)
+    for expert in ids.unique().tolist():
+        if 0 <= expert < len(weight):
+            rows = ids.flatten().cpu() == expert
+            scale = None if scales is None else scales[expert]
+            product[rows] = x[rows] @ dequantize_weight(weight[expert], scale).T
     return product
 
 
