@@ -107,10 +107,26 @@ def exact_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the weighted sums, float64 [T, H], without quantizing between the products."""
-    pairs = exact_down(exact_gate_up(x, experts, topk_ids), experts, topk_ids)
+    """Return the weighted sums, float64 [T, H].
+
+    For quantized experts, x and the values between the products are quantized as the kernels do it, these after they
+    were rounded to the model's dtype.
+    """
+    between = exact_gate_up(quantize_exactly(x, experts), experts, topk_ids).to(x.dtype)
+    pairs = exact_down(quantize_exactly(between, experts), experts, topk_ids)
     weighted = pairs.view(*topk_ids.shape, -1) * topk_weights.double().cpu()[:, :, None]
     return weighted.sum(1)
+
+
+def quantize_exactly(
+    x: torch.Tensor | QuantizedActivations, experts: ExpertWeights
+) -> torch.Tensor | QuantizedActivations:
+    """Return x as the experts multiply it: unchanged, or quantized by each token or by each 128 of its values."""
+    if experts.gate_up_scales is None or isinstance(x, QuantizedActivations):
+        return x
+    rows, width = x.shape
+    values, scales = quantize_rows(x if experts.block_shape is None else x.reshape(-1, BLOCK))
+    return QuantizedActivations(values.view(rows, width), scales.view(rows, -1), x.dtype)
 
 
 def route(tokens: int, experts: int, top_k: int, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,9 +15,8 @@ from skiff_runtime.kernels.tuning import tuning_for
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 TOKENS = (1, 2, 5, 33) if DEVICE.type == "cpu" else (1, 2, 5, 33, 64, 257, 1000, 3000)
-FP8_TOLERANCE = 3e-2
-"""Quantization of the intermediate values, which the reference leaves out: half a step of FP8 is 1/16 or less, and
-errors of hundreds of values average out."""
+FP8_TOLERANCE = 2e-2
+"""A value between the products that is nearly in the middle of two FP8 numbers may become either of them."""
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -38,8 +37,7 @@ def test_fp8_outputs_equal_the_reference(tokens: int, weight_format: Format) -> 
     x, routing = noise(tokens, 256, dtype=HALF), route(tokens, 16, 2)
     output = fused_experts(x, weights, *routing)
     assert output.shape == x.shape and output.dtype == HALF
-    wide = replace(make_experts(16, 256, 128, torch.float32, weight_format))
-    assert error(output, exact_experts(x, wide, *routing)) < FP8_TOLERANCE
+    assert error(output, exact_experts(x, weights, *routing)) < FP8_TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
