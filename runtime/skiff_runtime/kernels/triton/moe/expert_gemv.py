@@ -11,6 +11,8 @@ The second computes whole outputs, since what it adds up over experts and over i
 up behind it, and the order of the sum is fixed.
 """
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
 )
 from skiff_runtime.kernels.tuning import ExpertGemvTile, ExpertGemvTuning, tuning_for
 
-MIN_COLUMNS = 256
+MIN_COLUMNS: Final = 256
 """The fewest columns of one loop iteration: a warp loads 16 bytes in each lane."""
 
 

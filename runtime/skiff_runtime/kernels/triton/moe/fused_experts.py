@@ -9,6 +9,8 @@ All buffers have sizes that follow from the numbers of tokens, experts and choic
 The tile of a product follows from the mean number of rows of an expert, which is known before.
 """
 
+from typing import Final
+
 import torch
 
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
@@ -20,14 +22,14 @@ from skiff_runtime.kernels.triton.moe.moe_align_block_size import moe_align_bloc
 from skiff_runtime.kernels.triton.moe.moe_sum import moe_sum
 from skiff_runtime.kernels.tuning import GroupedGemmRule, GroupedGemmTile, tuning_for
 
-EXACT_RULE = GroupedGemmRule(
+EXACT_RULE: Final = GroupedGemmRule(
     None,
     rows=16,
     gate_up=GroupedGemmTile(outputs=32, inputs=32, group=1, warps=4, stages=2),
     down=GroupedGemmTile(outputs=64, inputs=32, group=1, warps=4, stages=2),
 )
 """For float32, which is multiplied exactly, without the tensor cores: for parity, not for speed."""
-BLOCK_SHAPE = (128, 128)
+BLOCK_SHAPE: Final = (128, 128)
 
 
 def fused_experts(
