@@ -28,10 +28,8 @@ DTYPE: Final = torch.bfloat16
 SCALE_BLOCK: Final = 128
 MAX_SHARED_BYTES: Final = 220 << 10
 """Of a candidate's pipeline: a program has 227 KiB, a little of it for other things."""
-LAYERS: Final = 8
-"""Layers in turn of few tokens: the experts that one token chooses may stay in the L2 cache."""
-MANY_LAYERS: Final = 2
-"""Layers in turn where most experts are read: they exceed the L2 cache by far."""
+CACHE_BYTES: Final = 256 << 20
+"""More than any GPU's L2 cache: experts of this size in turn find nothing of themselves there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,9 @@ def _experts(shape: _Shape, tokens: int, weight_format: WeightFormat) -> Workloa
 
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         x = torch.randn(tokens, shape.hidden, dtype=DTYPE, device=device)
-        layers = LAYERS if 2 * tokens * shape.top_k < shape.experts else MANY_LAYERS
+        item_bytes = 2 if weight_format == "bfloat16" else 1
+        chosen = min(tokens * shape.top_k, shape.experts)
+        layers = max(2, -(-CACHE_BYTES // (chosen * 3 * shape.inner * shape.hidden * item_bytes)))
         work = [
             (_make_experts(shape, weight_format, device), *_route(shape, tokens, device))
             for _ in range(layers)
