@@ -207,6 +207,7 @@ def down_kernel(
     pairs: tl.tensor,
     token_stride: tl.tensor,
     group_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
@@ -226,10 +227,10 @@ def down_kernel(
     kernel ahead has ended; that is ``gate_up_kernel``, or its quantization, and the pairs were sorted before it began.
 
     x                   [pairs, INPUTS], in the type of the weights
-    weight              [experts, OUTPUTS, INPUTS]
+    weight              [EXPERTS, OUTPUTS, INPUTS]
     x_scales            float32 [pairs, 1] with CHANNEL_SCALES, [pairs, INPUTS / 128] with BLOCK_SCALES, else not read;
                         pairs are ``token_stride`` apart and groups ``group_stride``
-    scales              float32 [experts, OUTPUTS] with CHANNEL_SCALES, [experts, OUTPUTS / 128, INPUTS / 128] with
+    scales              float32 [EXPERTS, OUTPUTS] with CHANNEL_SCALES, [EXPERTS, OUTPUTS / 128, INPUTS / 128] with
                         BLOCK_SCALES, else not read
     topk_weights        float32 [pairs]
     output              [pairs, OUTPUTS], written, in the type of the model; rows of experts elsewhere are not
@@ -242,11 +243,13 @@ def down_kernel(
     out = tl.arange(0, OUTPUTS_BLOCK)
     column = tl.arange(0, INPUTS_BLOCK)
     if PREFETCH:
-        # From L2: the L1 cache of this multiprocessor may hold words of an earlier layer.
-        used = tl.load(num_blocks, cache_modifier=".cg")
+        # From L2: the L1 cache of this multiprocessor may hold words of an earlier layer. Words that are not written yet
+        # (where another kernel is ahead) may cost a prefetch, but name no address outside of the weight.
+        used = tl.minimum(tl.load(num_blocks, cache_modifier=".cg"), tl.num_programs(0) // COLUMN_BLOCKS)
         if tl.program_id(0) < used * COLUMN_BLOCKS:
             block, column_block = _locate_block(used, COLUMN_BLOCKS, GROUP)
-            expert = tl.load(expert_ids + block, cache_modifier=".cg").to(tl.int64)
+            expert = tl.load(expert_ids + block, cache_modifier=".cg")
+            expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1).to(tl.int64)
             rows = tl.minimum(column_block * OUTPUTS_BLOCK + out, OUTPUTS - 1)
             _prefetch_rows(weight + (expert * OUTPUTS + rows) * INPUTS, INPUTS, INPUTS_BLOCK, STAGES, PDL)
     wait_for_dependencies(PDL)
@@ -371,6 +374,7 @@ def down(
         (_num_programs(sorted_pairs, outputs, tile), 1, 1),
         (x, weight, *_scales_or(scales, sorted_pairs.num_blocks), topk_weights, *sorted_pairs, output),
         (pairs, *_scale_strides(scales)),
+        EXPERTS=weight.shape[0],
         INPUTS=x.shape[1],
         OUTPUTS=outputs,
         PREFETCH=True,
