@@ -180,7 +180,8 @@ def choose_down_tile(inputs: int, tuning: ExpertGemvTuning) -> ExpertGemvTile:
 
 def choose_columns(inputs: int, tile: ExpertGemvTile) -> int:
     """Return the columns of one iteration: those of the tile, or fewer where that leaves fewer lanes idle at the end."""
-    candidates, columns = [], tile.columns
+    candidates: list[int] = []
+    columns = tile.columns
     while columns >= min(MIN_COLUMNS, tile.columns):
         candidates.append(columns)
         columns //= 2
