@@ -41,6 +41,7 @@ from skiff_runtime.kernels.tuning import (
     tuning_for,
 )
 from skiff_runtime.tune.measure import Launch, Tunable, Workload
+from skiff_runtime.tune.moe_tunables import MOE_TUNABLES
 
 CACHE_BYTES: Final = 256 << 20
 """More than any GPU's L2 cache: inputs of this size in turn find nothing of themselves there."""
@@ -488,6 +489,7 @@ TUNABLES: Final = (
         tuple(_stream_k_or_library(count, *TALL) for count in TOKEN_COUNTS),
         True,
     ),
+    *MOE_TUNABLES,
     Tunable("single_row_chunk", (512, 1024, 2048), (_single_row(3072), _single_row(17_408))),
     Tunable("single_row_warps", (2, 4, 8), (_single_row(3072), _single_row(17_408))),
     Tunable("sampling_block", (1024, 2048, 4096, 8192), (_sampling(1), _sampling(256))),
