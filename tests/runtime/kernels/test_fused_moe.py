@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skiff_runtime.kernels.fp8 import quantize_activations
 from skiff_runtime.kernels.fp8_tensors import quantize_rows
 from skiff_runtime.kernels.fused_moe import (
     ExpertWeights,
@@ -174,8 +175,6 @@ def test_fp8_experts_equal_the_products_of_the_quantized_values(ready: bool) -> 
     experts, x = quantize(make_experts(4)), torch.randn(9, HIDDEN) * 3
     values, scales = quantize_rows(x)
     exact = dequantize(experts)
-    from skiff_runtime.kernels.fp8 import quantize_activations
-
     given_x = quantize_activations(x) if ready else x
     for expert in range(4):
         ids = torch.full((9, 1), expert, dtype=torch.int32)
