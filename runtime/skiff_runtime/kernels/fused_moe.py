@@ -91,9 +91,8 @@ def fused_experts(
         x = quantize_activations(x)
     total = torch.zeros((len(topk_ids), experts.down.shape[1]), dtype=torch.float32)
     local_ids = topk_ids - experts.first_expert
-    for (
-        index
-    ) in local_ids.unique().tolist():  # in ascending order, so that a token's sum does not depend on others
+    # In ascending order, so that a token's sum does not depend on other tokens.
+    for index in sorted(set(local_ids.flatten().tolist())):
         if 0 <= index < len(experts.gate_up):
             tokens, choices = torch.where(local_ids == index)
             output = _compute_expert(_select_tokens(x, tokens), experts, index)
