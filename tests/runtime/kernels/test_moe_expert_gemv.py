@@ -51,7 +51,7 @@ def check(
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("hidden, inner", [(64, 48), (37, 9), (260, 96)])
+@pytest.mark.parametrize("hidden, inner", [(64, 16), (37, 9), (260, 12)])
 @pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 4), (3, 2)])
 def test_products_equal_the_reference(
     tokens: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype, tile: ExpertGemvTile
@@ -66,11 +66,21 @@ def test_pairs_of_experts_elsewhere_count_nothing(first: int) -> None:
     check(take_window(make_experts(8, 64, 32, HALF), first, 3), ids, topk_weights, TILES[0], HALF)
 
 
+FP8_CASES: list[tuple[Format, int, int, int, int, int]] = [
+    ("fp8", 72, 24, 1, 1, 0),
+    ("fp8", 72, 24, 1, 4, 0),
+    ("fp8", 136, 16, 3, 2, 0),
+    ("fp8", 72, 24, 3, 3, 2),
+    ("block_fp8", 256, 128, 1, 1, 0),
+    ("block_fp8", 128, 256, 2, 2, 4),
+]
+"""Format, sizes, tokens, top_k, and the first expert that is here."""
+
+
 @pytest.mark.parametrize("tile", [ExpertGemvTile(64, warps=1), ExpertGemvTile(1024, warps=2)], ids=str)
-@pytest.mark.parametrize("weight_format, hidden, inner", [("fp8", 72, 40), ("block_fp8", 256, 128)])
-@pytest.mark.parametrize("tokens, top_k, first", [(1, 1, 0), (1, 4, 0), (3, 2, 0), (3, 3, 2)])
+@pytest.mark.parametrize("weight_format, hidden, inner, tokens, top_k, first", FP8_CASES)
 def test_fp8_products_equal_the_reference(
-    tokens: int, top_k: int, first: int, weight_format: Format, hidden: int, inner: int, tile: ExpertGemvTile
+    weight_format: Format, hidden: int, inner: int, tokens: int, top_k: int, first: int, tile: ExpertGemvTile
 ) -> None:
     quantize = quantize_activations if weight_format == "fp8" else quantize_groups
     topk_weights, ids = route(tokens, 8, top_k)

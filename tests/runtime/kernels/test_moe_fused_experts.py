@@ -14,13 +14,13 @@ from skiff_runtime.kernels.tuning import tuning_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOKENS = (1, 2, 5, 33) if DEVICE.type == "cpu" else (1, 2, 5, 33, 64, 257, 1000, 3000)
+TOKENS = (1, 2, 5, 21) if DEVICE.type == "cpu" else (1, 2, 5, 33, 64, 257, 1000, 3000)
 FP8_TOLERANCE = 2e-2
 """A value between the products that is nearly in the middle of two FP8 numbers may become either of them."""
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("experts, top_k", [(8, 2), (16, 8), (128, 8)])
+@pytest.mark.parametrize("experts, top_k", [(8, 2), (128, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_outputs_equal_the_reference(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
     weights = make_experts(experts, 64, 32, dtype)

@@ -9,7 +9,7 @@ from skiff_runtime.kernels.triton.moe.fused_topk import fused_topk
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 7])
+@pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (8, 8), (60, 4), (128, 1), (128, 8), (512, 16)], ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_weights_are_the_softmax_of_the_largest_logits(
