@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from bf16_engine import error_of, tie_of
+from fp8_checkpoints import experts_forward
 from quantized_formats import Format, Quantize, Tensors
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, load_reference, oracle_choices, oracle_logits
@@ -35,7 +36,10 @@ def edit_tensors(path: Path, edit: Callable[[Tensors], None]) -> None:
 
 
 def load_dequantized_reference(plain: Path, weights: Tensors, activations: Quantize | None = None) -> Any:
-    """Load the unquantized model in transformers with these weights, its layers' inputs quantized and dequantized."""
+    """Load the unquantized model in transformers with these weights, its layers' inputs quantized and dequantized.
+
+    Of a mixture of experts with quantized experts, the activations must be quantized, too.
+    """
     oracle = load_reference(plain)
 
     def quantize_input(_module: Any, given: Any) -> Any:
@@ -47,7 +51,21 @@ def load_dequantized_reference(plain: Path, weights: Tensors, activations: Quant
             module.weight.data = weights[name].clone()
             if activations is not None:
                 module.register_forward_pre_hook(quantize_input)
+        if f"{name}.0.gate_proj" in weights:
+            assert activations is not None
+            gate_ups, downs = _stack_experts(name, weights)
+            module.forward = experts_forward(gate_ups, downs, activations)
     return oracle
+
+
+def _stack_experts(prefix: str, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of all experts of a layer as transformers stacks them: gate and up, and down."""
+    experts = range(sum(name.startswith(f"{prefix}.") for name in weights) // 3)
+    gates, ups, downs = (
+        torch.stack([weights[f"{prefix}.{expert}.{linear}"] for expert in experts])
+        for linear in ("gate_proj", "up_proj", "down_proj")
+    )
+    return torch.cat((gates, ups), dim=1), downs
 
 
 def assert_greedy(

@@ -24,6 +24,24 @@ def collectives(group: TensorParallelGroup) -> dict[str, Any]:
     }
 
 
+def generated_greedy(
+    group: TensorParallelGroup,
+    path: str,
+    prompts: list[list[int]],
+    count: int,
+    settings: list[dict[str, Any]],
+) -> list[list[list[int]]]:
+    """Generate greedy tokens by engines with each of ``settings``, fields of ``Config``."""
+    outputs = []
+    for changes in settings:
+        engine = make_engine(Path(path), group, page_size=16, **changes)
+        try:
+            outputs.append(generate(engine, prompts, count, page_size=16, budget=48, slots=6))
+        finally:
+            engine.close()
+    return outputs
+
+
 def generated(
     group: TensorParallelGroup, paths: list[str], prompts: list[list[int]], count: int, page_size: int
 ) -> list[list[list[int]]]:

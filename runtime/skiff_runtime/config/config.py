@@ -182,6 +182,12 @@ class Config:
         "tensor-parallel size: number of ranks, each a process (with one GPU)",
         flags=("--tp", "--tensor-parallel-size"),
     )
+    expert_parallel: bool = option(
+        False,
+        "Engine",
+        "divide the experts of a mixture of experts over the ranks, instead of each expert's columns",
+        flags=("--expert-parallel", "--enable-expert-parallel"),
+    )
     attention_backend: Attention = option(
         AUTO,
         "Engine",

@@ -161,6 +161,7 @@ def make_layer_context(config: Config, model: ModelConfig, group: TensorParallel
         scale_ub,
         model.unquantized,
         model.weight_format,
+        config.expert_parallel,
     )
 
 

@@ -22,6 +22,7 @@ from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
 from skiff_runtime.layers.rope_scaling import YarnScaling
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.models.footprint import count_active_parameters, num_sparse_layers
 from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
@@ -47,6 +48,7 @@ _CONFIG_FLAGS: Final = (
     "max_model_len",
     "rope_scaling",
     "tp_size",
+    "expert_parallel",
     "max_running_requests",
     "max_num_batched_tokens",
     "page_size",
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the tables or the JSON, and return the exit code. Raises ``ConfigError`` and ``FetchError``."""
     config = build_config(arguments)
     model = _read_model(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
@@ -127,7 +129,11 @@ def _as_json(
         "model": config.model,
         "architecture": model.architecture,
         "config": {name: value for name, value in shape.items() if name not in _NOT_SHAPE},
-        "parameters": {**asdict(need.parameters), "total": need.parameters.total},
+        "parameters": {
+            **asdict(need.parameters),
+            "total": need.parameters.total,
+            "active": count_active_parameters(model),
+        },
         "dtype": dtype,
         "quantization": need.quantization,
         "tp": config.tp_size,
@@ -166,6 +172,7 @@ def _print_tables(
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context", f"{need.max_model_len:,} tokens{_describe_yarn(model)}"),
         *_window_rows(model),
+        *_expert_rows(model),
         ("parameters", f"{_count(parts.total)}: {by_part}"),
         (f"weights in {kinds}", _size(need.weight_bytes) + ranks),
         ("KV cache for a token", _size(need.kv_bytes_per_token) + ranks),
@@ -200,6 +207,19 @@ def _read_rows(need: MemoryNeed, ranks: str) -> list[tuple[str, str]]:
     """Return the row of what a decode step reads of a full context, if windows make it less than the whole."""
     read = need.kv_bytes_read_at_max_model_len
     return [] if read == need.kv_bytes_for_max_model_len else [("of which a step reads", _size(read) + ranks)]
+
+
+def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the row about experts and the number of parameters that a token takes; none for a dense model."""
+    if model.moe is None:
+        return []
+    experts = (
+        f"{model.moe.top_k} of {model.moe.num_experts} for each token, in {num_sparse_layers(model)} layers"
+    )
+    return [
+        ("experts", experts),
+        ("active parameters", f"{_count(count_active_parameters(model))} for each token"),
+    ]
 
 
 def _fit_columns(found: GpuFit) -> tuple[str, str, str]:

@@ -99,7 +99,11 @@ def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNee
         parameters=count_parameters(model),
         quantization=quantization,
         weight_bytes=estimate_weight_bytes(
-            model, config.tp_size, element_bytes=element_bytes, quantization=quantization
+            model,
+            config.tp_size,
+            element_bytes=element_bytes,
+            quantization=quantization,
+            expert_parallel=config.expert_parallel,
         ),
         kv_bytes_per_token=kv_bytes_per_token(model, config.tp_size, kv_element_bytes),
         kv_bytes_read_at_max_model_len=kv_bytes_read(model, config.tp_size, kv_element_bytes, max_model_len),

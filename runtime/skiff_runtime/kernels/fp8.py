@@ -113,8 +113,35 @@ def fp8_linear(x: Activations, weight: FP8Weight, bias: torch.Tensor | None = No
     quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x)
     if weight.values.device.type == "cuda" and quantized.dtype != torch.float32:
         return _gpu_product(quantized, weight, bias)
-    product = F.linear(quantized.values.float(), weight.values.float()) * quantized.scales * weight.scales.T
+    product = _multiply_in_float32(quantized, weight.values, weight.scales)
     return (product if bias is None else product + bias.float()).to(quantized.dtype)
+
+
+def multiply_dequantized(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return x [T, inputs] times FP8 values [outputs, inputs] with scales float32 [outputs], as a CPU computes it."""
+    return _multiply_in_float32(x, values, scales).to(x.dtype)
+
+
+def multiply_dequantized_blocks(
+    x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Return x [T, inputs], in groups, times FP8 values [outputs, inputs] with a float32 scale for each block.
+
+    As a CPU computes it. ``scales`` has a line for each 128 outputs and at least one column for each 128 inputs.
+    """
+    return _multiply_blocks_in_float32(x, values, scales).to(x.dtype)
+
+
+def _multiply_in_float32(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.values.float(), values.float()) * x.scales * scales.view(1, -1)
+
+
+def _multiply_blocks_in_float32(
+    x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    outputs, inputs = values.shape
+    spread = _spread(scales, inputs).repeat_interleave(FP8_BLOCK, 0)[:outputs]
+    return F.linear(x.values.float() * _spread(x.scales, inputs), values.float() * spread)
 
 
 def block_fp8_linear(
@@ -123,10 +150,7 @@ def block_fp8_linear(
     """Return x [T, inputs], in groups, times weight [outputs, inputs] plus bias [outputs]: [T, outputs]."""
     if weight.values.device.type == "cuda" and x.dtype != torch.float32:
         return _gpu_block_product(x, weight, bias)
-    values = x.values.float() * _spread(x.scales, x.values.shape[1])
-    outputs, inputs = weight.values.shape
-    scales = _spread(weight.scales, inputs).repeat_interleave(FP8_BLOCK, 0)[:outputs]
-    product = F.linear(values, weight.values.float() * scales)
+    product = _multiply_blocks_in_float32(x, weight.values, weight.scales)
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 

@@ -10,7 +10,7 @@ no GPU, where the capability is all that is known, and a start must find exactly
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -188,6 +188,79 @@ class W4A16Tuning:
     """The rows of a program that dequantizes 128 inputs of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedGemmTile:
+    """The outputs and inputs of one loop iteration, the row blocks of a group, the warps and the stages.
+
+    A tile of gate·up has ``outputs`` columns of gate and as many of up. The programs of ``group`` row blocks take turns
+    at the outputs, so that the row blocks of one expert read its weights from the L2 cache. With ``swap`` the weights
+    are the first operand of the tensor cores, of which Hopper's take 64 rows at a time, and the tokens the second, of
+    which they take 8.
+    """
+
+    outputs: int
+    inputs: int
+    group: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmRule:
+    """Tiles for at most ``max_rows`` rows of each expert, on average; ``rows`` of one expert are a row block.
+
+    ``max_rows`` None is any number.
+    """
+
+    max_rows: float | None
+    rows: int
+    gate_up: GroupedGemmTile
+    down: GroupedGemmTile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGemvTile:
+    """The columns of one loop iteration, for two rows of a weight, and the warps."""
+
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGemvTuning:
+    """Numbers of ``triton.moe.expert_gemv`` and ``triton.moe.fp8_expert_gemv``."""
+
+    gate_up: ExpertGemvTile
+    short_inputs: int
+    down: ExpertGemvTile
+    """For experts of at most ``short_inputs`` intermediate values."""
+    long_down: ExpertGemvTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoETuning:
+    """Numbers of ``triton.moe``."""
+
+    routing_warps: int
+    """The tokens that one program of ``fused_topk`` routes, each in one warp."""
+    experts_per_pair: int
+    """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
+    max_chunk: int
+    """The pairs that ``moe_align_block_size`` counts at a time; with more of them, counting is a launch of its own."""
+    gemv: ExpertGemvTuning
+    fp8_gemv: ExpertGemvTuning
+    rules: tuple[GroupedGemmRule, ...]
+    """The first rule with enough rows applies; the last one has no bound."""
+    fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each output."""
+    block_fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each block of 128 x 128: 128 inputs, and outputs that divide 128."""
+    sum_block: int
+    sum_warps: int
+    """The outputs of a token that one program of ``moe_sum`` adds up, and its warps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKTopPTuning:
     """Numbers of ``triton.sampling.top_k_top_p``."""
@@ -262,10 +335,134 @@ class Tuning:
     sampling_block: int
     sampling_warps: int
     """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
+    moe: MoETuning
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
     prefill_choice: PrefillChoiceTuning
 
+
+_FP8_SMALL: Final = GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=4, swap=True)
+_BLOCK_FP8_MIDDLE: Final = GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=4)
+
+HOPPER_MOE: Final = MoETuning(
+    # untuned: a warp for each token needs no exchange between warps.
+    routing_warps=4,
+    # untuned: the bound that vLLM takes. At it, one expert in four is read, and few are read twice.
+    experts_per_pair=4,
+    # untuned.
+    max_chunk=4096,
+    gemv=ExpertGemvTuning(
+        # untuned: ``gemv.edge_tile``, which is the best for pairs of rows of 2,048 columns.
+        gate_up=ExpertGemvTile(columns=1024, warps=4),
+        # untuned: with one warp, a whole product of 2,048 outputs by 8 experts of 768 is one wave of programs.
+        short_inputs=4096,
+        down=ExpertGemvTile(columns=512, warps=1),
+        # untuned: ``gemv.tile``.
+        long_down=ExpertGemvTile(columns=2048, warps=4),
+    ),
+    fp8_gemv=ExpertGemvTuning(
+        # untuned: ``fp8_gemv.tile`` and ``fp8_gemv.long_tile``; ``down`` as above.
+        gate_up=ExpertGemvTile(columns=1024, warps=1),
+        short_inputs=8192,
+        down=ExpertGemvTile(columns=1024, warps=1),
+        long_down=ExpertGemvTile(columns=2048, warps=2),
+    ),
+    # untuned: the tiles that vLLM publishes for the H200 (128 experts of 768, 8 for each token), where gate and up
+    # count as one matrix, so that half of their outputs are of each.
+    rules=(
+        GroupedGemmRule(
+            0.5,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            1,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=256, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=256, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            2,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=16, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            4,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=1, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            8,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=64, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=64, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=64, group=16, warps=8, stages=4),
+            down=GroupedGemmTile(outputs=256, inputs=64, group=16, warps=8, stages=4),
+        ),
+    ),
+    # untuned: weights first below 64 rows, as vLLM found; the outputs and inputs of a tile are guesses.
+    fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, outputs=128, group=16, stages=3),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=3),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=3),
+        ),
+    ),
+    # untuned, likewise.
+    block_fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, group=16, stages=3),
+        ),
+        GroupedGemmRule(32, rows=64, gate_up=_BLOCK_FP8_MIDDLE, down=replace(_BLOCK_FP8_MIDDLE, outputs=128)),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=replace(_BLOCK_FP8_MIDDLE, warps=8),
+            down=replace(_BLOCK_FP8_MIDDLE, outputs=128, warps=8),
+        ),
+    ),
+    # untuned.
+    sum_block=1024,
+    sum_warps=4,
+)
+"""Of mixture of experts on compute capability 9.0; nothing in it was measured yet."""
 
 HOPPER: Final = Tuning(
     measured_on="NVIDIA H200",
@@ -385,6 +582,7 @@ HOPPER: Final = Tuning(
     # rows.
     sampling_block=2048,
     sampling_warps=4,
+    moe=HOPPER_MOE,
     top_k_top_p=TopKTopPTuning(
         # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of
         # 1,024 by 4 warps 25, 298 where 2,048 by 8 take 21, 361.

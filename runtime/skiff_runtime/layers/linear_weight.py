@@ -18,7 +18,7 @@ from skiff_runtime.kernels.fp8 import (
     quantize_grouped_activations,
     quantize_static_activations,
 )
-from skiff_runtime.kernels.fp8_tensors import FP8_MAX, BlockFP8Weight, QuantizedActivations, empty_fp8_weight
+from skiff_runtime.kernels.fp8_tensors import BlockFP8Weight, QuantizedActivations, empty_fp8_weight
 from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
 from skiff_runtime.kernels.linear import linear
 from skiff_runtime.kernels.w4a16 import int4_linear
@@ -32,6 +32,7 @@ from skiff_runtime.layers.tensor_converters import (
     ScaleTable,
     StoredShape,
     ZeroPoints,
+    typical_scale,
 )
 from skiff_runtime.layers.weight_format import (
     Fp8Format,
@@ -146,7 +147,7 @@ class Fp8LinearWeight(LinearWeight):
             else:
                 yield WeightShard(name, *place, values)
                 aliases = (f"{name}_scale_inv",)
-                yield _scalar_shard(f"{name}_scale", scales, _typical_scale(part.shape[1]), aliases)
+                yield _scalar_shard(f"{name}_scale", scales, typical_scale(part.shape[1]), aliases)
             if self._input_scales is not None:
                 target = self._input_scales[number : number + 1]
                 aliases = (f"{part.name}.activation_scale",)
@@ -195,7 +196,7 @@ class BlockFp8LinearWeight(LinearWeight):
                 part.start // FP8_BLOCK,
                 count_blocks(part.stop),
                 target,
-                converter=ScaleTable(target, _typical_scale(part.shape[1])),
+                converter=ScaleTable(target, typical_scale(part.shape[1])),
                 aliases=(f"{name}_scale",),
             )
 
@@ -270,7 +271,7 @@ class Int4LinearWeight(LinearWeight):
         yield WeightShard(name, (2,), 0, 0, 2, nothing, converter=StoredShape(part.shape, name))
         groups = self._format.count_groups(inputs)
         scales = self.matrix.scales[part.rows]
-        typical = ScaleTable(scales, _typical_scale(inputs, SYMMETRIC_RANGE))
+        typical = ScaleTable(scales, typical_scale(inputs, SYMMETRIC_RANGE))
         yield WeightShard(
             f"{part.name}.weight_scale",
             (outputs, groups),
@@ -314,7 +315,7 @@ class Int4LinearWeight(LinearWeight):
             yield WeightShard(name, shape, dim, *bounds, words, converter=gptq)
         scales = self.matrix.scales[part.rows]
         bounds = self._group_range(part)
-        table = ScaleTable(scales, _typical_scale(inputs, SYMMETRIC_RANGE), transposed=True)
+        table = ScaleTable(scales, typical_scale(inputs, SYMMETRIC_RANGE), transposed=True)
         yield WeightShard(f"{part.name}.scales", (groups, outputs), dim, *bounds, scales, converter=table)
         name = f"{part.name}.qzeros"
         target = None if zeros is None else zeros[part.rows]
@@ -338,11 +339,6 @@ SYMMETRIC_RANGE: Final = 7
 def _scalar_shard(name: str, target: torch.Tensor, typical: float, aliases: tuple[str, ...]) -> WeightShard:
     """Return the shard of a single number, which every rank reads."""
     return WeightShard(name, (), 0, 0, 1, target, converter=ScalarScale(target, typical), aliases=aliases)
-
-
-def _typical_scale(inputs: int, largest: float = FP8_MAX) -> float:
-    """Return the scale with which weights up to ``largest`` have a variance of about 1 / inputs."""
-    return (3.0 / inputs) ** 0.5 / largest
 
 
 def _check_division(part: MatrixPart, multiple: int, tp_size: int, what: str) -> None:

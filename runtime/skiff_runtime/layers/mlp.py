@@ -1,5 +1,6 @@
-"""The gated feed-forward block (SwiGLU) of a decoder layer."""
+"""MLPs of a decoder layer: their interface, and the gated one (SwiGLU)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -11,13 +12,34 @@ from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear,
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
-class GatedMLP:
+class MLP(ABC):
+    """The part of a decoder layer after attention: [T, hidden] -> [T, hidden].
+
+    ``name`` is that of its module in the checkpoint, and ``input_context`` the context of its input, by which the norm
+    before it quantizes.
+    """
+
+    name: str
+    input_context: LayerContext
+
+    @abstractmethod
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """Compute the MLP of T tokens, summed over the ranks."""
+
+    @abstractmethod
+    def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
+        """Yield the shards of the checkpoint's tensors that fill this block; their names begin with ``prefix``."""
+
+
+class GatedMLP(MLP):
     """[T, hidden] -> [T, hidden]: down(silu(gate(x)) * up(x)), gate and up in one matrix (Shazeer, 2020)."""
 
     def __init__(
         self, layer: int, hidden_size: int, intermediate_size: int, *, bias: bool, context: LayerContext
     ) -> None:
         up, down = context.for_projection(layer, "gate_up_proj"), context.for_projection(layer, "down_proj")
+        self.name = "mlp"
+        self.input_context = up
         modules = [shard_evenly(name, intermediate_size, context) for name in ("gate_proj", "up_proj")]
         self._quantizer = make_activation_quantizer(down)
         self._gate_up_proj = ColumnParallelLinear(hidden_size, modules, bias=bias, context=up)

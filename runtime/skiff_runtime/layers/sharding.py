@@ -19,6 +19,7 @@ class LayerContext:
     ``quantization`` holds for the matrices of linear layers, except for the projections in ``unquantized``. Where
     there is one, ``activation_scale_ub`` bounds the largest magnitude from which an activation's scale is computed.
     ``stored_format`` is that of a quantized checkpoint; without one, weights are quantized at load.
+    With ``expert_parallel`` a rank holds some of the experts of a mixture, otherwise some columns of each.
     """
 
     dtype: torch.dtype
@@ -28,6 +29,7 @@ class LayerContext:
     activation_scale_ub: float = math.inf
     unquantized: UnquantizedProjections = ()
     stored_format: WeightFormat | None = None
+    expert_parallel: bool = False
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -36,7 +38,11 @@ class LayerContext:
 
     def for_projection(self, layer: int, projection: Projection) -> "LayerContext":
         """Return the context of one projection's matrix and of its input."""
-        return replace(self, quantization="none") if (layer, projection) in self.unquantized else self
+        return self.without_quantization() if (layer, projection) in self.unquantized else self
+
+    def without_quantization(self) -> "LayerContext":
+        """Return the context of a matrix, and of its input, that is in the model's dtype in any case."""
+        return replace(self, quantization="none")
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Allocate an uninitialized weight."""
@@ -69,11 +75,24 @@ class TensorConverter(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """A checkpoint tensor ``name`` of ``shape`` [experts, rows, columns] that stacks matrices of several modules.
+
+    A module's matrix begins at ``first_row`` of all [experts * rows].
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightShard:
     """Indices ``start`` to ``stop`` along ``dim`` of the checkpoint tensor ``name``, and the memory to fill with them.
 
     ``shape`` is that of the whole tensor in the checkpoint. ``target`` is a view of the rank's weight, of the shard's
-    shape. Where it is FP8, ``scales`` float32 [rows of the target, 1] belong to it.
+    shape. Where it is FP8, ``scales`` float32 [rows of the target, 1] belong to it. A checkpoint without the tensor may
+    have it as a part of ``stacked``.
 
     With a ``converter``, which then fills it, the target may be of any other shape. ``aliases`` are other names under
     which a checkpoint may store the tensor.
@@ -88,6 +107,7 @@ class WeightShard:
     scales: torch.Tensor | None = None
     converter: TensorConverter | None = None
     aliases: tuple[str, ...] = ()
+    stacked: StackedTensor | None = None
 
     @property
     def nbytes(self) -> int:

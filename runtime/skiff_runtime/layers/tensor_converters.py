@@ -12,6 +12,7 @@ import torch
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.kernels.constants import INT4_UNIT
+from skiff_runtime.kernels.fp8_tensors import FP8_MAX
 from skiff_runtime.kernels.int4_tensors import PER_WORD, SYMMETRIC_ZERO, pack_int4
 from skiff_runtime.layers.sharding import TensorConverter
 
@@ -188,6 +189,11 @@ class StoredShape(TensorConverter):
 
     def randomize(self, generator: torch.Generator) -> None:
         return
+
+
+def typical_scale(inputs: int, largest: float = FP8_MAX) -> float:
+    """Return the scale with which weights up to ``largest`` have a variance of about 1 / inputs."""
+    return (3.0 / inputs) ** 0.5 / largest
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,11 @@ class Fp8Format:
             count = count_blocks(outputs) * padded_scale_columns(inputs)
         return outputs * inputs + 4 * count + (4 * parts if self.activations == "static" else 0)
 
+    def expert_bytes(self, outputs: int, inputs: int) -> int:
+        """Compute the bytes of an expert's matrix, whose scales of blocks are not padded."""
+        count = count_blocks(outputs) * count_blocks(inputs) if self.scales == "block" else outputs
+        return outputs * inputs + 4 * count
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Format:

@@ -60,9 +60,8 @@ class Checkpoint:
         return [(shard, self._locate(shard)) for shard in shards]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
-        shapes = (shard.shape,) if shard.shape else ((), (1,))
         name = next((each for each in (shard.name, *shard.aliases) if each in self._files), shard.name)
-        file, tensor = self._find(name, *shapes)
+        file, tensor = self._find_matrix(shard, name)
         if shard.converter is not None:
             _require_dtype(file, name, tensor, shard.converter.dtypes)
             return TensorSource(file, tensor)
@@ -74,6 +73,15 @@ class Checkpoint:
             return TensorSource(file, tensor, self._locate_scales(shard))
         _require_dtype(file, shard.name, tensor, _UNQUANTIZED_DTYPES)
         return TensorSource(file, tensor)
+
+    def _find_matrix(self, shard: WeightShard, name: str) -> tuple[TensorFile, StoredTensor]:
+        """Find the shard's tensor, by itself as ``name`` or as a part of the tensor that stacks it with others."""
+        stacked = shard.stacked
+        if stacked is None or name in self._files or stacked.name not in self._files:
+            return self._find(name, *((shard.shape,) if shard.shape else ((), (1,))))
+        file, tensor = self._find(stacked.name, stacked.shape)
+        row_bytes = tensor.row_bytes // stacked.shape[1]
+        return file, StoredTensor(tensor.dtype, shard.shape, tensor.offset + stacked.first_row * row_bytes)
 
     def _locate_scales(self, shard: WeightShard) -> TensorSource:
         name = shard.name + _SCALE_SUFFIX

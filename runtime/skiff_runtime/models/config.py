@@ -12,11 +12,14 @@ from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.json_file import JsonObject, read_json
+from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
 from skiff_runtime.layers.weight_format import WeightFormat
 from skiff_runtime.models.gguf_config import read_gguf_config
+from skiff_runtime.models.moe import read_moe
 from skiff_runtime.models.quantization import (
+    check_expert_format,
     find_unquantized_projections,
     read_activation_scale_ub,
     read_quantization,
@@ -40,8 +43,10 @@ QWEN_WINDOWS: Final = WindowDefaults(4096, needs_flag=True, by_layer=True)
 ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
     "LlamaForCausalLM": ArchitectureDefaults(),
     "MistralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096)),
+    "MixtralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(None)),
     "Qwen2ForCausalLM": ArchitectureDefaults(windows=QWEN_WINDOWS),
     "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, windows=QWEN_WINDOWS),
+    "Qwen3MoeForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096, needs_flag=True)),
 }
 
 
@@ -60,7 +65,8 @@ class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
     ``path`` is its directory, or its GGUF file. ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless
-    it had to be converted. ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
+    it had to be converted. ``moe`` is None for a dense model; ``intermediate_size`` is that of dense MLPs.
+    ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
     ``sliding_windows`` has the window of each layer in tokens, None for full attention and for a window that no served
     sequence exceeds. ``quantization``, ``weight_format`` and ``unquantized`` are the method of a quantized checkpoint,
     the format of its matrices, and the projections that have none. ``activation_scale_ub``, if there is one, is its
@@ -73,6 +79,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    moe: MoeConfig | None
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -121,7 +128,11 @@ def read_model_config(
     if isinstance(scaling, YarnScaling):
         positions = scaling.max_position_embeddings
     layers = config.positive("num_hidden_layers")
+    moe = read_moe(config, architecture, layers)
     quantization = read_quantization(config)
+    unquantized = find_unquantized_projections(quantization, layers, moe)
+    if moe is not None:
+        check_expert_format(quantization, unquantized, moe, layers)
     return ModelConfig(
         path=path,
         tokenizer_path=path,
@@ -129,6 +140,7 @@ def read_model_config(
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),
         intermediate_size=config.positive("intermediate_size"),
+        moe=moe,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -146,7 +158,7 @@ def read_model_config(
         dtype=_dtype(config),
         quantization=quantization.method,
         weight_format=quantization.weight_format,
-        unquantized=find_unquantized_projections(quantization, layers),
+        unquantized=unquantized,
         activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
@@ -158,9 +170,20 @@ def read_model_config(
     )
 
 
-def check_tp_size(config: ModelConfig, tp_size: int) -> None:
+def check_tp_size(config: ModelConfig, tp_size: int, *, expert_parallel: bool = False) -> None:
     """Raise ``ConfigError`` if the model cannot be sharded over ``tp_size`` ranks."""
-    for count, noun in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
+    counts = [(config.num_heads, "attention heads")]
+    if config.moe is None and expert_parallel:
+        raise ConfigError(f"--expert-parallel is for mixtures of experts, and {config.architecture} is dense")
+    if config.moe is None or config.moe.dense_layers:
+        counts.append((config.intermediate_size, "MLP columns"))
+    if config.moe is not None and expert_parallel:
+        counts.append((config.moe.num_experts, "experts, as --expert-parallel needs"))
+    elif config.moe is not None:
+        counts.append(
+            (config.moe.intermediate_size, "columns of an expert; --expert-parallel keeps experts whole")
+        )
+    for count, noun in counts:
         if count % tp_size:
             raise ConfigError(f"--tp {tp_size} does not divide the model's {count} {noun}")
     kv_heads = config.num_kv_heads

@@ -8,7 +8,8 @@ import torch
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.layers.attention import Attention, AttentionHeads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
-from skiff_runtime.layers.mlp import GatedMLP
+from skiff_runtime.layers.mlp import MLP, GatedMLP
+from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.norm import QuantizingRMSNorm, RMSNorm
 from skiff_runtime.layers.rotary import RopeInputs, RotaryEmbedding
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
@@ -18,14 +19,14 @@ from skiff_runtime.models.config import ModelConfig
 class DecoderLayer:
     """Attention and MLP, each after a norm and around a residual stream."""
 
-    def __init__(self, layer: int, config: ModelConfig, attention: Attention, context: LayerContext) -> None:
+    def __init__(
+        self, layer: int, config: ModelConfig, attention: Attention, mlp: MLP, context: LayerContext
+    ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         self._attention = attention
-        self._mlp = GatedMLP(layer, size, config.intermediate_size, bias=config.mlp_bias, context=context)
+        self._mlp = mlp
         self._input_norm = QuantizingRMSNorm(size, eps, context.for_projection(layer, "qkv_proj"))
-        self._post_attention_norm = QuantizingRMSNorm(
-            size, eps, context.for_projection(layer, "gate_up_proj")
-        )
+        self._post_attention_norm = QuantizingRMSNorm(size, eps, mlp.input_context)
 
     def __call__(
         self,
@@ -54,7 +55,7 @@ class DecoderLayer:
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
         yield from self._attention.weight_shards(f"{prefix}self_attn.")
-        yield from self._mlp.weight_shards(f"{prefix}mlp.")
+        yield from self._mlp.weight_shards(f"{prefix}{self._mlp.name}.")
         yield from self._input_norm.weight_shards(f"{prefix}input_layernorm")
         yield from self._post_attention_norm.weight_shards(f"{prefix}post_attention_layernorm")
 
@@ -68,7 +69,8 @@ class DecoderModel(ABC):
         self.heads = AttentionHeads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self._layers = [
-            DecoderLayer(layer, config, self.attention(layer), context) for layer in range(config.num_layers)
+            DecoderLayer(layer, config, self.attention(layer), self.mlp(layer), context)
+            for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self._head_weight = self._embedding
@@ -82,6 +84,15 @@ class DecoderModel(ABC):
     @abstractmethod
     def attention(self, layer: int) -> Attention:
         """Build the family's attention block."""
+
+    def mlp(self, layer: int) -> MLP:
+        """Build the layer's MLP: a sparse block where the model is a mixture of experts, else a dense one."""
+        config, context = self.config, self.context
+        if config.moe is not None and layer not in config.moe.dense_layers:
+            return SparseMoeBlock(layer, config.hidden_size, config.moe, context)
+        return GatedMLP(
+            layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, context=context
+        )
 
     def forward(
         self,

@@ -23,7 +23,8 @@ from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import JsonObject
 from skiff_runtime.kernels.constants import FP8_BLOCK
-from skiff_runtime.layers.projections import PACKED_MODULES, UnquantizedProjections
+from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.projections import UnquantizedProjections, packed_modules
 from skiff_runtime.layers.weight_format import GROUP_SIZES, Fp8Format, Int4Format, WeightFormat
 
 _COMPRESSED: Final = "compressed-tensors"
@@ -51,21 +52,11 @@ _MAX_EXPRESSIONS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
-    """The quantization of a checkpoint's matrices: the method, the format, and what stays unquantized.
-
-    ``format_of`` is the seam for modules outside of a dense decoder layer's projections, such as experts.
-    """
+    """The quantization of a checkpoint's matrices: the method, the format, and what stays unquantized."""
 
     method: Quantization
     weight_format: WeightFormat | None
     excluded: "ModuleNames"
-
-    def format_of(self, module: str) -> WeightFormat | None:
-        """Return the format of the matrix of ``module``, a path as in ``model.layers.0.mlp.experts.3.up_proj``.
-
-        ``None`` is the model's dtype.
-        """
-        return None if self.weight_format is None or module in self.excluded else self.weight_format
 
 
 def read_quantization(config: JsonObject) -> CheckpointQuantization:
@@ -100,26 +91,59 @@ def read_activation_scale_ub(config: JsonObject) -> float | None:
     return bound
 
 
-def find_unquantized_projections(quantization: CheckpointQuantization, layers: int) -> UnquantizedProjections:
-    """Find the projections of ``layers`` decoder layers that stay unquantized; modules such as ``lm_head`` are ignored.
+def find_unquantized_projections(
+    quantization: CheckpointQuantization, layers: int, moe: MoeConfig | None = None
+) -> UnquantizedProjections:
+    """Find the projections of ``layers`` decoder layers that stay unquantized.
+
+    Other modules, such as ``lm_head`` and routers, are ignored: they are in the model's dtype in any case.
 
     Raises ``ModelError`` if only some of the modules that one projection packs are excluded.
     """
     excluded = quantization.excluded
     found = []
     for layer in range(layers):
-        for projection, modules in PACKED_MODULES.items():
+        for projections, modules in packed_modules(layer, moe):
             paths = [f"model.layers.{layer}.{module}" for module in modules]
             unquantized = [path for path in paths if path in excluded]
             if unquantized and len(unquantized) < len(paths):
                 quantized = next(path for path in paths if path not in unquantized)
                 raise ModelError(
-                    f"{excluded.source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: one "
-                    "matrix packs both"
+                    f"{excluded.source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: "
+                    + (
+                        "one matrix packs both"
+                        if len(projections) == 1
+                        else "all experts are computed together"
+                    )
                 )
             if unquantized:
-                found.append((layer, projection))
+                found += [(layer, projection) for projection in projections]
     return tuple(found)
+
+
+def check_expert_format(
+    quantization: CheckpointQuantization, unquantized: UnquantizedProjections, moe: MoeConfig, layers: int
+) -> None:
+    """Raise ``ModelError`` if any of ``layers`` layers has experts in a format that they do not support."""
+    weight_format = quantization.weight_format
+    sparse = [layer for layer in range(layers) if layer not in moe.dense_layers]
+    if weight_format is None or all((layer, "gate_up_proj") in unquantized for layer in sparse):
+        return
+    if quantization.method == _FBGEMM:
+        problem = f"by the method {_FBGEMM!r}, whose bound of activations they do not apply"
+    elif isinstance(weight_format, Int4Format):
+        problem = "in 4-bit integers"
+    elif weight_format.activations == "static":
+        problem = "in FP8 with activations by a scale of the checkpoint"
+    elif weight_format.scales == "tensor":
+        problem = "in FP8 with one scale per matrix"
+    else:
+        return
+    raise ModelError(
+        f"{quantization.excluded.source.rpartition(':')[0]}: the quantization of the experts is {problem}, which is not "
+        "supported; supported are unquantized experts (quantized at load by --quantization fp8) and FP8 with one scale "
+        "per output or per 128 x 128 block"
+    )
 
 
 class ModuleNames:

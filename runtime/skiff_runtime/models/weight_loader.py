@@ -27,7 +27,11 @@ MAX_THREADS: Final = 16
 """Enough for the page cache to fill the bus to a GPU."""
 BUFFER_BYTES: Final = 32 << 20
 """Bytes that one thread reads at a time."""
+BATCH_BYTES: Final = 16 << 20
+"""Bytes of small tensors that one thread reads one after another, before it waits for their copies to the device."""
 MIB: Final = 1 << 20
+_ALIGNMENT: Final = 512
+"""Of each tensor in the buffer, in bytes: copies of aligned memory are faster, and views of wider types need it."""
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -97,6 +101,11 @@ class LoadJob:
         """The job's part of the shard's bytes."""
         return self.shard.nbytes * (self.last - self.first) // max(1, _count_rows(self.shard))
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that the job reads, scales aside."""
+        return self.source.tensor.row_bytes * (self.last - self.first)
+
 
 def load_shards(
     sources: Iterable[tuple[WeightShard, TensorSource | GgufSource]],
@@ -108,19 +117,20 @@ def load_shards(
     """Fill every shard from its source; report each job's bytes to ``on_loaded``, on the calling thread."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # weights were initialized on another stream than the threads' own
-    jobs = [job for shard, source in sources for job in _split_into_jobs(shard, source, buffer_bytes)]
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, len(jobs)))
+    jobs = (job for shard, source in sources for job in _split_into_jobs(shard, source, buffer_bytes))
+    batches = list(_batch_jobs(jobs, min(buffer_bytes, BATCH_BYTES)))
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), max(1, len(batches)))
     local = threading.local()
 
-    def run(job: LoadJob) -> int:
+    def run(batch: list[LoadJob]) -> int:
         if not hasattr(local, "loader"):
             local.loader = _ThreadLoader(device)
         loader: _ThreadLoader = local.loader
-        loader.run(job)
-        return job.nbytes
+        loader.run(batch)
+        return sum(job.nbytes for job in batch)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
-        futures = [pool.submit(run, job) for job in jobs]
+        futures = [pool.submit(run, batch) for batch in batches]
         try:
             for future in as_completed(futures):
                 on_loaded(future.result())
@@ -153,6 +163,23 @@ def _count_rows(shard: WeightShard) -> int:
     return shard.shape[0]
 
 
+def _batch_jobs(jobs: Iterable[LoadJob], batch_bytes: int) -> Iterator[list[LoadJob]]:
+    """Group consecutive jobs that together read at most ``batch_bytes``; a larger one is a batch of its own.
+
+    A mixture of experts has tens of thousands of tensors, and handing each to a thread would take as long as to read it.
+    """
+    batch: list[LoadJob] = []
+    left = batch_bytes
+    for job in jobs:
+        if batch and job.source_bytes > left:
+            yield batch
+            batch, left = [], batch_bytes
+        batch.append(job)
+        left -= job.source_bytes
+    if batch:
+        yield batch
+
+
 class _ThreadLoader:
     """One thread's buffer, pinned where the device is a GPU, and its stream there."""
 
@@ -162,15 +189,19 @@ class _ThreadLoader:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     @torch.inference_mode()
-    def run(self, job: LoadJob) -> None:
+    def run(self, batch: list[LoadJob]) -> None:
         if self._stream is None:
-            self._load(job)
+            for job in batch:
+                self._used = 0
+                self._load(job)
             return
         with torch.cuda.stream(self._stream):
-            self._load(job)
-        self._stream.synchronize()  # the copy has read the buffer: the next job may overwrite it
+            for job in batch:
+                self._load(job)
+            self._wait_for_copies()
 
     def _load(self, job: LoadJob) -> None:
         shard, source = job.shard, job.source
@@ -205,7 +236,7 @@ class _ThreadLoader:
         if source.scales is not None:
             assert shard.scales is not None
             scales = self._read(source.scales, first, count).view(count, 1)
-            shard.scales[job.first : job.last].copy_(scales.to(self._device))
+            shard.scales[job.first : job.last].copy_(scales.to(self._device, non_blocking=True))
 
     def _convert(self, job: LoadJob, source: TensorSource, converter: TensorConverter) -> None:
         """Let the converter store the job's rows, which are moved to the device as they are."""
@@ -220,16 +251,23 @@ class _ThreadLoader:
         converter.store(values, job.first)
 
     def _read(self, source: TensorSource, first: int, count: int) -> torch.Tensor:
-        """Read ``count`` rows of a tensor, flat and in the file's dtype; they stay in the buffer until the next read."""
+        """Read ``count`` rows of a tensor to the buffer, flat and in the file's dtype."""
         needed = count * source.tensor.row_bytes
+        if len(self._buffer) - self._used < needed:
+            self._wait_for_copies()
         if len(self._buffer) < needed:
             size = max(needed, BUFFER_BYTES)
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        elif self._stream is not None:
-            self._stream.synchronize()
-        taken = self._buffer[:needed]
+        taken = self._buffer[self._used : self._used + needed]
+        self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
         source.file.read(taken.numpy().data, source.tensor.offset + first * source.tensor.row_bytes)
         return taken.view(_DTYPES[source.tensor.dtype])
+
+    def _wait_for_copies(self) -> None:
+        """Wait until all copies have read the buffer, so that it may be overwritten from its beginning."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._used = 0
 
     def _to_device(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Copy to the device before a conversion, because a GPU converts faster; without one, return ``values``."""

@@ -51,12 +51,19 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
         rank = _FakeRank(config, model)
         for key in rank.decode_graphs.graph_keys:
             rank.decode_graphs._compute(*key)
-        for decode_rows, tokens in MIXED_BATCHES:
+        for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         for shared in (False, True):
             for decode_rows in rank.find_row_counts(shared=shared):
                 rank.run_mixed(decode_rows, VARIANT_TOKENS, shared=shared)
         return driver.launched
+
+
+def _list_expert_batches(config: Config, model: ModelConfig) -> list[tuple[int, int]]:
+    """Return mixed batches like ``MIXED_BATCHES`` of all powers of two, because the kernels of experts differ by the number of tokens."""
+    if model.moe is None:
+        return []
+    return [(0, 1 << exponent) for exponent in range(config.max_num_batched_tokens.bit_length())]
 
 
 class _FakeRank:

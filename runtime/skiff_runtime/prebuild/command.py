@@ -33,6 +33,7 @@ _USED_FIELDS: Final = (
     "max_model_len",
     "rope_scaling",
     "tp_size",
+    "expert_parallel",
     "attention_backend",
     "kernel_cache_dir",
     "max_running_requests",

@@ -43,7 +43,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     if config.load_format == "safetensors" and is_gguf(model.path):
         raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
     resolved = replace(
         config,
         api_key=keys,

@@ -59,6 +59,7 @@ from skiff_runtime.kernels.tuning import (
 )
 from skiff_runtime.kernels.w4a16 import dequantize, dequantize_and_multiply
 from skiff_runtime.tune.measure import Launch, Tunable, Workload
+from skiff_runtime.tune.moe_tunables import MOE_TUNABLES
 
 CACHE_BYTES: Final = 256 << 20
 """More than any GPU's L2 cache: inputs of this size in turn find nothing of themselves there."""
@@ -684,6 +685,7 @@ TUNABLES: Final = (
         True,
     ),
     Tunable("w4a16.dequantize_rows", (16, 32, 64), (_dequantize(6144, 5120),)),
+    *MOE_TUNABLES,
     Tunable("single_row_chunk", (512, 1024, 2048), (_single_row(3072), _single_row(17_408))),
     Tunable("single_row_warps", (2, 4, 8), (_single_row(3072), _single_row(17_408))),
     Tunable("sampling_block", (1024, 2048, 4096, 8192), (_sampling(1), _sampling(256))),

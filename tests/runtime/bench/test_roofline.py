@@ -35,6 +35,23 @@ def test_step_of_one_request_reads_the_weights_once(model: str, milliseconds: fl
     assert step * 1e3 == pytest.approx(milliseconds, rel=0.03)
 
 
+@pytest.mark.parametrize(("rows", "gigabytes"), [(1, 6.1), (8, 25.8), (64, 59.5), (256, 60.4)])
+def test_step_of_a_mixture_reads_the_experts_that_its_tokens_touch(rows: int, gigabytes: float) -> None:
+    """Of 128 experts a layer, 1, 8, 64 and 256 tokens are expected to touch 8, 52, 126 and 128."""
+    longer, shorter = ([RequestShape(1, length, group=row) for row in range(rows)] for length in (3, 2))
+    step = roofline_seconds("qwen3-30b-a3b", longer) - roofline_seconds("qwen3-30b-a3b", shorter)
+    assert step * H200.bytes_per_second == pytest.approx(gigabytes * 1e9, rel=0.01)
+
+
+def test_ranks_share_the_experts_either_way() -> None:
+    short = [RequestShape(10, 100)]
+    whole = roofline_seconds("qwen3-235b-a22b", short)
+    columns, experts = (
+        roofline_seconds("qwen3-235b-a22b", short, tp_size=4, expert_parallel=each) for each in (False, True)
+    )
+    assert columns == experts and 0.24 < columns / whole < 0.27
+
+
 @pytest.mark.parametrize(("model", "tokens_per_second"), [("qwen3-0.6b", 40_000), ("qwen3-14b", 7_700)])
 def test_roofline_of_the_offline_workload(model: str, tokens_per_second: float) -> None:
     generator = np.random.default_rng(0)

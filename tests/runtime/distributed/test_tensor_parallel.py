@@ -67,9 +67,18 @@ def test_rank_without_peers_raises_after_timeout(tmp_path: Path) -> None:
 
 def test_two_ranks_generate_the_tokens_of_one_rank_and_of_transformers(tmp_path: Path) -> None:
     """The models have sharded or replicated KV heads and a vocabulary of odd size; the first step samples no token."""
+    kv_heads = {
+        "llama": 2,
+        "llama_tied": 1,
+        "qwen2": 1,
+        "qwen3": 2,
+        "mistral": 2,
+        "qwen3_moe": 1,
+        "mixtral": 2,
+    }
     paths = [
-        str(make_model(tmp_path / family, family, seed=7, num_key_value_heads=kv_heads))
-        for family, kv_heads in (("llama", 2), ("llama_tied", 1), ("qwen2", 1), ("qwen3", 2), ("mistral", 2))
+        str(make_model(tmp_path / family, family, seed=7, num_key_value_heads=count))
+        for family, count in kv_heads.items()
     ]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in (90, 1, 5, 16, 33, 70, 12)]

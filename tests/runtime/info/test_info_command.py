@@ -59,6 +59,28 @@ QWEN3_600M = {
 }
 
 
+QWEN3_30B_A3B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+MIXTRAL_8X7B = {
+    **LLAMA_8B,
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
 def info(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "skiff_runtime", "info", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -72,8 +94,14 @@ def describe(directory: Path, config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(LLAMA_8B, 8_030_261_248), (QWEN2_7B, 7_615_616_512), (QWEN3_600M, 596_049_920)],
-    ids=["llama 3.1 8B", "qwen 2.5 7B", "qwen3 0.6B"],
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (QWEN2_7B, 7_615_616_512),
+        (QWEN3_600M, 596_049_920),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL_8X7B, 46_702_792_704),
+    ],
+    ids=["llama 3.1 8B", "qwen 2.5 7B", "qwen3 0.6B", "qwen3 30B-A3B", "mixtral 8x7B"],
 )
 def test_published_models_have_the_published_number_of_parameters(
     tmp_path: Path, config: dict[str, Any], parameters: int
@@ -193,6 +221,25 @@ def test_gguf_file_is_described_by_its_metadata(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     damaged = info(str(path))
     assert damaged.returncode == 2 and "tiny-Q4_K.gguf is truncated or corrupt" in damaged.stderr
+
+
+def test_experts_and_active_parameters_are_shown(tmp_path: Path) -> None:
+    path = describe(tmp_path, QWEN3_30B_A3B)
+    shown = info(path, "--max-model-len", "8192")
+    assert shown.returncode == 0, shown.stderr
+    assert "8 of 128 for each token, in 48 layers" in shown.stdout
+    assert "30.5 billion" in shown.stdout and "3.35 billion for each token" in shown.stdout
+    flags = ("--tp", "4", "--expert-parallel", "--quantization", "fp8", "--json")
+    found = json.loads(info(path, *flags).stdout)
+    assert found["parameters"]["total"] == 30_532_122_624 and found["parameters"]["active"] == 3_353_032_704
+    assert found["config"]["moe"]["num_experts"] == 128
+    columns = json.loads(info(path, "--tp", "4", *flags[3:]).stdout)
+    # Each rank has the scales of down-projections of all experts instead of a quarter of them, 2,048 each.
+    more = columns["each_rank"]["weight_bytes"] - found["each_rank"]["weight_bytes"]
+    assert more == 4 * 48 * 2048 * (128 - 128 // 4)
+    assert (
+        "--expert-parallel is for mixtures" in info(describe(tmp_path, LLAMA_8B), "--expert-parallel").stderr
+    )
 
 
 def test_only_the_configuration_of_a_hub_model_is_downloaded(

@@ -27,7 +27,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ConfigError, ModelError
-from skiff_runtime.json_file import JsonObject, read_json
 from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.kernels.int4_tensors import Int4Weight, dequantize_int4
 from skiff_runtime.layers.projections import PACKED_MODULES
@@ -35,7 +34,6 @@ from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.layers.weight_format import Fp8Format, Int4Format
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.models.footprint import estimate_weight_bytes
-from skiff_runtime.models.quantization import read_quantization
 from skiff_runtime.models.registry import make_model as build
 from skiff_runtime.models.weight_loader import load_weights
 from skiff_runtime.processes.resolve import resolve
@@ -443,17 +441,6 @@ def test_random_weights_have_the_usual_magnitude(tmp_path: Path, name: str) -> N
     for module, weight in found.items():
         assert torch.equal(weight, again[module])
         assert 0.5 < weight.std() * weight.shape[1] ** 0.5 < 2, module
-
-
-def test_format_of_a_module_outside_of_the_projections(tmp_path: Path) -> None:
-    path = make_model(tmp_path)
-    config = {**block_fp8().config, "modules_to_not_convert": ["model.layers.0.mlp.experts", "mlp.gate"]}
-    edit_json(path / "config.json", quantization_config=config)
-    quantization = read_quantization(JsonObject("config.json", read_json(path / "config.json")))
-    assert quantization.method == "fp8" and quantization.weight_format == Fp8Format("block", "group")
-    assert quantization.format_of("model.layers.0.mlp.experts.3.up_proj") is None
-    assert quantization.format_of("model.layers.1.mlp.gate") is None
-    assert quantization.format_of("model.layers.1.mlp.experts.3.up_proj") == Fp8Format("block", "group")
 
 
 def test_packed_modules_keep_their_own_scales(tmp_path: Path) -> None:

@@ -25,12 +25,20 @@ def launch(kernel, *given, grid, warmup, **options):
     seen.add((kernel.fn.__name__, constants, str(grid), str([describe(each) for each in given])))
 triton.JITFunction.run = launch
 
-path, quantization, tp, rank = *sys.argv[1:3], *map(int, sys.argv[3:])
+path, quantization, tp, rank, expert_parallel = *sys.argv[1:3], *map(int, sys.argv[3:])
 group = ahead_of_time.DetachedRank
 ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
 sizes = {"max_running_requests": 17, "max_model_len": 512}
 config, model = resolve(
-    Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
+    Config(
+        model=path,
+        device="cpu",
+        dtype="bfloat16",
+        quantization=quantization,
+        tp_size=tp,
+        expert_parallel=bool(expert_parallel),
+        **sizes,
+    )
 )
 ahead_of_time.compile_ahead_of_time(config, model, 90)
 print(json.dumps(sorted(seen)))
@@ -39,9 +47,12 @@ print(json.dumps(sorted(seen)))
 Launch = tuple[str, dict[str, Any], str, str]
 
 
-def launches(model: Path, tp_size: int, rank: int = 0, quantization: str = "none") -> list[Launch]:
+def launches(
+    model: Path, tp_size: int, rank: int = 0, quantization: str = "none", *, expert_parallel: bool = False
+) -> list[Launch]:
     """Return (kernel, constants, grid, arguments) of each distinct launch."""
-    done = run_compiling("-c", LAUNCHES, str(model), quantization, str(tp_size), str(rank))
+    numbers = (tp_size, rank, int(expert_parallel))
+    done = run_compiling("-c", LAUNCHES, str(model), quantization, *map(str, numbers))
     assert done.returncode == 0, done.stderr
     return [(name, json.loads(constants), *rest) for name, constants, *rest in json.loads(done.stdout)]
 
@@ -104,3 +115,18 @@ def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model
 def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
     assert launches(model, 2, 0, "fp8") == launches(model, 2, 1, "fp8")
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_all_ranks_launch_the_same_kernels_of_experts(
+    tmp_path: Path, quantization: str, expert_parallel: bool
+) -> None:
+    """Only an argument for which nothing is compiled, the first expert, differs."""
+    model = make_model(tmp_path, "qwen3_moe")
+    first, second = (
+        launches(model, 2, rank, quantization, expert_parallel=expert_parallel) for rank in (0, 1)
+    )
+    assert [launch[:3] for launch in first] == [launch[:3] for launch in second]
+    assert constants(first, "fused_topk_kernel", "EXPERTS", "TOP_K") == {(8, 3)}
+    assert constants(first, "moe_align_block_size_kernel", "EXPERTS") == {(4 if expert_parallel else 8,)}

@@ -9,7 +9,13 @@ from compiling import run_compiling
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
-from skiff_runtime.kernels.tuning import DEFAULT, PrefillChoiceTuning, SharedPrefixTuning, StreamKRule
+from skiff_runtime.kernels.tuning import (
+    DEFAULT,
+    GroupedGemmRule,
+    PrefillChoiceTuning,
+    SharedPrefixTuning,
+    StreamKRule,
+)
 from skiff_runtime.tune.measure import get_field
 from skiff_runtime.tune.tunables import TUNABLES
 
@@ -54,6 +60,8 @@ UNMEASURED = {
     "gemv.long_inputs",
     "fp8_gemv.short_inputs",
     "block_fp8.short_inputs",
+    "moe.gemv.short_inputs",
+    "moe.fp8_gemv.short_inputs",
     "top_k_top_p.min_programs_of_row",
     "top_k_top_p.max_candidates",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
@@ -72,6 +80,8 @@ def list_fields(value: Any, path: str = "") -> set[str]:
         }
     if isinstance(value, tuple):
         return {found for index, item in enumerate(value) for found in list_fields(item, f"{path}.{index}")}
+    if isinstance(value, GroupedGemmRule):
+        return {f"{path}.gate_up", f"{path}.down"}
     return {f"{path}.tile"} if isinstance(value, StreamKRule) else {path}
 
 
@@ -115,6 +125,15 @@ def test_workloads_launch_the_kernels_that_their_numbers_are_of() -> None:
         ("w4a16.rules.2.tile", "int4_stream_k_kernel"),
         ("w4a16.max_tokens", "dequantize_int4_kernel"),
         ("w4a16.dequantize_rows", "dequantize_int4_kernel"),
+        ("moe.routing_warps", "fused_topk_kernel"),
+        ("moe.max_chunk", "count_experts_kernel"),
+        ("moe.gemv.gate_up", "gate_up_gemv_kernel"),
+        ("moe.gemv.long_down", "down_gemv_kernel"),
+        ("moe.fp8_gemv.down", "fp8_down_gemv_kernel"),
+        ("moe.rules.0.gate_up", "gate_up_kernel"),
+        ("moe.fp8_rules.0.down", "down_kernel"),
+        ("moe.block_fp8_rules.3.down", "quantize_groups_kernel"),
+        ("moe.sum_block", "moe_sum_kernel"),
         ("single_row_chunk", "quantize_chunk_kernel"),
         ("sampling_block", "sample_blocks_kernel"),
         ("top_k_top_p.chunk", "find_thresholds_kernel"),

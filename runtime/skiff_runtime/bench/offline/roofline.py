@@ -3,7 +3,8 @@
 Pure arithmetic on the model's configuration. A request starts as soon as one of the running ones ends. A prompt costs
 its arithmetic. A decode step costs the larger of reading the weights once and its arithmetic, plus reading K and V of
 all tokens of context; a prefix that several rows of the batch share is read only once. A layer with a sliding window
-computes and reads no more than that of any context.
+computes and reads no more than that of any context. Of the E experts of a layer, of which a token takes k, a step of T
+tokens reads as many as T tokens that choose at random are expected to touch: E * (1 - (1 - k / E) ** T).
 """
 
 import heapq
@@ -19,6 +20,7 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.footprint import (
     DTYPE_BYTES,
     count_parameters,
+    estimate_expert_bytes,
     estimate_weight_bytes,
     kv_bytes_per_token,
 )
@@ -49,11 +51,13 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Memory traffic and arithmetic of one rank.
+    """Memory traffic and arithmetic of one rank; with expert parallelism, of a rank with an average share of the tokens.
 
     Attributes:
-        step_bytes: weights that each decode step reads.
-        token_flops: FLOPs per token in attention's projections and MLP of all layers.
+        step_bytes: weights that each decode step reads, those of experts aside.
+        expert_bytes: weights of all experts.
+        expert_share: fraction of its experts that a token takes, k / E.
+        token_flops: FLOPs per token in attention's projections and in the MLP, or router and experts, of all layers.
         head_flops: FLOPs per token in the LM head.
         kv_bytes: bytes of K and V per token of context, in all layers.
         attended_flops: FLOPs of attention per token of context, in all layers.
@@ -62,6 +66,8 @@ class ModelCost:
     """
 
     step_bytes: float
+    expert_bytes: float
+    expert_share: float
     token_flops: float
     head_flops: float
     kv_bytes: float
@@ -87,16 +93,26 @@ def compute_model_cost(config: Config, model: ModelConfig) -> ModelCost:
     """Compute the cost on one of ``config.tp_size`` ranks. ``config`` is resolved."""
     ranks, element_bytes = config.tp_size, DTYPE_BYTES[config.dtype]
     share = count_parameters(model, ranks)
-    weights = estimate_weight_bytes(
-        model, ranks, element_bytes=element_bytes, quantization=config.quantization
+    weights, experts = (
+        estimate(
+            model,
+            ranks,
+            element_bytes=element_bytes,
+            quantization=config.quantization,
+            expert_parallel=config.expert_parallel,
+        )
+        for estimate in (estimate_weight_bytes, estimate_expert_bytes)
     )
+    expert_share = 0.0 if model.moe is None else model.moe.top_k / model.moe.num_experts
     # A step looks up a few rows of an untied embedding, whereas a tied one is read whole as the LM head.
     looked_up = 0 if model.tie_word_embeddings else share.embedding * element_bytes
     head = share.embedding if model.tie_word_embeddings else share.head
     cached_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else element_bytes
     return ModelCost(
-        step_bytes=weights - looked_up,
-        token_flops=2.0 * (share.attention + share.mlp),
+        step_bytes=weights - experts - looked_up,
+        expert_bytes=experts,
+        expert_share=expert_share,
+        token_flops=2.0 * (share.attention + share.mlp + share.routers + expert_share * share.experts),
         head_flops=2.0 * head,
         kv_bytes=kv_bytes_per_token(model, ranks, cached_bytes),
         attended_flops=4.0 * model.num_layers * model.num_heads * model.head_dim / ranks,
@@ -111,7 +127,8 @@ def estimate_roofline(
     spans = _simulate_decode(requests, max_running)
     rows = _count_rows(spans)
     layers = len(cost.windows)
-    weights = cost.step_bytes / peaks.bytes_per_second
+    touched = cost.expert_bytes * (1 - (1 - cost.expert_share) ** rows)
+    weights = (cost.step_bytes + touched) / peaks.bytes_per_second
     arithmetic = rows * (cost.token_flops + cost.head_flops) / peaks.flops_per_second
     kv_reads = np.zeros(len(rows))
     for window, count in Counter(cost.windows).items():
