@@ -3,8 +3,8 @@
 The problem: to select k of E experts takes k searches for the largest logit, one after another, and at batch 1 nothing
 else runs meanwhile. The idea: float32 numbers are ordered as integers, and a warp finds the largest of its lanes'
 integers in one instruction, as it does the lowest expert among equals. So a token is one warp's work, in registers; a
-selected expert keeps its rank in its own lane, from which it is stored at the end, and nothing passes through shared
-memory.
+selected expert keeps its rank in its own lane, from which it is stored at the end, so nothing passes through shared
+memory between the searches.
 """
 
 import torch

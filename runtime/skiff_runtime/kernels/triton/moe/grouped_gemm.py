@@ -78,12 +78,14 @@ def _load_block(
 ) -> tl.tensor:
     """Load a block [rows, columns] with the masks that its sizes need; 0 outside."""
     if MASK_ROWS and MASK_COLUMNS:
-        return tl.load(pointers, rows_inside[:, None] & columns_inside[None, :], 0.0)
-    if MASK_ROWS:
-        return tl.load(pointers, rows_inside[:, None], 0.0)
-    if MASK_COLUMNS:
-        return tl.load(pointers, columns_inside[None, :], 0.0)
-    return tl.load(pointers)
+        block = tl.load(pointers, rows_inside[:, None] & columns_inside[None, :], 0.0)
+    elif MASK_ROWS:
+        block = tl.load(pointers, rows_inside[:, None], 0.0)
+    elif MASK_COLUMNS:
+        block = tl.load(pointers, columns_inside[None, :], 0.0)
+    else:
+        block = tl.load(pointers)
+    return block
 
 
 @triton.jit
@@ -91,9 +93,12 @@ def _multiply(
     acc: tl.tensor, x: tl.tensor, weight: tl.tensor, SWAP: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Add x [rows, inputs] times weight [outputs, inputs] to a tile of the product."""
+    # No early return: the compiler reads on behind it, where shapes would not fit.
     if SWAP:
-        return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
-    return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit(do_not_specialize=["pairs", "token_stride", "group_stride"])
