@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import pytest
 import torch
-from parity import FAMILIES, TOKENS, Outcome, Setting, covering, product, prompts, serve, serve_all
 from gpus import needs_gpus
+from parity import FAMILIES, TOKENS, Outcome, Setting, covering, product, prompts, serve, serve_all
 from rank_processes import on_ranks, single_rank
 from tiny_models import load_reference, make_model, oracle_choices
 
