@@ -141,24 +141,50 @@ def test_rank_that_plans_other_steps(model: Path, tmp_path: Path) -> None:
 
 SLOW_CLIENTS: Final = 8
 SLOW_TOKENS: Final = 48
+SILENCE_SECONDS: Final = 6
+"""Limit on the silence of a rank."""
 PAUSE_SECONDS: Final = 3.0
-"""Less than the default of ``--rank-heartbeat-timeout-seconds``."""
+"""A pause of one rank, shorter than the limit."""
+SUSPENSION_SECONDS: Final = 10.0
+"""A suspension of all processes, longer than the limit."""
 STOPPED_SECONDS, RUNNING_SECONDS = 0.45, 0.05
 
 
-def test_slow_ranks_give_the_right_answers(model: Path) -> None:
-    """Each rank in turn is stopped for seconds, then for nine tenths of the time."""
+def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path) -> None:
+    """Each rank in turn is stopped for seconds, then for nine tenths of the time; then all processes are suspended."""
     random = np.random.default_rng(5)
     prompts = [random.integers(2, VOCAB_SIZE, 20).tolist() for _ in range(SLOW_CLIENTS)]
-    with running_service(model, *FLAGS) as service:
-        for rank in ("rank0", "rank1"):
-            with slowed(service.children[rank]):
+    with running_service(model, *FLAGS, "--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS)) as service:
+        for delay in (
+            slowed(service.children["rank0"]),
+            slowed(service.children["rank1"]),
+            suspended([psutil.Process(service.process.pid), *service.children.values()]),
+        ):
+            with delay:
                 answers = asyncio.run(request_all(service, prompts))
-            assert all(answer.finished for answer in answers)
+            assert all(answer.finished for answer in answers), service.log_text()
             outputs = [answer.choices[0].tokens for answer in answers]
             assert all(len(output) == SLOW_TOKENS for output in outputs)
             assert outputs == oracle_choices(load_reference(model), prompts, outputs)
         assert service.process.poll() is None
+
+
+@contextmanager
+def suspended(processes: list[psutil.Process]) -> Iterator[None]:
+    """Suspend all processes, the supervisor first, while requests arrive; resume them in the reverse order."""
+    for process in processes:
+        process.suspend()
+
+    def resume() -> None:
+        for process in reversed(processes):
+            process.resume()
+
+    timer = threading.Timer(SUSPENSION_SECONDS, resume)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 @contextmanager
