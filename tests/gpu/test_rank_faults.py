@@ -20,7 +20,7 @@ import pytest
 from answers import Answer, read_answer
 from gpu_memory import check_released, read_free_mib
 from gpus import ON_GPU, needs_gpus
-from rank_faults import RankFault, plant
+from rank_faults import PlantedFault, RankFault, plant
 from raw_http import RawConnection, address_of, post
 from service import Service, running_service, wait_until
 from streaming_clients import CLIENTS, StreamEnd, collect_ends
@@ -141,23 +141,29 @@ def test_rank_that_plans_other_steps(model: Path, tmp_path: Path) -> None:
 
 SLOW_CLIENTS: Final = 8
 SLOW_TOKENS: Final = 48
-SILENCE_SECONDS: Final = 6
+SILENCE_SECONDS: Final = 4
 """Limit on the silence of a rank."""
-PAUSE_SECONDS: Final = 3.0
+PAUSE_SECONDS: Final = 2.0
 """A pause of one rank, shorter than the limit."""
-SUSPENSION_SECONDS: Final = 10.0
-"""A suspension of all processes, longer than the limit."""
+SUSPENSION_SECONDS: Final = 7.0
+"""A suspension of all processes, and a step, longer than the limit."""
 STOPPED_SECONDS, RUNNING_SECONDS = 0.45, 0.05
 
 
-def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path) -> None:
-    """Each rank in turn is stopped for seconds, then for nine tenths of the time; then all processes are suspended."""
+def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path, tmp_path: Path) -> None:
+    """Each rank in turn is stopped for seconds, then for nine tenths of the time.
+
+    Then one step takes longer than a rank may be silent, and then all processes are suspended for longer than that.
+    """
+    fault = plant(tmp_path / "fault", 1, RankFault.HANG)
     random = np.random.default_rng(5)
     prompts = [random.integers(2, VOCAB_SIZE, 20).tolist() for _ in range(SLOW_CLIENTS)]
-    with running_service(model, *FLAGS, "--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS)) as service:
+    flags = (*FLAGS, "--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS))
+    with running_service(model, *flags, environment=fault.environment) as service:
         for delay in (
             slowed(service.children["rank0"]),
             slowed(service.children["rank1"]),
+            long_step(fault),
             suspended([psutil.Process(service.process.pid), *service.children.values()]),
         ):
             with delay:
@@ -167,6 +173,18 @@ def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path) 
             assert all(len(output) == SLOW_TOKENS for output in outputs)
             assert outputs == oracle_choices(load_reference(model), prompts, outputs)
         assert service.process.poll() is None
+
+
+@contextmanager
+def long_step(fault: PlantedFault) -> Iterator[None]:
+    """Have one rank begin a step late, for which the other waits inside a collective."""
+    fault.begin()
+    timer = threading.Timer(SUSPENSION_SECONDS, fault.end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -57,7 +58,7 @@ def test_rank_out_of_memory_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dies", [True, False])
 def test_rank_that_does_not_join_the_others(tmp_path: Path, dies: bool) -> None:
     """A dead rank is noticed at once; one that only hangs, after ``--startup-timeout-seconds``."""
-    fault = plant(tmp_path / "fault", 1, RankFault.STALL)
+    fault = plant(tmp_path / "fault", 1, RankFault.LATE)
     limit = () if dies else ("--startup-timeout-seconds", "15")
     model = make_model(tmp_path / "model")
     with running_service(model, *TWO_RANKS, *limit, ready=False, environment=fault.environment) as service:
@@ -68,6 +69,21 @@ def test_rank_that_does_not_join_the_others(tmp_path: Path, dies: bool) -> None:
         check_failed(
             service, family, "rank1 was killed by SIGKILL" if dies else "not ready within 15 s: rank0, rank1"
         )
+
+
+@needs_gpus(2)
+def test_slow_start_is_no_silence(tmp_path: Path) -> None:
+    """A rank sends no heartbeat until it is ready, for longer than the limit on its silence."""
+    fault = plant(tmp_path / "fault", 1, RankFault.LATE)
+    flags = (*TWO_RANKS, "--rank-heartbeat-timeout-seconds", "2")
+    with running_service(
+        make_model(tmp_path / "model"), *flags, ready=False, environment=fault.environment
+    ) as service:
+        wait_until(lambda: "process=rank1 phase=config" in service.log_text())
+        time.sleep(5)
+        assert service.process.poll() is None
+        fault.begin()
+        wait_until(lambda: "service_ready" in service.log_text(), 60)
 
 
 def test_too_few_gpus_are_refused_before_any_process_starts(tmp_path: Path) -> None:

@@ -28,24 +28,27 @@ class RankFault(StrEnum):
     HANG: its engine's thread stops before a step, and the other ranks wait for it inside a collective; heartbeats go on.
     DIVERGE: it loses a page of its KV cache, so it plans other steps from then on.
     NO_MEMORY: it can allocate no more memory than it has once it is configured.
-    STALL: it hangs before it joins the others, at the start.
+    LATE: it joins the others at the start only once the file exists.
     """
 
     HANG = "hang"
     DIVERGE = "diverge"
     NO_MEMORY = "no-memory"
-    STALL = "stall"
+    LATE = "late"
 
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """The variables with which a service must be started, and the file that starts the fault."""
+    """The variables with which a service must be started, and the file that begins the fault, or ends a late start."""
 
     environment: dict[str, str]
     trigger: Path
 
     def begin(self) -> None:
         self.trigger.touch()
+
+    def end(self) -> None:
+        self.trigger.unlink()
 
 
 def plant(directory: Path, rank: int, fault: RankFault) -> PlantedFault:
@@ -107,13 +110,13 @@ def _exhaust_memory(trigger: Path) -> None:
     ModelRunner._load = load_without_memory  # type: ignore[method-assign]
 
 
-def _stall(trigger: Path) -> None:
+def _join_late(trigger: Path) -> None:
     from skiff_runtime.distributed import tensor_parallel
 
     join = tensor_parallel._join
 
     def join_late(*arguments: Any) -> None:
-        _wait_while(lambda: True)
+        _wait_while(lambda: not trigger.exists())
         join(*arguments)
 
     tensor_parallel._join = join_late
@@ -128,5 +131,5 @@ _INSTALLERS: Final = {
     RankFault.HANG: _hang,
     RankFault.DIVERGE: _diverge,
     RankFault.NO_MEMORY: _exhaust_memory,
-    RankFault.STALL: _stall,
+    RankFault.LATE: _join_late,
 }
