@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,9 @@ pytestmark = [needs_gpus(2), *([pytest.mark.gpu] if ON_GPU else [])]
 
 FULL: Final = () if ON_GPU else (pytest.mark.soak,)
 """On a CPU these are for ``make soak``, beside one of each kind in ``make test``."""
-FLAGS: Final = ("--served-model-name", "tiny", "--max-total-tokens", "131072", "--tp", "2")
+CONTEXT: Final = 1 << 16 if ON_GPU else 1 << 12
+"""Tokens of a stream that no test outlasts: a GPU computes some thousands of steps in a second."""
+FLAGS: Final = ("--served-model-name", "tiny", "--max-total-tokens", str(CONTEXT * CLIENTS), "--tp", "2")
 LIMIT_SECONDS: Final = 15.0
 """Most time from a fault to the last client's error, by the default of ``--rank-heartbeat-timeout-seconds``."""
 HEARTBEAT_SECONDS: Final = 3
@@ -43,7 +45,7 @@ STEP_SECONDS: Final = 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+    return make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
 
 
 @contextmanager
@@ -66,6 +68,11 @@ def find_sockets(family: Family) -> list[str]:
     return [str(path) for path in found if re.search(rf"(^|[-_.])({ids})($|[-_.])", path.name)]
 
 
+def fail_clients(service: Service, fault: Callable[[], object]) -> list[StreamEnd]:
+    """Return the ends of streams during which the fault began."""
+    return collect_ends(service, fault, tokens=CONTEXT - 64)
+
+
 def check_errors(service: Service, ends: list[StreamEnd], reason: str) -> None:
     """Check that each client had one terminal event with the reason, and that the log has the same."""
     print(f"\n{reason}: {len(ends)} ends after {max(end.seconds for end in ends):.1f} s")
@@ -79,7 +86,7 @@ def check_errors(service: Service, ends: list[StreamEnd], reason: str) -> None:
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=FULL)])
 def test_killed_rank(model: Path, rank: int) -> None:
     with failing_service(model) as service:
-        ends = collect_ends(service, service.children[f"rank{rank}"].kill)
+        ends = fail_clients(service, service.children[f"rank{rank}"].kill)
         check_errors(service, ends, rf".*rank{rank} was killed by SIGKILL")
 
 
@@ -94,7 +101,7 @@ def test_killed_rank(model: Path, rank: int) -> None:
 def test_stopped_rank(model: Path, rank: int, flags: tuple[str, ...], seconds: int) -> None:
     """The other rank waits for it inside a collective, or for its messages, and sends heartbeats."""
     with failing_service(model, *flags) as service:
-        ends = collect_ends(service, service.children[f"rank{rank}"].suspend)
+        ends = fail_clients(service, service.children[f"rank{rank}"].suspend)
         check_errors(
             service, ends, rf"rank{rank} has been silent for {seconds} s \(--rank-heartbeat-timeout-seconds\)"
         )
@@ -109,7 +116,7 @@ def test_rank_that_stops_during_a_drain(model: Path, rank: int) -> None:
         service.children[f"rank{rank}"].suspend()
 
     with failing_service(model, "--drain-timeout-seconds", "300") as service:
-        ends = collect_ends(service, lambda: drain_and_stop(service))
+        ends = fail_clients(service, lambda: drain_and_stop(service))
         check_errors(service, ends, rf"rank{rank} has been silent for 10 s")
 
 
@@ -119,7 +126,7 @@ def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> No
     fault = plant(tmp_path / "fault", rank, RankFault.HANG)
     flags = ("--watchdog-timeout", str(STEP_SECONDS))
     with failing_service(model, *flags, environment=fault.environment) as service:
-        ends = collect_ends(service, fault.begin)
+        ends = fail_clients(service, fault.begin)
         check_errors(
             service,
             ends,
@@ -131,7 +138,7 @@ def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> No
 def test_rank_that_plans_other_steps(model: Path, tmp_path: Path) -> None:
     fault = plant(tmp_path / "fault", 1, RankFault.DIVERGE)
     with failing_service(model, environment=fault.environment) as service:
-        ends = collect_ends(service, fault.begin)
+        ends = fail_clients(service, fault.begin)
         check_errors(
             service,
             ends,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from answers import Answer, read_answer
-from raw_http import HANG_SECONDS, RawConnection, address_of, post
+from raw_http import RawConnection, address_of, post
 from service import Service, wait_until
 
 CLIENTS: Final = 32
@@ -27,35 +27,27 @@ class StreamEnd:
         return answer.error if answer is not None and answer.terminal else None
 
 
-def collect_ends(
-    service: Service,
-    fault: Callable[[], object],
-    *,
-    clients: int = CLIENTS,
-    timeout_seconds: float = HANG_SECONDS,
-) -> list[StreamEnd]:
-    """Open streams that last longer than any test, begin the fault when all of them run, and return their ends."""
-    return asyncio.run(_collect_ends(service, fault, clients, timeout_seconds))
+def collect_ends(service: Service, fault: Callable[[], object], *, tokens: int) -> list[StreamEnd]:
+    """Open streams of ``tokens`` tokens, which must outlast the test; begin the fault when all run, and return their ends."""
+    return asyncio.run(_collect_ends(service, fault, tokens))
 
 
-async def _collect_ends(
-    service: Service, fault: Callable[[], object], clients: int, timeout_seconds: float
-) -> list[StreamEnd]:
+async def _collect_ends(service: Service, fault: Callable[[], object], tokens: int) -> list[StreamEnd]:
     address = address_of(service.url)
-    lines = [await RawConnection.open(address) for _ in range(clients)]
+    lines = [await RawConnection.open(address) for _ in range(CLIENTS)]
     for number, line in enumerate(lines):
-        line.send(post("/generate", _long_request(number)))
+        line.send(post("/generate", _make_request(number, tokens)))
     for line in lines:
         await line.begun()
-    await asyncio.to_thread(wait_until, lambda: service.metric("skiff_requests_running") == clients)
+    await asyncio.to_thread(wait_until, lambda: service.metric("skiff_requests_running") == CLIENTS)
     began = time.monotonic()
     await asyncio.to_thread(fault)
-    return await asyncio.gather(*(_follow(line, began, timeout_seconds) for line in lines))
+    return await asyncio.gather(*(_follow(line, began) for line in lines))
 
 
-async def _follow(line: RawConnection, began: float, timeout_seconds: float) -> StreamEnd:
+async def _follow(line: RawConnection, began: float) -> StreamEnd:
     try:
-        answer = read_answer(await line.reply(timeout_seconds))
+        answer = read_answer(await line.reply())
     except TimeoutError:
         answer = None
     finally:
@@ -63,5 +55,5 @@ async def _follow(line: RawConnection, began: float, timeout_seconds: float) -> 
     return StreamEnd(answer, time.monotonic() - began)
 
 
-def _long_request(number: int) -> dict[str, Any]:
-    return {"token_ids": [number + 10] * 8, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+def _make_request(number: int, tokens: int) -> dict[str, Any]:
+    return {"token_ids": [number + 10] * 8, "max_tokens": tokens, "ignore_eos": True, "stream": True}
