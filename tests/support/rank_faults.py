@@ -82,7 +82,8 @@ def _hang(trigger: Path) -> None:
 def _diverge(trigger: Path) -> None:
     from skiff_runtime.scheduler.step_planner import StepPlanner
 
-    plan, lost = StepPlanner.plan, []
+    plan = StepPlanner.plan
+    lost: list[Any] = []
 
     def plan_otherwise(planner: StepPlanner) -> Any:
         if not lost and trigger.exists():
