@@ -42,11 +42,17 @@ def test_missing_shard_of_the_checkpoint_is_named(tmp_path: Path) -> None:
 
 @needs_gpus(2)
 def test_rank_out_of_memory_ends_the_start(tmp_path: Path) -> None:
-    """The other rank waits for it in the collective after the weights."""
+    """The other rank waits for it in a collective. The KV cache is too large for memory that was freed before."""
     free = read_free_mib()
     fault = plant(tmp_path / "fault", 1, RankFault.NO_MEMORY)
     with running_service(
-        make_model(tmp_path / "model"), *TWO_RANKS, ready=False, environment=fault.environment
+        make_model(tmp_path / "model"),
+        "--tp",
+        "2",
+        "--max-total-tokens",
+        str(1 << 18),
+        ready=False,
+        environment=fault.environment,
     ) as service:
         wait_until(lambda: "rank1" in service.children)
         family = Family.of(service)

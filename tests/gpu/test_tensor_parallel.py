@@ -93,7 +93,7 @@ def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
 def test_bfloat16_tokens_equal_transformers_but_for_near_ties(two_ranks: RankPool, tmp_path: Path) -> None:
     """The rule is that of one GPU: see ``test_greedy_tokens_equal_transformers_but_for_near_ties``."""
     path, prompts = make_wide_model(tmp_path, "qwen3"), random_prompts(3)
-    first, second = two_ranks.run(generated, path, prompts, 3 * COUNT, dtype="bfloat16")
+    first, second = two_ranks.run(generated, path, prompts, 3 * COUNT, "bfloat16")
     assert first == second
     outputs = first[0]
     rounded, exact = (
@@ -252,7 +252,7 @@ def test_fp8_is_as_accurate_on_two_ranks_as_on_one(two_ranks: RankPool, tmp_path
     errors = [[prompt_error(each, prompts, exact) for each in outcomes] for outcomes in (served, alone)]
     print(f"\nerrors in nats, unquantized and FP8: two ranks {errors[0]}, one rank {errors[1]}")
     for two, one in zip(*errors, strict=True):
-        assert two <= 1.25 * one
+        assert two <= 1.5 * one
     assert min(errors[1][1:]) > errors[1][0], "nothing was quantized"
 
 

@@ -27,9 +27,9 @@ def collectives(group: TensorParallelGroup) -> dict[str, Any]:
 
 
 def generated(
-    group: TensorParallelGroup, path: Path, prompts: list[list[int]], count: int, **changes: Any
+    group: TensorParallelGroup, path: Path, prompts: list[list[int]], count: int, dtype: str = "float32"
 ) -> list[list[list[int]]]:
-    """Generate greedy tokens, then sampled ones. ``changes`` are fields of ``Config``."""
+    """Generate greedy tokens, then sampled ones."""
     samplings = [
         SamplingSpec(
             max_tokens=count,
@@ -44,7 +44,7 @@ def generated(
         )
         for number in range(len(prompts))
     ]
-    engine = make_engine(path, group, page_size=16, tp_size=group.tp_size, **changes)
+    engine = make_engine(path, group, page_size=16, tp_size=group.tp_size, dtype=dtype)
     try:
         engine.warmup()
         return [

@@ -127,7 +127,7 @@ def test_rank_that_fails_to_start_is_an_error_and_no_rank_is_left(
     for name, value in plant(tmp_path / "fault", 1, RankFault.NO_MEMORY).environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StartupError, match=r"rank1 exited with code 1"):
-        LLM(str(model), device=DEVICE, tp_size=2, max_total_tokens=1024, cpu_threads=1)
+        LLM(str(model), device=DEVICE, tp_size=2, max_total_tokens=1 << 18, cpu_threads=1)
     assert all_gone(psutil.Process().children())
 
 
