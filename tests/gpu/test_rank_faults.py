@@ -147,7 +147,7 @@ def test_rank_that_plans_other_steps(model: Path, tmp_path: Path) -> None:
 
 
 SLOW_CLIENTS: Final = 8
-SLOW_TOKENS: Final = 48
+SLOW_TOKENS: Final = 12
 SILENCE_SECONDS: Final = 4
 """Limit on the silence of a rank."""
 PAUSE_SECONDS: Final = 2.0
