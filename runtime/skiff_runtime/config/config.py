@@ -163,10 +163,18 @@ class Config:
         1800.0, "Server", "time that the processes have until the model is ready"
     )
     heartbeat_timeout_seconds: float = option(
-        60.0, "Server", "time without a heartbeat after which a process counts as dead"
+        60.0, "Server", "time without a heartbeat after which a process other than a rank counts as dead"
     )
-    watchdog_timeout: float = option(
-        600.0, "Server", "seconds after which a step of the engine counts as hung, which ends the service"
+    rank_heartbeat_timeout_seconds: float = option(
+        10.0,
+        "Server",
+        "the same for a rank, whose main loop only plans steps and waits for them: the others wait for it in a collective",
+    )
+    watchdog_timeout: float | None = option(
+        None,
+        "Server",
+        "seconds after which a step of the engine counts as hung, which ends the service (default: 600 on a CPU, 120 on "
+        "a GPU)",
     )
     otlp_traces_endpoint: str | None = option(
         None, "Server", "OpenTelemetry collector that receives a trace of each request: http(s)://host:4318"
@@ -325,6 +333,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("drain_timeout_seconds", 0, 86400),
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
+    ("rank_heartbeat_timeout_seconds", 2, 3600),
     ("watchdog_timeout", 1, 86400),
     ("tp_size", 1, MAX_TENSOR_PARALLEL),
     ("cpu_threads", 1, 1024),

@@ -1,6 +1,5 @@
 """The tensor-parallel process group of one model: its ranks on one host, and the collectives that layers need."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Self
@@ -8,9 +7,9 @@ from typing import Final, Self
 import torch
 import torch.distributed as dist
 
+from skiff_runtime.distributed.collective_environment import set_collective_environment
 from skiff_runtime.errors import StartupError
 
-JOIN_TIMEOUT_SECONDS: Final = 1800.0
 STORE_FILE: Final = "ranks.store"
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -35,7 +34,7 @@ class TensorParallelGroup:
         tp_size: int,
         device: str,
         run_dir: Path,
-        timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+        timeout_seconds: float,
     ) -> "TensorParallelGroup":
         """Join the other ranks through a file in ``run_dir``, which must be new and private to them.
 
@@ -120,7 +119,7 @@ class DetachedRank(TensorParallelGroup):
 
 
 def _join(tp_rank: int, tp_size: int, device: torch.device, store: Path, timeout: timedelta) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host's name to find one
+    set_collective_environment()
     try:
         dist.init_process_group(
             _BACKENDS[device.type],

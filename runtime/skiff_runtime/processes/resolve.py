@@ -1,5 +1,6 @@
 """Resolution of the configuration: find the model and derive every option left open, before any weight is read."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,12 @@ _DEMO: Final = "demo://"
 _FILE: Final = "file://"
 _HUB: Final = "hf://"
 _SCHEME: Final = "://"
+WATCHDOG_SECONDS: Final = {"cpu": 600.0, "cuda": 120.0}
+"""Default of ``--watchdog-timeout`` by device: several times the longest step that is no hang.
+
+A CPU may need minutes for a large model's chunk of 2,048 tokens. A GPU needs some ten seconds for 16,384 tokens of a 70B
+model, and as long for the compilation of a kernel that was not prebuilt.
+"""
 
 
 def resolve(config: Config) -> tuple[Config, ModelConfig]:
@@ -55,6 +62,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
+        watchdog_timeout=config.watchdog_timeout or WATCHDOG_SECONDS[device],
     )
     return resolved, model
 
@@ -94,8 +102,23 @@ def _default_name(uri: str) -> str:
     return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX) or "model"
 
 
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Return the number of GPUs that CUDA shows to this process: the device files, as ``CUDA_VISIBLE_DEVICES`` limits them."""
+    files = len(list(devices.glob("nvidia[0-9]*")))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None or not files:
+        return files
+    return len(list(itertools.takewhile(lambda entry: _names_gpu(entry, files), listed.split(","))))
+
+
+def _names_gpu(entry: str, files: int) -> bool:
+    """Return whether an entry of ``CUDA_VISIBLE_DEVICES`` names a GPU, by index or UUID; CUDA stops at one that does not."""
+    entry = entry.strip()
+    return int(entry) < files if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+
+
 def _choose_device(config: Config) -> Device:
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = count_gpus()
     device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < config.tp_size:
         raise ConfigError(

@@ -12,7 +12,7 @@ from engine_driver import generate, make_engine
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_models import load_gguf_reference, make_gguf, permute, random_blocks
 from rank_functions import generated
-from rank_processes import on_ranks
+from rank_processes import on_ranks, single_rank
 from tiny_models import load_reference, oracle_choices
 
 from skiff_runtime.config import Quantization
@@ -124,9 +124,8 @@ def test_biases_of_llama_are_permuted_like_its_weights(tmp_path: Path) -> None:
 def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path, family: str, kind: str) -> None:
     """The output projection has one block of Q4_K in a row, of which each rank uses a half."""
     path = make_gguf(tmp_path, family, kind, seed=6)
-    arguments = ([str(path)], PROMPTS, TOKENS, 16)
-    first, second = on_ranks(2, tmp_path, generated, *arguments)
-    assert first == second == generated(TensorParallelGroup(), *arguments)
+    first, second = on_ranks(2, tmp_path, generated, path, PROMPTS, TOKENS)
+    assert first == second == generated(single_rank(), path, PROMPTS, TOKENS)
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

@@ -523,9 +523,7 @@ def test_ranks_generate_the_tokens_of_transformers(tmp_path: Path, family: str, 
     """Experts are sharded by columns and by experts; four ranks hold copies of two KV heads."""
     path = make_model(tmp_path / "model", family, seed=11, num_key_value_heads=2)
     settings = [{"tp_size": ranks, "expert_parallel": each} for each in (False, True)]
-    run_dir = tmp_path / "ranks"
-    run_dir.mkdir()
-    first, *others = on_ranks(ranks, run_dir, generated_greedy, str(path), PROMPTS, COUNT, settings)
+    first, *others = on_ranks(ranks, tmp_path, generated_greedy, path, PROMPTS, COUNT, settings)
     assert all(other == first for other in others)
     reference = load_reference(path)
     for outputs in first:

@@ -20,7 +20,7 @@ from quantized_formats import (
     write_checkpoint,
 )
 from rank_functions import generated
-from rank_processes import on_ranks
+from rank_processes import RankPool, single_rank
 from tiny_models import edit_json, load_reference, make_model, oracle_choices
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -189,14 +189,13 @@ def test_shards_of_ranks_are_slices_of_the_whole(tmp_path: Path, name: str) -> N
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
-    paths = []
-    for name in ("block-fp8", "awq"):
-        paths.append(make_model(tmp_path / name, "llama", **DIVISIBLE))
-        write_checkpoint(paths[-1], FORMATS[name])
-    names, prompts = [str(path) for path in paths], [[5, 6, 7], list(range(20, 60))]
-    (tmp_path / "ranks").mkdir()
-    first, second = on_ranks(2, tmp_path / "ranks", generated, names, prompts, 6, 16)
-    assert first == second == generated(TensorParallelGroup(), names, prompts, 6, 16)
+    prompts = [[5, 6, 7], list(range(20, 60))]
+    with RankPool(2, tmp_path) as ranks:
+        for name in ("block-fp8", "awq"):
+            path = make_model(tmp_path / name, "llama", **DIVISIBLE)
+            write_checkpoint(path, FORMATS[name])
+            first, second = ranks.run(generated, path, prompts, 6)
+            assert first == second == generated(single_rank(), path, prompts, 6), name
 
 
 @pytest.mark.parametrize(
