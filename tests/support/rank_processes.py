@@ -21,14 +21,15 @@ def on_ranks(
     function: RankFunction,
     *arguments: Any,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    device: str = "cpu",
 ) -> list[Any]:
     """Run ``function(group, *arguments)`` on ``tp_size`` ranks; return the ranks' results, passed as JSON.
 
-    ``function`` must be importable by name. Raises RuntimeError when a rank fails or takes too long.
+    ``function`` must be importable by name. With ``device`` ``cuda``, rank i has GPU i. Raises RuntimeError when a rank fails or takes too long.
     """
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run, args=(rank, tp_size, run_dir, function, arguments))
+        context.Process(target=_run, args=(rank, tp_size, run_dir, device, function, arguments))
         for rank in range(tp_size)
     ]
     for process in processes:
@@ -44,10 +45,17 @@ def on_ranks(
     return [json.loads(_answer(run_dir, rank).read_text()) for rank in range(tp_size)]
 
 
-def _run(rank: int, tp_size: int, run_dir: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    tp_size: int,
+    run_dir: Path,
+    device: str,
+    function: RankFunction,
+    arguments: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     with TensorParallelGroup.start(
-        tp_rank=rank, tp_size=tp_size, device="cpu", run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
+        tp_rank=rank, tp_size=tp_size, device=device, run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
     ) as group:
         _answer(run_dir, rank).write_text(json.dumps(function(group, *arguments)))
 

@@ -1,5 +1,7 @@
 """Decode graphs: a step of decode rows alone, on a GPU, as one CUDA graph of model, sampler and the tables' update.
 
+With tensor parallelism the graph exchanges one sampling key a row, and rows with filters are sampled again after it.
+
 The rows are padded to one of a few sizes. A step copies two short columns to the device, replays a graph, and copies
 the tokens back: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the same work
 is launched kernel by kernel, padded to the same sizes, so the tokens are the same. Where rows share enough of their
@@ -19,7 +21,6 @@ from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs
-from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.kernels.tuning import tuning_for
@@ -78,7 +79,7 @@ class DecodeGraphRunner:
         return plan.decode_rows == len(plan.slots) <= self.sizes[-1]
 
     def run(self, plan: StepPlan) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
-        """Run a step; return its rows, their logits [S, vocab], and tokens int32[S] sampled from unprocessed logits.
+        """Run a step; return its rows, this rank's logits [S, shard], and tokens int32[S] drawn from unprocessed logits.
 
         The tokens are in the token table already. The next step overwrites all results.
         """
@@ -159,9 +160,7 @@ class DecodeGraphRunner:
         )
         hidden = self._pass.forward(inputs, attention)
         logits = self._pass.logits(hidden, self._logits[:size])
-        tokens = sample_tokens(
-            logits, rows[0], inputs.seq_lens, *self._sampler.parameters, token_table=tables.tokens
-        )
+        tokens = self._sampler.draw(logits, rows[0], inputs.seq_lens, tables.tokens)
         return logits, tokens
 
 

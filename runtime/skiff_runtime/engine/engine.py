@@ -89,7 +89,7 @@ class Engine:
         processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(self._tables.padding_slot + 1, group.device)
+        self._sampler = Sampler(self._tables.padding_slot + 1, group.device, self._runner.vocab_shard)
         self._sampling = SamplingPipeline(
             self._tables,
             self._sampler,
