@@ -7,7 +7,7 @@ defines them). Three launches, of which the last follows the exchange:
 
     sample_shard_kernel         the best key of each block of a row's shard
     max_sampling_keys_kernel    the best key of a row's shard
-    take_tokens_kernel          after the exchange, the token of each row's key
+    take_sampled_tokens_kernel  after the exchange, the token of each row's key
 """
 
 import torch
@@ -112,7 +112,7 @@ def max_sampling_keys_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
-def take_tokens_kernel(
+def take_sampled_tokens_kernel(
     keys: tl.tensor,
     tokens: tl.tensor,
     slots: tl.tensor,
@@ -199,7 +199,7 @@ def take_tokens(
     tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     if len(keys) == 0:
         return tokens
-    take_tokens_kernel[(len(keys),)](
+    take_sampled_tokens_kernel[(len(keys),)](
         keys,
         tokens,
         slots,
