@@ -45,9 +45,11 @@ def shard_logits(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     return own
 
 
-def open_sampler(case: SamplingCase, device: torch.device, shard: VocabShard | None = None) -> Sampler:
+def open_sampler(
+    case: SamplingCase, device: torch.device, shard: VocabShard | None = None, *, spare_slots: int = 0
+) -> Sampler:
     """Return a sampler in which slot i has the parameters of row i."""
-    sampler = Sampler(len(case.samplings), device, shard)
+    sampler = Sampler(len(case.samplings) + spare_slots, device, shard)
     nothing = np.empty(0, np.int32)
     sampler.open([SlotOpened(slot, nothing, sampling, 0) for slot, sampling in enumerate(case.samplings)])
     return sampler

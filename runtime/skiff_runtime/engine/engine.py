@@ -45,7 +45,7 @@ WARMUP_SAMPLING: Final = SamplingSpec(
 )
 """Uses every stage of the sampling pipeline, except for grammars."""
 WARMUP_FILTERS: Final = SamplingSpec(max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1)
-"""With tensor parallelism, such rows are sampled by kernels that neither the decode graphs nor other rows use."""
+"""With tensor parallelism, such rows are sampled by kernels that other rows do not use."""
 
 
 class _LaunchedStep(StepHandle):
@@ -177,7 +177,8 @@ class Engine:
         self._tables.apply(plan)
         self._sampling.open(plan.opened)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
-            return self._sampling.resample(*self._decode_graphs.run(plan))
+            filtered = self._sampling.find_filtered(plan.slots)
+            return self._sampling.resample(*self._decode_graphs.run(plan, filtered))
         batch = self._tables.make_batch(plan)
         hidden, prompts = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:

@@ -63,6 +63,11 @@ class Sampler:
         """Seeds int64[slots] and filters float32[slots, 4] of all slots, as ``kernels.sampling`` takes them."""
         return self._seeds, self._filters
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a shard of the logits only."""
+        return self._shard is not None
+
     def needs_whole_rows(self, slots: Int32) -> NDArray[np.bool_]:
         """Return which of these slots ``draw`` cannot sample, because they have filters; with one rank, none."""
         return self._is_filtered[slots]
@@ -78,16 +83,34 @@ class Sampler:
         positions: torch.Tensor,
         token_table: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sample tokens int[S] from this rank's logits [S, shard] in a fixed sequence of launches, as a graph needs it.
+        """Sample tokens int[S] from this rank's logits [S, shard], by the same launches whatever the rows' parameters are.
 
-        The tokens are also written to ``token_table`` int32[slots, n], if it is given. Those of rows that
-        ``needs_whole_rows`` names are wrong, and must be replaced by ``sample``'s.
+        The tokens are also written to ``token_table`` int32[slots, n], if it is given. The tokens of rows that need
+        whole rows are wrong.
         """
         if self._shard is None:
             return sample_tokens(logits, slots, positions, *self.parameters, token_table=token_table)
         return sample_tokens_of_shards(
             logits, slots, positions, *self.parameters, self._shard, token_table=token_table
         )
+
+    def draw_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Sample tokens int[S] as ``draw`` does, but make the rows whole first, so that they may have filters.
+
+        Few rows are gathered on every rank; more of them are divided among the ranks, and their tokens gathered.
+        """
+        assert self._shard is not None
+        count, group = len(logits), self._shard.group
+        if count < tuning_for(logits.device).row_exchange_min_rows:
+            return sample_tokens(self._shard.gather(logits), slots, positions, *self.parameters)
+        own = -(-count // group.tp_size)
+        logits, slots, positions = (
+            _repeat_last(each, own * group.tp_size) for each in (logits, slots, positions)
+        )
+        mine = slice(group.tp_rank * own, (group.tp_rank + 1) * own)
+        whole = self._shard.exchange_rows(logits)
+        tokens = sample_tokens(whole, slots[mine], positions[mine], *self.parameters)
+        return group.all_gather(tokens[None].int())[0, :count]
 
     def sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
         """Sample tokens int[S] from this rank's logits [S, shard]; ``NAN_LOGITS`` for rows that contain NaN."""
@@ -97,7 +120,7 @@ class Sampler:
         if not is_filtered.any():
             return self.draw(logits, rows.slots, rows.positions)
         if is_filtered.all():
-            return self._sample_filtered(logits, rows, self._shard)
+            return self.draw_whole(logits, rows.slots, rows.positions)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for selected in (is_filtered, ~is_filtered):
             some = np.flatnonzero(selected)
@@ -122,20 +145,11 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
         return sample_tokens(logits, rows.slots, rows.positions, *self.parameters)
 
-    def _sample_filtered(self, logits: torch.Tensor, rows: SampledRows, shard: VocabShard) -> torch.Tensor:
-        """Sample rows that need whole logits, from [N, shard] of them."""
-        count, device = len(logits), logits.device
-        if count < tuning_for(device).row_exchange_min_rows:
-            return self._sample(shard.gather(logits), rows)
-        tp_rank, tp_size = shard.group.tp_rank, shard.group.tp_size
-        own = -(-count // tp_size)
-        # All ranks sample equally many rows; the last row stands in where there are not as many.
-        padded = np.minimum(np.arange(own * tp_size), count - 1)
-        if len(padded) > count:
-            logits = logits.index_select(0, upload(padded, device))
-        mine = padded[tp_rank * own : (tp_rank + 1) * own]
-        tokens = self._sample(shard.exchange_rows(logits), rows.select(mine, upload(mine, device)))
-        return shard.group.all_gather(tokens[None].int())[0, :count]
+
+def _repeat_last(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ``count`` rows, of which the last ones repeat the last of ``rows``."""
+    spare = count - len(rows)
+    return rows if spare == 0 else torch.cat((rows, rows[-1:].expand(spare, *rows.shape[1:])))
 
 
 def _filters_of(sampling: SamplingSpec) -> list[float]:

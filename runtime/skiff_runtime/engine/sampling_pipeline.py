@@ -57,22 +57,30 @@ class SamplingPipeline:
         if not special.any():
             return StepOutput(self._append(self._sampler.sample(logits, rows), rows), prompts=prompts)
         tokens = torch.empty(len(special), dtype=torch.int32, device=logits.device)
-        self._sample_plain(rows, logits, tokens, np.flatnonzero(~special))
+        plain = np.flatnonzero(~special)
+        if len(plain):
+            indices, part, own = _select(plain, rows, logits)
+            tokens[indices] = self._append(self._sampler.sample(own, part), part).int()
         return self._sample_special(rows, logits, tokens, np.flatnonzero(special), prompts)
 
     def resample(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> StepOutput:
-        """Sample the rows again that a decode graph could not, which drew ``tokens`` int32[S] from unprocessed logits.
+        """Sample the special rows again after a decode graph, which sampled ``tokens`` int32[S] from unprocessed logits.
 
-        These are the special rows and, with tensor parallelism, those with filters: which rows they are is known on the
-        host alone, alike on every rank, and the graph is the same for all steps. It has written all of its tokens to
-        the table already.
+        The graph has written all of its tokens to the table already.
         """
-        special = self._is_special(rows.host_slots)
-        filtered = self._sampler.needs_whole_rows(rows.host_slots) & ~special
-        self._sample_plain(rows, logits, tokens, np.flatnonzero(filtered))
-        if not special.any():
+        special = np.flatnonzero(self._is_special(rows.host_slots))
+        if len(special) == 0:
             return StepOutput(tokens)
-        return self._sample_special(rows, logits, tokens, np.flatnonzero(special), ())
+        return self._sample_special(rows, logits, tokens, special, ())
+
+    def find_filtered(self, slots: Int32) -> NDArray[np.int64]:
+        """Return the indices of those rows, by their slots, for which a decode graph has to make the logits whole.
+
+        They have filters and are not sampled again by ``resample``. With one rank there are none. All ranks find the
+        same, from what requests ask for alone.
+        """
+        filtered = self._sampler.needs_whole_rows(slots)
+        return np.flatnonzero(filtered & ~self._is_special(slots) if filtered.any() else filtered)
 
     def _is_special(self, slots: Int32) -> NDArray[np.bool_]:
         """Return which of these slots request more than sampling parameters."""
@@ -86,14 +94,6 @@ class SamplingPipeline:
         """Write sampled tokens int[S] to the table; return them."""
         self._tables.append(rows, tokens)
         return tokens
-
-    def _sample_plain(
-        self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor, plain: NDArray[np.int64]
-    ) -> None:
-        """Sample the rows ``plain`` from the logits as they are, and put their tokens among ``tokens``."""
-        if len(plain):
-            indices, part, own = _select(plain, rows, logits)
-            tokens[indices] = self._append(self._sampler.sample(own, part), part).int()
 
     def _sample_special(
         self,

@@ -50,7 +50,8 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
     with use_offline_driver(architecture) as driver, FakeTensorMode(), torch.inference_mode():
         rank = _FakeRank(config, model)
         for key in rank.decode_graphs.graph_keys:
-            rank.decode_graphs._compute(*key)
+            for part in rank.decode_graphs.parts(*key):
+                rank.decode_graphs.compute(part)
         for decode_rows, tokens in MIXED_BATCHES:
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         for shared in (False, True):

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+import numpy as np
 import pytest
 import torch
 from engine_driver import DEVICE
@@ -11,16 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import compare_sampling
 from rank_processes import on_ranks
-from sampling_cases import SamplingCase, make_case, sample_case
+from sampling_cases import SamplingCase, make_case, open_sampler, sample_case, shard_logits
 from thread_ranks import ThreadRank, on_threads
 
+from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.distributed.tensor_parallel import DetachedRank
 from skiff_runtime.distributed.vocab_shard import VocabShard
+from skiff_runtime.engine.decode_graph import DecodeGraphRunner
+from skiff_runtime.engine.forward_pass import ForwardPass
+from skiff_runtime.engine.input_batch import SlotTables
+from skiff_runtime.engine.staging_buffers import Columns, StagingBuffers
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.kernels.sampling_keys import LOWEST_KEY, NAN_KEY, decode_tokens, encode_keys
-from skiff_runtime.kernels.tuning import DEFAULT, overridden
+from skiff_runtime.kernels.step_inputs import StepInputs
+from skiff_runtime.kernels.tuning import DEFAULT, Tuning, overridden
 from skiff_runtime.messages import SamplingSpec
-from skiff_runtime.step import NAN_LOGITS
+from skiff_runtime.step import NAN_LOGITS, StepPlan
 
 OWN_DEVICE: Final = torch.device(DEVICE)
 GATHERED, EXCHANGED = (replace(DEFAULT, row_exchange_min_rows=rows) for rows in (1 << 30, 1))
@@ -48,7 +55,7 @@ def sample_on_threads(case: SamplingCase, tp_size: int) -> tuple[list[list[int]]
     tuning=st.sampled_from([GATHERED, EXCHANGED]),
 )
 def test_ranks_sample_the_tokens_of_one_rank(
-    seed: int, rows: int, vocab: int, tp_size: int, tuning: object
+    seed: int, rows: int, vocab: int, tp_size: int, tuning: Tuning
 ) -> None:
     """Small vocabularies leave ranks with padding alone, large ones are cut where a row has its maximum, or NaN."""
     case = make_case(seed, rows, vocab)
@@ -106,6 +113,95 @@ def test_noise_of_a_shard_is_that_of_its_tokens(seed: int, vocab: int, first: in
     whole = add_gumbel(torch.zeros(2, vocab), *columns)
     part = add_gumbel(torch.zeros(2, vocab - first), *columns, first_token=first)
     assert torch.equal(part, whole[:, first:])
+
+
+class GivenLogits:
+    """A forward pass whose logits are given; a decode graph runner copies rows to its device and computes on a CPU."""
+
+    device = OWN_DEVICE
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def empty_logits(self, rows: int) -> torch.Tensor:
+        return torch.full((rows, self._logits.shape[1]), torch.nan, device=self.device)
+
+    def forward(self, inputs: StepInputs, attention: AttentionBatch) -> int:
+        """Return the number of rows."""
+        return len(inputs.seq_lens)
+
+    def logits(self, rows: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill ``out`` with the given logits, and padding rows with NaN."""
+        out.fill_(torch.nan)[: len(self._logits)] = self._logits[:rows]
+        return out
+
+
+class CopyingStaging(StagingBuffers):
+    """Copies to the target on a CPU, too, where ``StagingBuffers`` leaves the numbers where they are."""
+
+    def send(self, columns: Columns, target: torch.Tensor | None = None) -> torch.Tensor:
+        sent = super().send(columns, target)
+        return sent if target is None else target.copy_(sent.view(-1))
+
+
+def run_decode_step(
+    case: SamplingCase, rows: list[int], shard: VocabShard | None = None
+) -> tuple[list[int], list[int], list[str]]:
+    """Return the tokens of some rows of a case, those in the table, and the draws of the step."""
+    slots = len(case.samplings)
+    tables = SlotTables(slots, 64, 4, OWN_DEVICE)
+    tables.staging = CopyingStaging(OWN_DEVICE)
+    sampler = open_sampler(case, OWN_DEVICE, shard, spare_slots=1)
+    logits = case.logits[rows]
+    given = GivenLogits((logits if shard is None else shard_logits(logits, shard)).to(OWN_DEVICE))
+    runner = DecodeGraphRunner(cast(ForwardPass, given), tables, sampler, rows=slots)
+    draws: list[str] = []
+    compute = runner.compute
+    runner.compute = lambda part: (draws.append(part.kind), compute(part))[1]  # type: ignore[method-assign,func-returns-value]
+    at, nothing = np.array(rows, np.int32), np.empty(0, np.int32)
+    starts = np.array([case.positions[row] % 60 for row in rows], np.int32)
+    plan = StepPlan(
+        number=0,
+        slots=at,
+        starts=starts,
+        lengths=np.ones(len(rows), np.int32),
+        samples=np.ones(len(rows), np.bool_),
+        decode_rows=len(rows),
+        opened=(),
+        page_slots=nothing,
+        page_columns=nothing,
+        page_ids=nothing,
+    )
+    _, _, tokens = runner.run(plan, np.flatnonzero(sampler.needs_whole_rows(at)))
+    return tokens.tolist(), tables.tokens[at, starts + 1].tolist(), draws
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 1 << 30),
+    filtered=st.booleans(),
+    tp_size=st.sampled_from([2, 3, 8]),
+    tuning=st.sampled_from([GATHERED, EXCHANGED]),
+    data=st.data(),
+)
+def test_decode_step_on_ranks_gives_the_tokens_of_one_rank(
+    seed: int, filtered: bool, tp_size: int, tuning: Tuning, data: st.DataObject
+) -> None:
+    """Any rows of a batch are padded to a size of the graphs; the draws are those that the rows need."""
+    case = make_case(seed, 19, 101, filtered=filtered)
+    rows = data.draw(st.lists(st.integers(0, 18), min_size=1, max_size=19, unique=True))
+    tokens, table, _ = run_decode_step(case, rows)
+    assert table == [max(token, 0) for token in tokens]
+
+    def run(group: ThreadRank) -> tuple[list[int], list[int], list[str]]:
+        return run_decode_step(case, rows, VocabShard(group, 101))
+
+    with overridden(tuning):
+        for found, appended, draws in on_threads(tp_size, run, OWN_DEVICE):
+            assert (found, appended) == (tokens, table)
+            if not filtered:
+                assert draws == ["model", "draw"]
+            assert draws[0] == "model" and set(draws[1:]) <= {"draw", "draw_whole"} and len(draws) > 1
 
 
 NUMBERS = st.floats(width=32, allow_nan=False)
