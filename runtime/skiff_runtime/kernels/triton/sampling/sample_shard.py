@@ -37,7 +37,7 @@ def _encode_key(score: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Return the sampling key int64 of a score, which is no NaN, and its token."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << _TOKEN_BITS) | (_TOKEN_MASK - token.to(tl.int64))
+    return (order.to(tl.int64) << _TOKEN_BITS) | (token.to(tl.int64) ^ _TOKEN_MASK)
 
 
 @triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -136,7 +136,7 @@ def take_sampled_tokens_kernel(
     wait_for_dependencies(PDL)
     row = tl.program_id(0).to(tl.int64)
     key = tl.load(keys + row)
-    token = (_TOKEN_MASK - (key & _TOKEN_MASK)).to(tl.int32)
+    token = ((key & _TOKEN_MASK) ^ _TOKEN_MASK).to(tl.int32)
     token = tl.where(key == _NAN_KEY, _NAN_LOGITS, token)
     tl.store(tokens + row, token)
     if HAS_TABLE:
