@@ -15,7 +15,7 @@ import torch
 from bf16_engine import error_of, known_logits, make_wide_model, tie_of
 from gpus import ON_GPU, needs_gpus
 from grammar_factory import GrammarFactory
-from rank_functions import collectives, generated, generated_greedy
+from rank_functions import collectives, generated, generated_greedy, sampled_with_every_parameter
 from rank_processes import RankPool, single_rank
 from scheduler_bench import Replies, request
 from serving_engine import Served, serve_on_rank
@@ -64,13 +64,15 @@ def random_prompts(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[li
 
 def test_collectives_of_two_ranks(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(collectives)
+    assert first.pop("exchanged") == [[1.0, 0.0, 2.0, 0.0]]
+    assert second.pop("exchanged") == [[10.0, 1.0, 20.0, 1.0]]
     assert first == second
     assert first == {
         "sum": [3.0, 3.0],
         "short": [3.0, 3.0],
         "dtype": "torch.bfloat16",
         "gathered": [[1.0, 0.0, 2.0, 0.0], [10.0, 1.0, 20.0, 1.0]],
-        "placed": [[1.0, 0.0, 2.0, 0.0], [10.0, 1.0, 20.0, 1.0]],
+        "maximum": [1, 0, -(1 << 63)],
         "minimum": 9,
     }
 
@@ -107,6 +109,31 @@ def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
     assert others == [first] * 3
     assert first == generated(single_rank(), path, prompts, COUNT)
     assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
+
+
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs_gpus(4))])
+def test_ranks_sample_with_every_parameter_like_one_rank(tmp_path: Path, tp_size: int) -> None:
+    """Greedy rows and draws, filters, processors, grammars and log-probabilities stand beside each other.
+
+    Filtered rows are divided among the ranks, or gathered on every rank.
+    """
+    path = make_model(tmp_path / "model", "qwen3", seed=11, num_key_value_heads=2)
+    with RankPool(tp_size, tmp_path) as pool:
+        for exchange_min_rows in (1, 1000):
+            arguments = (path, 12, exchange_min_rows, {})
+            found = pool.run(sampled_with_every_parameter, *arguments)
+            assert all(each == found[0] for each in found)
+            alone = sampled_with_every_parameter(single_rank(), *arguments)
+            assert found[0]["tokens"] == alone["tokens"]
+            assert found[0]["logprob_rows"] == alone["logprob_rows"]
+            for sharded, whole in zip(
+                found[0]["logprobs"] + [each[2] for each in found[0]["prompts"]],
+                alone["logprobs"] + [each[2] for each in alone["prompts"]],
+                strict=True,
+            ):
+                assert sharded[0] == whole[0]
+                for got, wanted in zip(sharded[1:], whole[1:], strict=True):
+                    np.testing.assert_allclose(got, wanted, atol=LOGPROB_ERROR)
 
 
 def test_bfloat16_tokens_equal_transformers_but_for_near_ties(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -67,20 +67,40 @@ class TensorParallelGroup:
         self._sum(tensor)
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate [N, C] of every rank along the columns: [N, tp_size * C], bit-identical on every rank.
 
-        With one rank, return ``tensor`` itself; with several, write into ``out`` if it is given.
+        With one rank, return ``tensor`` itself.
         """
         if self.tp_size == 1:
             return tensor
         rows, columns = tensor.shape
         gathered = torch.empty((self.tp_size * rows, columns), dtype=tensor.dtype, device=tensor.device)
         self._gather(gathered, tensor.contiguous())
-        by_row = gathered.view(self.tp_size, rows, columns).transpose(0, 1)
-        if out is None:
-            return by_row.reshape(rows, -1)
-        return out.view(rows, self.tp_size, columns).copy_(by_row).view(rows, -1)
+        return self._join_columns(gathered)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Divide rows among the ranks, and concatenate the columns of all ranks: [tp_size * N, C] -> [N, tp_size * C].
+
+        Rank i keeps rows ``i * N`` to ``(i + 1) * N`` of every rank. With one rank, return ``tensor`` itself.
+        """
+        if self.tp_size == 1:
+            return tensor
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._exchange(received, tensor.contiguous())
+        return self._join_columns(received)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the largest of each element over the ranks; ``tensor``, of integers, may be overwritten.
+
+        The messages are small, 8 bytes a row where tokens are sampled. A maximum depends on no order, so any
+        algorithm gives the same bits on every rank.
+        """
+        if self.tp_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        self._max(tensor)
+        return tensor
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest value of all ranks; also a barrier."""
@@ -99,23 +119,41 @@ class TensorParallelGroup:
         """Sum ``tensor`` over the ranks in place."""
         dist.all_reduce(tensor)
 
+    def _max(self, tensor: torch.Tensor) -> None:
+        """Replace each element of ``tensor`` by the largest over the ranks."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fill ``gathered`` [tp_size * N, C] with ``tensor`` [N, C] of every rank, one below the other."""
         dist.all_gather_into_tensor(gathered, tensor)
+
+    def _exchange(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Send the i-th of tp_size equal blocks of rows to rank i, and fill ``received`` with those of every rank."""
+        dist.all_to_all_single(received, tensor)
+
+    def _join_columns(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Put tp_size blocks [N, C], one below the other, side by side: [N, tp_size * C]."""
+        return blocks.view(self.tp_size, -1, blocks.shape[1]).transpose(0, 1).flatten(1)
 
 
 class DetachedRank(TensorParallelGroup):
     """A rank without its group, which computes its own shard alone.
 
-    A sum is the rank's own part, and the other ranks' parts of a gathered tensor are undefined. It shows the shapes of
-    a rank's tensors where there are no other ranks.
+    A sum or maximum is the rank's own part, and the other ranks' parts of a gathered or exchanged tensor are undefined.
+    It shows the shapes of a rank's tensors where there are no other ranks.
     """
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Keep the rank's own part."""
 
+    def _max(self, tensor: torch.Tensor) -> None:
+        """Keep the rank's own part."""
+
     def _gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Leave ``gathered`` as it is."""
+
+    def _exchange(self, received: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Leave ``received`` as it is."""
 
 
 def _join(tp_rank: int, tp_size: int, device: torch.device, store: Path, timeout: timedelta) -> None:

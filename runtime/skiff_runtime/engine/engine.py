@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -43,6 +44,8 @@ WARMUP_SAMPLING: Final = SamplingSpec(
     prompt_logprobs=1,
 )
 """Uses every stage of the sampling pipeline, except for grammars."""
+WARMUP_FILTERS: Final = SamplingSpec(max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1)
+"""With tensor parallelism, such rows are sampled by kernels that other rows do not use."""
 
 
 class _LaunchedStep(StepHandle):
@@ -72,6 +75,7 @@ class Engine:
         """Load the model and allocate the KV cache; ``on_phase`` is called with each start phase and its progress."""
         self._on_phase = on_phase
         self._page_size = config.page_size
+        self._is_sharded = group.tp_size > 1
         if group.device.type == "cpu" and config.dtype != "float32":
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
@@ -89,7 +93,7 @@ class Engine:
         processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(self._tables.padding_slot + 1, group.device)
+        self._sampler = Sampler(self._tables.padding_slot + 1, group.device, self._runner.vocab_shard)
         self._sampling = SamplingPipeline(
             self._tables,
             self._sampler,
@@ -151,6 +155,9 @@ class Engine:
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_plan_row(prompt, 1, decode=True)).result()
+        if self._is_sharded:
+            opened = replace(opened, sampling=WARMUP_FILTERS)
+            self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         if self._decode_graphs is not None and self._prefill_graphs is not None and self._should_capture:
             self._should_capture = False
             started = monotonic()
@@ -170,7 +177,8 @@ class Engine:
         self._tables.apply(plan)
         self._sampling.open(plan.opened)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
-            return self._sampling.resample(*self._decode_graphs.run(plan))
+            filtered = self._sampling.find_filtered(plan.slots)
+            return self._sampling.resample(*self._decode_graphs.run(plan, filtered))
         batch = self._tables.make_batch(plan)
         hidden, prompts = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:

@@ -2,7 +2,9 @@
 
 import torch
 
+from skiff_runtime.distributed.vocab_shard import VocabShard
 from skiff_runtime.kernels.gumbel import add_gumbel
+from skiff_runtime.kernels.sampling_keys import LOWEST_KEY, decode_tokens, encode_keys
 from skiff_runtime.kernels.top_k_top_p import find_thresholds
 from skiff_runtime.step import NAN_LOGITS
 
@@ -42,3 +44,56 @@ def sample_tokens(
     if token_table is not None:
         token_table[slots, positions] = tokens.clamp(min=0).to(token_table.dtype)
     return tokens
+
+
+def sample_tokens_of_shards(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    sampling_params: torch.Tensor,
+    shard: VocabShard,
+    token_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sample tokens int [S] from ``shard`` of their logits, [S, shard.size], on all ranks at once.
+
+    Given the ranks' logits, every rank returns the tokens that ``sample_tokens`` returns for their concatenation, bit
+    for bit, where no row requests top_k, top_p or min_p: these three are ignored, because what they drop depends on
+    the whole row. Each rank finds its best token, and the largest of the ranks' keys (``sampling_keys``) decides. The
+    other arguments, and NaN, are those of ``sample_tokens``.
+    """
+    if logits.device.type == "cuda":
+        from skiff_runtime.kernels.triton.sampling import sample_shard as kernel
+
+        keys = kernel.find_best_keys(logits, slots, positions, seeds, sampling_params, shard)
+        return kernel.take_tokens(shard.group.all_reduce_max(keys), slots, positions, token_table)
+    keys = find_best_keys(logits, slots, positions, seeds, sampling_params, shard)
+    tokens = decode_tokens(shard.group.all_reduce_max(keys))
+    if token_table is not None:
+        token_table[slots, positions] = tokens.clamp(min=0).to(token_table.dtype)
+    return tokens
+
+
+def find_best_keys(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    sampling_params: torch.Tensor,
+    shard: VocabShard,
+) -> torch.Tensor:
+    """Return the sampling keys int64 [S] of the best tokens of ``shard``: the reference of ``triton.sampling``.
+
+    The arguments are those of ``sample_tokens_of_shards``.
+    """
+    columns = shard.stop - shard.start
+    if columns == 0:
+        return torch.full(slots.shape, LOWEST_KEY, dtype=torch.int64)
+    temperature = sampling_params[slots, 0]
+    scaled = logits[:, :columns].float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    scores, tokens = scaled.max(-1)
+    drawn = (temperature > 0).nonzero().squeeze(1)
+    if len(drawn):
+        noisy = add_gumbel(scaled[drawn], seeds[slots[drawn]], positions[drawn], first_token=shard.start)
+        scores[drawn], tokens[drawn] = noisy.max(-1)
+    return encode_keys(scores, tokens + shard.start)

@@ -335,6 +335,9 @@ class Tuning:
     sampling_block: int
     sampling_warps: int
     """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
+    row_exchange_min_rows: int
+    """With tensor parallelism, rows that need whole logits are divided among the ranks from this many on; fewer are
+    gathered on every rank."""
     moe: MoETuning
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
@@ -582,6 +585,9 @@ HOPPER: Final = Tuning(
     # rows.
     sampling_block=2048,
     sampling_warps=4,
+    # Untuned, an estimate: thresholds and draw take 1.6 µs a row where there are 256 of them (docs/lab/sampling.md),
+    # of which two ranks save half each, and the tokens need a second exchange.
+    row_exchange_min_rows=12,
     moe=HOPPER_MOE,
     top_k_top_p=TopKTopPTuning(
         # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of

@@ -76,7 +76,8 @@ class DecoderModel(ABC):
         self._head_weight = self._embedding
         if not config.tie_word_embeddings:
             self._head_weight = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        self._head = OutputHead(self._head_weight, config.vocab_size, context)
+        self._head = OutputHead(self._head_weight)
+        self.vocab_shard = self._head.shard
         self._rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.rope_scaling, length=max_positions, context=context
         )
@@ -121,7 +122,7 @@ class DecoderModel(ABC):
     def logits(
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute logits [S, vocab_size] from the results of ``forward``, in the model's dtype; in ``out`` if given."""
+        """Compute logits [S, vocab_shard.size] from the results of ``forward``, in the model's dtype; in ``out`` if given."""
         return self._head(self._norm.add_and_normalize(x, residual)[0], out)
 
     def weight_shards(self) -> Iterator[WeightShard]:

@@ -50,7 +50,8 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
     with use_offline_driver(architecture) as driver, FakeTensorMode(), torch.inference_mode():
         rank = _FakeRank(config, model)
         for key in rank.decode_graphs.graph_keys:
-            rank.decode_graphs._compute(*key)
+            for part in rank.decode_graphs.parts(*key):
+                rank.decode_graphs.compute(part)
         for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
         for shared in (False, True):
@@ -89,7 +90,7 @@ class _FakeRank:
         cpu = torch.device("cpu")  # no staging buffers: pinned memory needs a driver
         self._tables = SlotTables(config.max_running_requests, max_model_len, config.page_size, cpu)
         self._tables.enable_shared_prefix(0 if config.disable_cascade_attn else backend.shared_prefix_rows)
-        self._sampler = Sampler(self._tables.padding_slot + 1, cpu)
+        self._sampler = Sampler(self._tables.padding_slot + 1, cpu, built.vocab_shard)
         self.decode_graphs = DecodeGraphRunner(
             self._pass, self._tables, self._sampler, rows=config.running_limit
         )
@@ -143,8 +144,13 @@ class _FakeRank:
     def sample(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Launch every kernel of the sampling pipeline for rows ``sampled`` int32[3, R] (index, slot, position)."""
         _, slots, positions = sampled
-        own = logits.float()
-        for each in (logits, own):  # plain rows are sampled from the model's dtype, special ones from float32
+        self._sampler.draw(logits, slots, positions)
+        whole = self._sampler.gather(logits)
+        own = whole.float()
+        for each in (
+            whole,
+            own,
+        ):  # filtered rows are sampled from the model's dtype, special ones from float32
             sample_tokens(each, slots, positions, *self._sampler.parameters)
         indices = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)

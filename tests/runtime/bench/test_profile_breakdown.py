@@ -34,6 +34,9 @@ from skiff_runtime.bench.offline.profile_breakdown import (
                 "chunk_maxima_kernel",
                 "partial_sums_kernel",
                 "gather_candidates_kernel",
+                "sample_shard_kernel",
+                "max_sampling_keys_kernel",
+                "take_sampled_tokens_kernel",
             )
         ),
         *(

@@ -64,6 +64,7 @@ UNMEASURED = {
     "moe.fp8_gemv.short_inputs",
     "top_k_top_p.min_programs_of_row",
     "top_k_top_p.max_candidates",
+    "row_exchange_min_rows",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
 }
