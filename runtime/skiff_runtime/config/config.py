@@ -23,6 +23,7 @@ Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TokenizerBackend = Literal["tokenizers", "fastokens"]
 Quantization = Literal["none", "fp8"]
+AllReduceBackend = Literal["auto", "nccl", "p2p"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
@@ -167,6 +168,12 @@ class Config:
         "Engine",
         "tensor-parallel size: number of ranks, each a process (with one GPU)",
         flags=("--tp", "--tensor-parallel-size"),
+    )
+    all_reduce: AllReduceBackend = option(
+        AUTO,
+        "Engine",
+        "how GPUs of several ranks sum activations; p2p: kernels that write into the memory of the other GPUs, NCCL for "
+        "messages too large for them; nccl: NCCL alone (auto: p2p where the GPUs have peer access)",
     )
     attention_backend: Attention = option(
         AUTO,

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations, silu_and_mul_quantize
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
+from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
@@ -25,7 +24,7 @@ class GatedMLP:
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
         )
 
-    def __call__(self, x: Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> LayerOutput:
         gate_up = self._gate_up_proj(x)
         if self._quantizes:  # by the same kernel that applies the activation
             return self._down_proj(silu_and_mul_quantize(gate_up, self._scale_ub))

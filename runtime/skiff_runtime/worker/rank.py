@@ -141,7 +141,11 @@ def run(child: Child) -> None:
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
-        tp_rank=child.index, tp_size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
+        tp_rank=child.index,
+        tp_size=config.tp_size,
+        device=config.device,
+        run_dir=child.launch.run_dir,
+        all_reduce=config.all_reduce,
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)

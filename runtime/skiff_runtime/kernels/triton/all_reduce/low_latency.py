@@ -229,7 +229,7 @@ def _push_tiles(
     refresh = is_refresh(epoch)
     offset = words_offset(epoch, rank, channel, RANKS)
     mine = tl.where(refresh, _SLOT_LINES // LINES, tl.cdiv(tiles - channel, programs))
-    for count in range(0, mine):
+    for count in range(mine):
         tile = channel + count * programs
         inside, places, slots = _tile_places(tile, count, lines, TILE_LINES, LINES)
         words = tl.load(x.to(tl.pointer_type(tl.int64)) + places, inside, 0)

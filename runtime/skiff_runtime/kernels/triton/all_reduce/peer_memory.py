@@ -484,8 +484,4 @@ def end_call(
 @triton.jit
 def read_clock(polls: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """Return the GPU's time in nanoseconds; in the interpreter, the number of polls."""
-    if PTX:
-        now = globaltimer()
-    else:
-        now = polls
-    return now
+    return globaltimer() if PTX else polls
