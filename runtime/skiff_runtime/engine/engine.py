@@ -56,6 +56,11 @@ class _LaunchedStep(StepHandle):
         self._group = group
 
     def wait(self, timeout_seconds: float) -> bool:
+        done = self._wait(timeout_seconds)
+        self._group.check()  # also while it runs: behind a failed collective the next one may wait for ever
+        return done
+
+    def _wait(self, timeout_seconds: float) -> bool:
         deadline = monotonic() + timeout_seconds
         try:
             error = self._future.exception(timeout_seconds)
