@@ -17,6 +17,13 @@ from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm_quantize,
     low_latency_all_reduce,
 )
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
+    CHANNELS,
+    LINE_BYTES,
+    SLOT_BYTES,
+    SLOT_LINES,
+    allocation_bytes,
+)
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
 from skiff_runtime.kernels.triton.fp8.quantize import add_rms_norm_quantize
 from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm
@@ -32,6 +39,14 @@ def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> Simu
     return peer
 
 
+def age(peer: SimulatedPeer, rank: int, epoch: int) -> None:
+    """Let the next call have this epoch; no LL word of the rank's memory has the mark 0 then, as in a new one."""
+    peer.memory.epochs.fill_(epoch - 1)
+    words = 2 * peer.memory.ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
+    start = allocation_bytes(peer.memory.ranks) - 2 * CHANNELS * SLOT_BYTES - words
+    peer.buffers[rank][start : start + words].fill_(0x55)
+
+
 def sum_in_every_way(
     group: TensorParallelGroup, directory: str, dtype_name: str, rounds: int, first_epoch: int
 ) -> dict[str, Any]:
@@ -39,8 +54,10 @@ def sum_in_every_way(
 
     Returns the rounds whose sum is not that of ``sum_messages``, bit for bit, and a digest of all sums.
     """
-    peer = join(group, directory)
-    peer.memory.epochs.fill_(first_epoch - 1)
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    if first_epoch > 1:
+        age(peer, group.tp_rank, first_epoch)
+    group.all_reduce_min(0)
     dtype = getattr(torch, dtype_name)
     choices, digest, wrong = random.Random(0), hashlib.sha256(), []
     for number in range(rounds):
