@@ -20,15 +20,18 @@ def on_ranks(
     run_dir: Path,
     function: RankFunction,
     *arguments: Any,
+    device: str = "cpu",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Run ``function(group, *arguments)`` on ``tp_size`` ranks; return the ranks' results, passed as JSON.
+
+    With device ``cuda`` rank i is on GPU i.
 
     ``function`` must be importable by name. Raises RuntimeError when a rank fails or takes too long.
     """
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run, args=(rank, tp_size, run_dir, function, arguments))
+        context.Process(target=_run, args=(rank, tp_size, run_dir, device, function, arguments))
         for rank in range(tp_size)
     ]
     for process in processes:
@@ -44,10 +47,12 @@ def on_ranks(
     return [json.loads(_answer(run_dir, rank).read_text()) for rank in range(tp_size)]
 
 
-def _run(rank: int, tp_size: int, run_dir: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, tp_size: int, run_dir: Path, device: str, function: RankFunction, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     with TensorParallelGroup.start(
-        tp_rank=rank, tp_size=tp_size, device="cpu", run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
+        tp_rank=rank, tp_size=tp_size, device=device, run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
     ) as group:
         _answer(run_dir, rank).write_text(json.dumps(function(group, *arguments)))
 

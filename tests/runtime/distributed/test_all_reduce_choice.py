@@ -83,7 +83,7 @@ def test_failed_allocation_is_the_reason_on_the_rank_and_a_hint_on_the_others(
         raise RuntimeError("CUDA error: out of memory\nand much more")
 
     monkeypatch.setattr(all_reduce, "allocate", allocate)
-    with pytest.raises(PeerMemoryUnavailable, match="^CUDA error: out of memory$"):
+    with pytest.raises(PeerMemoryUnavailable, match=r"^CUDA error: out of memory$"):
         PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), agree=votes(True), timeout_seconds=1)
     monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
     with pytest.raises(PeerMemoryUnavailable, match="another rank"):
@@ -120,7 +120,7 @@ def test_timeout_names_the_collective() -> None:
     assert peers._memory.control[1] == 15_000_000_000
     peers.check()
     status[0] = 3
-    with pytest.raises(CollectiveTimeout, match="two-shot all-reduce: this rank waited .* longer than 15 s"):
+    with pytest.raises(CollectiveTimeout, match=r"two-shot all-reduce: this rank waited .* longer than 15 s"):
         peers.check()
 
 
