@@ -14,6 +14,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     LINE_BYTES,
     MAX_RANKS,
     SLOT_LINES,
+    STAGES,
     allocation_bytes,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_capacity
@@ -57,7 +58,7 @@ def test_rank_that_waits_in_vain_gives_up_and_reports(tmp_path: Path, kind: str,
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
 def test_capacities_fit_into_the_allocation(ranks: int) -> None:
-    flags = 2 * CHANNELS * MAX_RANKS * 8
+    flags = 2 * STAGES * CHANNELS * MAX_RANKS * 8
     words = 2 * ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
     for two_shot in (False, True):
         capacity = push_capacity(ranks, two_shot=two_shot)

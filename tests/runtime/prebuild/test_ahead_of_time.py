@@ -36,6 +36,8 @@ ahead_of_time.compile_ahead_of_time(config, model, 90)
 print(json.dumps(sorted(seen)))
 """
 
+SUMS = {"low_latency_all_reduce_kernel", "all_reduce_add_rms_norm_kernel", "push_all_reduce_kernel"}
+"""Kernels of two ranks and more."""
 Launch = tuple[str, dict[str, Any], str, str]
 
 
@@ -77,10 +79,22 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
 
 def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[int, list[Launch]]) -> None:
     names = {launch[0] for launch in found[1]}
-    assert all({launch[0] for launch in launched} == names for launched in found.values())
-    for kernel in ("rms_norm_kernel", "prepare_inputs_kernel", "write_cells_kernel"):
+    for tp_size, launched in found.items():
+        assert {launch[0] for launch in launched} == names | (SUMS if tp_size > 1 else set())
+        assert constants(launched, "rms_norm_kernel", "WIDTH", "ADD") == {(64, False), (64, True)}
+    for kernel in ("prepare_inputs_kernel", "write_cells_kernel"):
         first, *others = ([launch for launch in each if launch[0] == kernel] for each in found.values())
         assert first and all(other == first for other in others), kernel
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_every_sum_over_ranks_is_compiled(found: dict[int, list[Launch]], tp_size: int) -> None:
+    """Two-shot, too, whose messages no step on fake tensors has."""
+    own = found[tp_size]
+    assert constants(own, "push_all_reduce_kernel", "TWO_SHOT") == {(False,), (True,)}
+    for kernel in SUMS:
+        assert constants(own, kernel, "RANKS") == {(tp_size,)}
+    assert constants(own, "all_reduce_add_rms_norm_kernel", "WIDTH") == {(64,)}
 
 
 def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model: Path) -> None:

@@ -57,8 +57,9 @@ UNMEASURED = {
     "top_k_top_p.max_candidates",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
+    *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
 }
-"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine can judge."""
+"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""
 
 
 def list_fields(value: Any, path: str = "") -> set[str]:

@@ -29,7 +29,7 @@ orders the reads of the one before the writes of the other.
   rewrites all its words of both parities (``is_refresh``). Words that hold data of another kind would break this, so
   nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived when it is
   there.
-- Flags: data is stored plainly, then the flag of (phase, channel, source) is set to the 64-bit epoch behind a fence of
+- Flags: data is stored plainly, then the flag of (stage, channel, source) is set to the 64-bit epoch behind a fence of
   system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
   round trip, and every byte is data.
 
@@ -56,6 +56,8 @@ SLOT_LINES: Final = 2048
 """Lines of one message that a channel can receive as LL words."""
 SLOT_BYTES: Final = 512 << 10
 """Bytes that a channel can receive plainly: of one message from every rank, or of the two phases of two-shot."""
+STAGES: Final = 4
+"""Parts of a plain message, at most, that have flags of their own: one is summed while the next ones arrive."""
 FAILED: Final = 0
 TIMEOUT: Final = 1
 """Indices in ``PeerMemory.control``; the timeout is in nanoseconds, under Triton's interpreter in polls."""
@@ -68,7 +70,7 @@ _SLOT_LINES = tl.constexpr(SLOT_LINES)
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)
 _FLAG_BYTES = tl.constexpr(8)
 _WORD_BYTES = tl.constexpr(16)
-_FLAGS_SIZE = tl.constexpr(2 * CHANNELS * MAX_RANKS * 8)
+_FLAGS_SIZE = tl.constexpr(2 * STAGES * CHANNELS * MAX_RANKS * 8)
 _REFRESH_PERIOD = tl.constexpr(1 << 30)
 _LOW_HALF = tl.constexpr(0xFFFFFFFF)
 WAITING = tl.constexpr(1)
@@ -147,9 +149,9 @@ def plain_offset(epoch: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> t
 
 
 @triton.jit
-def flags_offset(channel: tl.tensor, PHASE: tl.constexpr) -> tl.tensor:
-    """Return the offset of a channel's flags of one phase, one for each source."""
-    return (PHASE * _CHANNELS + channel) * (_MAX_RANKS * _FLAG_BYTES)
+def flags_offset(channel: tl.tensor, stage: tl.tensor) -> tl.tensor:
+    """Return the offset of a channel's flags of one stage, one for each source."""
+    return (stage * _CHANNELS + channel) * (_MAX_RANKS * _FLAG_BYTES)
 
 
 @triton.jit
@@ -307,13 +309,13 @@ def set_flags(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
-    PHASE: tl.constexpr,
+    stage: tl.tensor,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
     """Let every peer know that what this program has stored in its memory is complete."""
     release(PTX)
-    offset = flags_offset(channel, PHASE) + rank * _FLAG_BYTES
+    offset = flags_offset(channel, stage) + rank * _FLAG_BYTES
     for step in tl.static_range(RANKS - 1):
         store_flag(peers[step] + offset, epoch, PTX)
 
@@ -324,15 +326,15 @@ def wait_for_flags(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
+    stage: tl.tensor,
     limit: tl.tensor,
-    PHASE: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
     """Wait for the flags of all peers; return the state of the wait. What they sent can be read then."""
     sources = tl.arange(0, _MAX_RANKS)
     active = (sources < RANKS) & (sources != rank)
-    addresses = own + flags_offset(channel, PHASE) + sources * _FLAG_BYTES
+    addresses = own + flags_offset(channel, stage) + sources * _FLAG_BYTES
     polls = tl.full((), 0, tl.int64)
     started = read_clock(polls, PTX)
     state = tl.max((load_flags(addresses, active, epoch, PTX) < epoch).to(tl.int32), 0)

@@ -17,6 +17,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
     LINE_BYTES,
     SLOT_BYTES,
+    STAGES,
     TIMED_OUT,
     PeerMemory,
     end_call,
@@ -37,14 +38,17 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     wait_for_dependencies,
 )
 
-TILE_LINES: Final = 512
+TILE_LINES: Final = 1024
 TILE_WARPS: Final = 16
-"""Lines of one loop iteration, and the warps of a program. Untuned: a line for each thread."""
+"""Lines of one loop iteration, and the warps of a program. Untuned: two lines for each thread are in flight."""
+MIN_PROGRAM_LINES: Final = 512
+"""Fewest lines of a program, where there are more programs than one. Untuned: a line for each thread."""
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
+_STAGES = tl.constexpr(STAGES)
 
 
-@triton.jit(do_not_specialize=["lines", "piece_lines"])
+@triton.jit(do_not_specialize=["lines", "piece_lines", "stage_lines"])
 def push_all_reduce_kernel(
     x: tl.tensor,
     table: tl.tensor,
@@ -52,6 +56,7 @@ def push_all_reduce_kernel(
     control: tl.tensor,
     lines: tl.tensor,
     piece_lines: tl.tensor,
+    stage_lines: tl.tensor,
     TWO_SHOT: tl.constexpr,
     LINES: tl.constexpr,
     RANKS: tl.constexpr,
@@ -61,7 +66,9 @@ def push_all_reduce_kernel(
     """Replace a message by its sum over the ranks.
 
     Grid: (programs), at most CHANNELS. A program takes a chunk of ``piece_lines`` lines, with TWO_SHOT as many for each
-    rank. Its plain buffer holds one region for each source, with TWO_SHOT one for each source in each phase.
+    rank. Its plain buffer holds one region for each source, with TWO_SHOT one for each source in each step. A piece is
+    sent in stages of ``stage_lines`` lines, at most STAGES, each with a flag; all are pushed before the first is waited
+    for.
 
     x                   [lines * 16 bytes], overwritten
     table, epochs, control, PTX  as ``low_latency_all_reduce_kernel``
@@ -75,58 +82,73 @@ def push_all_reduce_kernel(
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
+    state = tl.full((), 0, tl.int32)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)
     pieces: tl.constexpr = RANKS if TWO_SHOT else 1
     region: tl.constexpr = _SLOT_BYTES // ((2 * RANKS if TWO_SHOT else RANKS) * _LINE_BYTES) * _LINE_BYTES
     chunk = channel * piece_lines * pieces
-    piece = rank if TWO_SHOT else 0
-    own_piece = chunk + piece * piece_lines
+    own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
+    stages = tl.cdiv(piece_lines, stage_lines)
 
-    for start in range(0, piece_lines, LINES):
-        for step in tl.static_range(RANKS - 1):
-            target = (rank + 1 + step) % RANKS if TWO_SHOT else 0
-            places, inside = _places(chunk + target * piece_lines, start, piece_lines, lines, LINES)
-            words = tl.load(message + places, inside, 0)
-            _store_plain(peers[step] + buffer + rank * region, start, words, inside, LINES)
-    set_flags(peers, rank, channel, epoch, 0, RANKS, PTX)
-    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
-
-    for start in range(0, piece_lines, LINES):
-        places, inside = _places(own_piece, start, piece_lines, lines, LINES)
-        mine = tl.load(message + places, inside, 0)
-        received = ()
-        for step in tl.static_range(RANKS - 1):
-            source = find_source(step, rank)
-            words = _load_plain(own + buffer + source * region, start, inside, LINES)
-            received = received + (words,)  # noqa: RUF005
-        ordered = sort_by_rank(received, mine, rank, RANKS)
-        summed = sum_words(ordered, x.dtype.element_ty, RANKS)
-        tl.store(message + places, summed, inside)
-        if TWO_SHOT:
+    for stage in range(stages):
+        end = tl.minimum((stage + 1) * stage_lines, piece_lines)
+        for start in range(stage * stage_lines, end, LINES):
             for step in tl.static_range(RANKS - 1):
-                _store_plain(peers[step] + buffer + (RANKS + rank) * region, start, summed, inside, LINES)
-    if TWO_SHOT:
-        set_flags(peers, rank, channel, epoch, 1, RANKS, PTX)
-        limit = tl.where(state == TIMED_OUT, -1, limit)
-        state = tl.maximum(state, wait_for_flags(own, rank, channel, epoch, limit, 1, RANKS, PTX))
-        for start in range(0, piece_lines, LINES):
+                target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
+                places, inside = _places(chunk + target, start, end, lines, LINES)
+                words = tl.load(message + places, inside, 0)
+                _store_plain(peers[step] + buffer + rank * region, start, words, inside, LINES)
+        set_flags(peers, rank, channel, epoch, stage, RANKS, PTX)
+
+    for stage in range(stages):
+        waited = wait_for_flags(own, rank, channel, epoch, stage, limit, RANKS, PTX)
+        state = tl.maximum(state, waited)
+        limit = tl.where(waited == TIMED_OUT, -1, limit)
+        end = tl.minimum((stage + 1) * stage_lines, piece_lines)
+        for start in range(stage * stage_lines, end, LINES):
+            places, inside = _places(own_piece, start, end, lines, LINES)
+            mine = tl.load(message + places, inside, 0)
+            received = ()
             for step in tl.static_range(RANKS - 1):
                 source = find_source(step, rank)
-                places, inside = _places(chunk + source * piece_lines, start, piece_lines, lines, LINES)
-                summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
-                tl.store(message + places, summed, inside)
+                words = _load_plain(own + buffer + source * region, start, inside, LINES)
+                received = received + (words,)  # noqa: RUF005
+            ordered = sort_by_rank(received, mine, rank, RANKS)
+            summed = sum_words(ordered, x.dtype.element_ty, RANKS)
+            tl.store(message + places, summed, inside)
+            if TWO_SHOT:
+                for step in tl.static_range(RANKS - 1):
+                    _store_plain(peers[step] + buffer + (RANKS + rank) * region, start, summed, inside, LINES)
+        if TWO_SHOT:
+            set_flags(peers, rank, channel, epoch, _STAGES + stage, RANKS, PTX)
+
+    if TWO_SHOT:
+        for stage in range(stages):
+            waited = wait_for_flags(own, rank, channel, epoch, _STAGES + stage, limit, RANKS, PTX)
+            state = tl.maximum(state, waited)
+            limit = tl.where(waited == TIMED_OUT, -1, limit)
+            end = tl.minimum((stage + 1) * stage_lines, piece_lines)
+            for start in range(stage * stage_lines, end, LINES):
+                for step in tl.static_range(RANKS - 1):
+                    source = find_source(step, rank)
+                    places, inside = _places(chunk + source * piece_lines, start, end, lines, LINES)
+                    summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
+                    tl.store(message + places, summed, inside)
     collective: tl.constexpr = 3 if TWO_SHOT else 2
     end_call(state, epochs, channel, epoch, control, table, collective, RANKS)
 
 
 @triton.jit
 def _places(
-    first: tl.tensor, start: tl.tensor, piece_lines: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
+    first: tl.tensor, start: tl.tensor, end: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
 ) -> tl.tensor:
-    """Return (indices in the message of 8-byte words [LINES, 2], which of them exist [LINES, 1])."""
+    """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist [LINES, 1]).
+
+    They are those of lines ``start`` to ``end``, at most LINES, of a piece that begins at line ``first``.
+    """
     line = start + tl.arange(0, LINES)[:, None]
-    inside = (line < piece_lines) & (first + line < lines)
+    inside = (line < end) & (first + line < lines)
     return (first + line) * 2 + tl.arange(0, 2)[None, :], inside
 
 
@@ -149,12 +171,13 @@ def _load_plain(region: tl.tensor, start: tl.tensor, inside: tl.tensor, LINES: t
 def push_all_reduce(x: torch.Tensor, memory: PeerMemory, *, two_shot: bool) -> None:
     """Replace ``x``, contiguous and of at most ``push_capacity`` bytes, by its sum over the ranks."""
     lines = x.nbytes // LINE_BYTES
-    programs = min(CHANNELS, triton.cdiv(lines, TILE_LINES))
-    pieces = memory.ranks if two_shot else 1
+    programs = min(CHANNELS, triton.cdiv(lines, MIN_PROGRAM_LINES))
+    piece_lines = triton.cdiv(lines, programs * (memory.ranks if two_shot else 1))
+    stage_lines = triton.cdiv(triton.cdiv(piece_lines, STAGES), TILE_LINES) * TILE_LINES
     push_all_reduce_kernel[(programs,)](
         x,
         *(memory.table, memory.epochs, memory.control),
-        *(lines, triton.cdiv(lines, programs * pieces)),
+        *(lines, piece_lines, stage_lines),
         TWO_SHOT=two_shot,
         LINES=TILE_LINES,
         RANKS=memory.ranks,
