@@ -258,8 +258,7 @@ def _receive_tile(
     inside, places, slots = _tile_places(tile, count, lines, TILE_LINES, LINES)
     mine = tl.load(x.to(tl.pointer_type(tl.int64)) + places, inside, 0)
     first = own + words_offset(epoch, 0, channel, RANKS)
-    source_bytes = words_offset(0, 1, 0, RANKS) - words_offset(0, 0, 0, RANKS)
-    received, state = receive_words(first + slots, rank, source_bytes, epoch, inside, limit, RANKS, PTX)
+    received, state = receive_words(first + slots, rank, epoch, inside, limit, RANKS, PTX)
     ordered = sort_by_rank(received, mine, rank, RANKS)
     return sum_words(ordered, x.dtype.element_ty, RANKS), inside, places, state
 

@@ -70,6 +70,8 @@ _SLOT_LINES = tl.constexpr(SLOT_LINES)
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)
 _FLAG_BYTES = tl.constexpr(8)
 _WORD_BYTES = tl.constexpr(16)
+_SOURCE_BYTES = tl.constexpr(CHANNELS * SLOT_LINES * 2 * LINE_BYTES)
+"""The distance between the LL words of two sources."""
 _FLAGS_SIZE = tl.constexpr(2 * STAGES * CHANNELS * MAX_RANKS * 8)
 _REFRESH_PERIOD = tl.constexpr(1 << 30)
 _LOW_HALF = tl.constexpr(0xFFFFFFFF)
@@ -350,7 +352,6 @@ def wait_for_flags(
 def receive_words(
     own: tl.tensor,
     rank: tl.tensor,
-    source_bytes: tl.tensor,
     epoch: tl.tensor,
     active: tl.tensor,
     limit: tl.tensor,
@@ -359,15 +360,15 @@ def receive_words(
 ) -> tl.tensor:
     """Wait for LL words of all peers: (tuple of int64 tensors, ordered by rank without this one, state of the wait).
 
-    own                 addresses where the words of rank 0 would be; each further rank's are ``source_bytes`` behind
+    own                 addresses where the words of rank 0 would be
     """
     polls = tl.full((), 0, tl.int64)
     started = read_clock(polls, PTX)
-    words, state = _load_peer_words(own, rank, source_bytes, epoch, active, 0, RANKS, PTX)
+    words, state = _load_peer_words(own, rank, epoch, active, 0, RANKS, PTX)
     while state == WAITING:
         polls += 1
         late = (read_clock(polls, PTX) - started > limit).to(tl.int32)
-        words, state = _load_peer_words(own, rank, source_bytes, epoch, active, late, RANKS, PTX)
+        words, state = _load_peer_words(own, rank, epoch, active, late, RANKS, PTX)
     return words, state
 
 
@@ -375,7 +376,6 @@ def receive_words(
 def _load_peer_words(
     own: tl.tensor,
     rank: tl.tensor,
-    source_bytes: tl.tensor,
     epoch: tl.tensor,
     active: tl.tensor,
     late: tl.tensor,
@@ -387,10 +387,10 @@ def _load_peer_words(
     ``late`` is part of the reduction because each thread reads the clock for itself, and all must leave the loop
     together.
     """
-    word, stale = load_words(own + find_source(0, rank) * source_bytes, epoch, active, PTX)
+    word, stale = load_words(own + find_source(0, rank) * _SOURCE_BYTES, epoch, active, PTX)
     words = (word,)
     for step in tl.static_range(1, RANKS - 1):
-        word, old = load_words(own + find_source(step, rank) * source_bytes, epoch, active, PTX)
+        word, old = load_words(own + find_source(step, rank) * _SOURCE_BYTES, epoch, active, PTX)
         words = words + (word,)  # noqa: RUF005
         stale |= old
     return words, tl.max(tl.max((stale != 0).to(tl.int32) + 2 * late, 1), 0)
