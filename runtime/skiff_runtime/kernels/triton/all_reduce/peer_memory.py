@@ -25,9 +25,9 @@ orders the reads of the one before the writes of the other.
 - LL words (NCCL's low-latency protocol): each aligned 64-bit word holds 32 bits of data and the low 32 bits of the
   epoch, its mark. A 64-bit access is one access in PTX's memory model, so a word whose mark is the current epoch's
   holds the data of this call, whatever bits the data has; NaN and -0.0 need no care, and nothing is cleared. A mark is
-  mistaken only if the word was last written 2^32 calls ago, or a multiple: every 2^30 calls each rank therefore
-  rewrites all its words of both parities (``is_refresh``). Words that hold data of another kind would break this, so
-  nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived when it is
+  mistaken only if the word was last written 2^32 calls ago, or a multiple: in two of every 2^30 calls, one of each
+  parity, every kernel therefore rewrites all words of its channel (``is_refresh``), whether it uses them or not. Words
+  that hold data of another kind would break this, so nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived when it is
   there.
 - Flags: data is stored plainly, then the flag of (stage, channel, source) is set to the 64-bit epoch behind a fence of
   system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
@@ -160,6 +160,25 @@ def flags_offset(channel: tl.tensor, stage: tl.tensor) -> tl.tensor:
 def is_refresh(epoch: tl.tensor) -> tl.tensor:
     """Return whether all LL words of the channel are rewritten in this call: in one of each parity in 2^30 calls."""
     return epoch % _REFRESH_PERIOD < 2
+
+
+@triton.jit
+def rewrite_words(
+    peers: tl.tensor,
+    rank: tl.tensor,
+    channel: tl.tensor,
+    epoch: tl.tensor,
+    LINES: tl.constexpr,
+    RANKS: tl.constexpr,
+    PTX: tl.constexpr,
+) -> None:
+    """Store this call's mark in all of the channel's LL words, LINES of 16 bytes at a time, for a call without data there."""
+    offsets = words_offset(epoch, rank, channel, RANKS) + tl.arange(0, LINES) * _WORD_BYTES
+    nothing = tl.zeros((LINES,), tl.int64)
+    for start in range(0, _SLOT_LINES * 2, LINES):
+        for step in tl.static_range(RANKS - 1):
+            addresses = peers[step] + offsets + start * _WORD_BYTES
+            store_words(addresses, nothing, epoch, nothing == 0, PTX)
 
 
 @triton.jit

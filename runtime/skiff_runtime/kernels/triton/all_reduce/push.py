@@ -22,10 +22,12 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     PeerMemory,
     end_call,
     find_source,
+    is_refresh,
     load_peers,
     load_rank,
     own_memory,
     plain_offset,
+    rewrite_words,
     set_flags,
     sort_by_rank,
     sum_words,
@@ -90,6 +92,8 @@ def push_all_reduce_kernel(
     chunk = channel * piece_lines * pieces
     own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
     stages = tl.cdiv(piece_lines, stage_lines)
+    if is_refresh(epoch):
+        rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
 
     for stage in range(stages):
         end = tl.minimum((stage + 1) * stage_lines, piece_lines)
