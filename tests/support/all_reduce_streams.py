@@ -33,6 +33,8 @@ EPS: Final = 1e-5
 TIMEOUT_SECONDS: Final = 20.0
 MAX_DELAY_CYCLES: Final = 60_000
 GRAPH_CALLS: Final = 5
+Call = tuple[str, int, int]
+"""Kind, rows, and number of the message."""
 KINDS: Final = ("words", "one-shot", "two-shot", "fused")
 
 
@@ -44,8 +46,11 @@ class StreamRank:
         self.peer = peer
         self.stream = torch.cuda.Stream()
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self._messages, self._expected, self._buffers = {}, {}, {}
-        self._residual, self._weight = {}, torch.randn(WIDTH).to(DTYPE).cuda()
+        self._messages: dict[tuple[int, int], torch.Tensor] = {}
+        self._expected: dict[tuple[int, int], torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._residual: dict[int, torch.Tensor] = {}
+        self._weight = make_message(98, 0, (WIDTH,), DTYPE).cuda()
         for rows in ROWS:
             shape = rows, WIDTH
             self._buffers[rows] = torch.empty(shape, dtype=DTYPE, device="cuda")
@@ -75,7 +80,7 @@ class StreamRank:
         """Let the stream do nothing for a while."""
         torch.cuda._sleep(cycles)
 
-    def capture(self, calls: list[tuple[str, int, int]]) -> torch.cuda.CUDAGraph:
+    def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
         """Return a graph of these calls."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -90,7 +95,7 @@ def run(ranks: int, rounds: int, seed: int) -> dict[str, Any]:
     peers = allocate_on_gpu(ranks, timeout_seconds=TIMEOUT_SECONDS)
     members = [StreamRank(rank, ranks, peer) for rank, peer in enumerate(peers)]
 
-    def pick() -> tuple[str, int, int]:
+    def pick() -> Call:
         return choices.choice(KINDS), choices.choice(ROWS), choices.randrange(VARIANTS)
 
     def on_all(run_one: Callable[[int, StreamRank], None]) -> None:
@@ -98,41 +103,36 @@ def run(ranks: int, rounds: int, seed: int) -> dict[str, Any]:
             with torch.cuda.stream(members[rank].stream):
                 run_one(rank, members[rank])
 
+    def call_on_all(call: Call, late: int = -1, cycles: int = 0) -> None:
+        def run_one(rank: int, member: StreamRank) -> None:
+            if rank == late:
+                member.delay(cycles)
+            member.call(*call)
+
+        on_all(run_one)
+
     for kind in KINDS:  # compiles and loads everything
         for rows in ROWS:
-            on_all(lambda _, member, call=(kind, rows, 0): member.call(*call))  # type: ignore[misc]
+            call_on_all((kind, rows, 0), late=0, cycles=1)
             torch.cuda.synchronize()
-    with torch.cuda.stream(members[0].stream):
-        members[0].delay(1)
     torch.cuda.synchronize()
     recorded = [[pick() for _ in range(GRAPH_CALLS)] for _ in range(4)]
     graphs = [[member.capture(calls) for calls in recorded] for member in members]
     torch.cuda.synchronize()
 
+    def replay_on_all(index: int) -> None:
+        on_all(lambda rank, _: graphs[rank][index].replay())
+
     counts = dict.fromkeys((*KINDS, "replays"), 0)
     for _ in range(rounds):
         if choices.random() < 0.3:
-            index = choices.randrange(len(recorded))
             counts["replays"] += 1
-            on_all(lambda rank, _, index=index: graphs[rank][index].replay())  # type: ignore[misc]
+            replay_on_all(choices.randrange(len(recorded)))
         else:
             call = pick()
             counts[call[0]] += 1
             late = choices.randrange(ranks) if choices.random() < 0.5 else -1
-            cycles = choices.randrange(MAX_DELAY_CYCLES)
-
-            def run_one(
-                rank: int,
-                member: StreamRank,
-                call: tuple[str, int, int] = call,
-                late: int = late,
-                cycles: int = cycles,
-            ) -> None:
-                if rank == late:
-                    member.delay(cycles)
-                member.call(*call)
-
-            on_all(run_one)
+            call_on_all(call, late, choices.randrange(MAX_DELAY_CYCLES))
     torch.cuda.synchronize()
     return {
         "counts": counts,

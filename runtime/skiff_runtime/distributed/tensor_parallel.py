@@ -184,7 +184,8 @@ class DetachedRank(TensorParallelGroup):
     def __init__(self, tp_rank: int, tp_size: int, device: torch.device | None = None) -> None:
         super().__init__(tp_rank, tp_size, device)
         if self.device.type == "cuda" and tp_size > 1:
-            from skiff_runtime.distributed.all_reduce import MAX_RANKS, PeerToPeerAllReduce
+            from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
+            from skiff_runtime.kernels.triton.all_reduce.peer_memory import MAX_RANKS
 
             if tp_size <= MAX_RANKS:
                 self._peers = PeerToPeerAllReduce.detached(tp_size, self.device)

@@ -123,7 +123,7 @@ class Model:
             for slot in range(words):
                 address = ("word", epoch % self._rules.buffers, source, slot)
                 if self._rules.waits:
-                    yield lambda address=address: self._mark(rank, address) == mark  # type: ignore[misc]
+                    yield self._has_mark(rank, address, mark)
                 self._check(rank, address, source, epoch)
 
     def _send_plain(self, rank: int, epoch: int, call: Call, *, phases: int) -> Iterator[Step]:
@@ -147,8 +147,7 @@ class Model:
                 self._store(rank, peer, ("flag", phase, rank), mine)
                 yield None
             for source in self._peers(rank):
-                flag = ("flag", phase, source)
-                yield lambda flag=flag: self._mark(rank, flag) >= epoch  # type: ignore[misc]
+                yield self._has_reached(rank, ("flag", phase, source), epoch)
             for source in self._peers(rank):
                 for slot in range(call.words):
                     self._check(rank, place(phase, source, slot), source, epoch)
@@ -163,6 +162,12 @@ class Model:
     def _mark(self, rank: int, address: Address) -> int:
         word = self.ranks[rank].memory.get(address)
         return 0 if word is None else word.mark
+
+    def _has_mark(self, rank: int, address: Address, mark: int) -> Callable[[], bool]:
+        return lambda: self._mark(rank, address) == mark
+
+    def _has_reached(self, rank: int, address: Address, mark: int) -> Callable[[], bool]:
+        return lambda: self._mark(rank, address) >= mark
 
     def _check(self, rank: int, address: Address, source: int, epoch: int) -> None:
         word = self.ranks[rank].memory.get(address)

@@ -58,6 +58,8 @@ SLOT_BYTES: Final = 512 << 10
 """Bytes that a channel can receive plainly: of one message from every rank, or of the two phases of two-shot."""
 STAGES: Final = 4
 """Parts of a plain message, at most, that have flags of their own: one is summed while the next ones arrive."""
+FLAGS_BYTES: Final = 2 * STAGES * CHANNELS * MAX_RANKS * 8
+"""Both steps of two-shot have flags of their own."""
 FAILED: Final = 0
 TIMEOUT: Final = 1
 """Indices in ``PeerMemory.control``; the timeout is in nanoseconds, under Triton's interpreter in polls."""
@@ -72,7 +74,7 @@ _FLAG_BYTES = tl.constexpr(8)
 _WORD_BYTES = tl.constexpr(16)
 _SOURCE_BYTES = tl.constexpr(CHANNELS * SLOT_LINES * 2 * LINE_BYTES)
 """The distance between the LL words of two sources."""
-_FLAGS_SIZE = tl.constexpr(2 * STAGES * CHANNELS * MAX_RANKS * 8)
+_FLAGS_SIZE = tl.constexpr(FLAGS_BYTES)
 _REFRESH_PERIOD = tl.constexpr(1 << 30)
 _LOW_HALF = tl.constexpr(0xFFFFFFFF)
 WAITING = tl.constexpr(1)
@@ -83,7 +85,7 @@ TIMED_OUT = tl.constexpr(3)
 def allocation_bytes(ranks: int) -> int:
     """Return the size of each rank's allocation: flags, LL words, and plain buffers, the latter two twice."""
     words = 2 * ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
-    return int(_FLAGS_SIZE) + words + 2 * CHANNELS * SLOT_BYTES
+    return FLAGS_BYTES + words + 2 * CHANNELS * SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
