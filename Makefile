@@ -20,7 +20,7 @@ GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs \
 	nan_logits batch_invariance engine)) \
 	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)
-TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
+TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
 	rank_start_faults.py) \
 	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b

@@ -33,9 +33,10 @@ class RankPool:
     The ranks are started by the first call, and again after a function has failed.
     """
 
-    def __init__(self, tp_size: int, directory: Path) -> None:
-        """``directory`` contains the ranks' rendezvous directories, one for each start."""
+    def __init__(self, tp_size: int, directory: Path, device: str = DEVICE) -> None:
+        """``directory`` contains the ranks' rendezvous directories, one for each start. On ``cuda``, rank i has GPU i."""
         self._tp_size = tp_size
+        self._device = device
         self._directory = directory
         self._starts = 0
         self._ranks: list[_Rank] = []
@@ -81,7 +82,7 @@ class RankPool:
         for tp_rank in range(self._tp_size):
             connection, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, tp_rank, self._tp_size, run_dir), daemon=True
+                target=_serve, args=(theirs, tp_rank, self._tp_size, self._device, run_dir), daemon=True
             )
             process.start()
             theirs.close()
@@ -111,10 +112,11 @@ def on_ranks(
     run_dir: Path,
     function: RankFunction,
     *arguments: Any,
+    device: str = DEVICE,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Run one function on ``tp_size`` ranks, as ``RankPool.run`` does."""
-    with RankPool(tp_size, run_dir) as pool:
+    with RankPool(tp_size, run_dir, device) as pool:
         return pool.run(function, *arguments, timeout_seconds=timeout_seconds)
 
 
@@ -123,11 +125,11 @@ def single_rank() -> TensorParallelGroup:
     return TensorParallelGroup(device=torch.device("cuda", 0) if DEVICE == "cuda" else None)
 
 
-def _serve(connection: Connection, rank: int, tp_size: int, run_dir: Path) -> None:
+def _serve(connection: Connection, rank: int, tp_size: int, device: str, run_dir: Path) -> None:
     """Run the functions that arrive, until the connection ends."""
     torch.set_num_threads(1)
     with TensorParallelGroup.start(
-        tp_rank=rank, tp_size=tp_size, device=DEVICE, run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
+        tp_rank=rank, tp_size=tp_size, device=device, run_dir=run_dir, timeout_seconds=TIMEOUT_SECONDS
     ) as group:
         while True:
             try:

@@ -2,6 +2,7 @@
 
 from skiff_runtime.config.config import (
     AUTO,
+    AllReduceBackend,
     Config,
     Device,
     Dtype,
@@ -15,6 +16,7 @@ from skiff_runtime.config.config import (
 
 __all__ = [
     "AUTO",
+    "AllReduceBackend",
     "Config",
     "Device",
     "Dtype",

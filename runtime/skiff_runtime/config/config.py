@@ -26,6 +26,7 @@ Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq",
 """How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
 QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
 """The same, or ``auto``, which is as the checkpoint is."""
+AllReduceBackend = Literal["auto", "nccl", "p2p"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
@@ -195,6 +196,12 @@ class Config:
         "Engine",
         "divide the experts of a mixture of experts over the ranks, instead of each expert's columns",
         flags=("--expert-parallel", "--enable-expert-parallel"),
+    )
+    all_reduce: AllReduceBackend = option(
+        AUTO,
+        "Engine",
+        "how GPUs of several ranks sum activations; p2p: kernels that write into the memory of the other GPUs, NCCL for "
+        "messages too large for them; nccl: NCCL alone (auto: p2p where the GPUs have peer access)",
     )
     attention_backend: Attention = option(
         AUTO,

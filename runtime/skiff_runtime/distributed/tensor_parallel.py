@@ -1,14 +1,23 @@
 """The tensor-parallel process group of one model: its ranks on one host, and the collectives that layers need."""
 
+import math
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 import torch.distributed as dist
 
+from skiff_runtime import log
+from skiff_runtime.config import AUTO, AllReduceBackend
 from skiff_runtime.distributed.collective_environment import set_collective_environment
-from skiff_runtime.errors import StartupError
+from skiff_runtime.errors import ConfigError, StartupError
+from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
+from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.rms_norm import add_rms_norm
+
+if TYPE_CHECKING:
+    from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
 
 STORE_FILE: Final = "ranks.store"
 _BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
@@ -18,13 +27,15 @@ class TensorParallelGroup:
     """Rank ``tp_rank`` of ``tp_size`` on ``device``.
 
     With a size of 1, collectives return at once and there is no process group. As a context manager it leaves the
-    process group at the end.
+    process group at the end. On GPUs that can write into each other's memory, sums of messages that are not too large
+    are taken by kernels of ours (``distributed.all_reduce``), all others by NCCL.
     """
 
     def __init__(self, tp_rank: int = 0, tp_size: int = 1, device: torch.device | None = None) -> None:
         self.tp_rank = tp_rank
         self.tp_size = tp_size
         self.device = device or torch.device("cpu")
+        self._peers: PeerToPeerAllReduce | None = None
 
     @classmethod
     def start(
@@ -35,19 +46,23 @@ class TensorParallelGroup:
         device: str,
         run_dir: Path,
         timeout_seconds: float,
+        all_reduce: AllReduceBackend = AUTO,
     ) -> "TensorParallelGroup":
         """Join the other ranks through a file in ``run_dir``, which must be new and private to them.
 
         ``device`` is ``cpu`` or ``cuda``, where rank i takes GPU i. ``timeout_seconds`` bounds the rendezvous and each
         collective. The ranks communicate over the loopback interface. Raises ``StartupError`` when not all ranks join
-        in time.
+        in time, and ``ConfigError`` if ``all_reduce`` is ``p2p`` and the GPUs cannot write into each other's memory.
         """
         own = torch.device(device, tp_rank) if device == "cuda" else torch.device(device)
         if own.type == "cuda":
             torch.cuda.set_device(own)
         if tp_size > 1:
             _join(tp_rank, tp_size, own, run_dir / STORE_FILE, timedelta(seconds=timeout_seconds))
-        return cls(tp_rank, tp_size, own)
+        group = cls(tp_rank, tp_size, own)
+        if own.type == "cuda" and tp_size > 1 and all_reduce != "nccl":
+            group._connect_peers(timeout_seconds, required=all_reduce == "p2p")
+        return group
 
     def __enter__(self) -> Self:
         return self
@@ -63,9 +78,36 @@ class TensorParallelGroup:
             total = tensor.float()
             self._sum(total)
             return total.to(tensor.dtype)
+        if self._peers is not None and self._peers.can_reduce(tensor):
+            return self._peers.all_reduce(tensor)
         tensor = tensor.contiguous()
         self._sum(tensor)
         return tensor
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the RMSNorm of the total, the total) of x [T, n], summed over the ranks, and the residual [T, n].
+
+        ``x`` may be overwritten. Few rows take one kernel; the results are those of ``all_reduce`` and then
+        ``add_rms_norm``, bit for bit.
+        """
+        if self._peers is not None and self._peers.can_fuse(x):
+            return self._peers.add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def all_reduce_add_rms_norm_quantize(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        bound: float = math.inf,
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Do what ``all_reduce_add_rms_norm`` does, and quantize the norm to FP8."""
+        if self._peers is not None and self._peers.can_fuse(x):
+            return self._peers.add_rms_norm_quantize(x, residual, weight, eps, bound)
+        return add_rms_norm_quantize(self.all_reduce(x), residual, weight, eps, bound)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate [N, C] of every rank along the columns: [N, tp_size * C], bit-identical on every rank.
@@ -110,10 +152,37 @@ class TensorParallelGroup:
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
         return int(box.item())
 
+    def set_timeout(self, seconds: float) -> None:
+        """Bound how long a peer-to-peer collective waits for another rank from now on; NCCL's bound stays."""
+        if self._peers is not None:
+            self._peers.set_timeout(seconds)
+
+    def check(self) -> None:
+        """Raise ``CollectiveTimeout`` if a peer-to-peer collective has given up, which makes its results wrong."""
+        if self._peers is not None:
+            self._peers.check()
+
     def close(self) -> None:
         """Leave the process group."""
         if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _connect_peers(self, timeout_seconds: float, *, required: bool) -> None:
+        """Map the memory of all ranks; where that fails, log why and leave all sums to NCCL, unless it is required."""
+        from skiff_runtime.distributed.all_reduce import PeerMemoryUnavailable, PeerToPeerAllReduce
+
+        try:
+            self._peers = PeerToPeerAllReduce.connect(
+                self.tp_rank,
+                self.tp_size,
+                self.device,
+                agree=lambda fine: self.all_reduce_min(int(fine)) == 1,
+                timeout_seconds=timeout_seconds,
+            )
+        except PeerMemoryUnavailable as error:
+            if required:
+                raise ConfigError(f"--all-reduce p2p: {error}; use --all-reduce nccl") from error
+            log.event("all_reduce_by_nccl", reason=str(error))
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks in place."""
@@ -140,8 +209,23 @@ class DetachedRank(TensorParallelGroup):
     """A rank without its group, which computes its own shard alone.
 
     A sum or maximum is the rank's own part, and the other ranks' parts of a gathered or exchanged tensor are undefined.
-    It shows the shapes of a rank's tensors where there are no other ranks.
+    It shows the shapes of a rank's tensors where there are no other ranks, and on a GPU that is not there the kernels
+    that sum them.
     """
+
+    def __init__(self, tp_rank: int, tp_size: int, device: torch.device | None = None) -> None:
+        super().__init__(tp_rank, tp_size, device)
+        if self.device.type == "cuda" and tp_size > 1:
+            from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
+            from skiff_runtime.kernels.triton.all_reduce.peer_memory import MAX_RANKS
+
+            if tp_size <= MAX_RANKS:
+                self._peers = PeerToPeerAllReduce.detached(tp_size, self.device)
+
+    def sample_messages(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return tensors whose sums together launch every peer-to-peer kernel that is not fused."""
+        sizes = [] if self._peers is None else self._peers.sample_sizes()
+        return [torch.empty(size // dtype.itemsize, dtype=dtype, device=self.device) for size in sizes]
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Keep the rank's own part."""

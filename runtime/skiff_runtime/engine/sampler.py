@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from skiff_runtime.distributed.vocab_shard import VocabShard
 from skiff_runtime.engine.input_batch import SampledRows
 from skiff_runtime.engine.staging_buffers import upload
-from skiff_runtime.kernels.sampling import sample_tokens, sample_tokens_of_shards
+from skiff_runtime.kernels.sampling import find_best_keys, sample_tokens, take_tokens
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import NAN_LOGITS, Float32, Int32, SlotOpened
@@ -90,9 +90,16 @@ class Sampler:
         """
         if self._shard is None:
             return sample_tokens(logits, slots, positions, *self.parameters, token_table=token_table)
-        return sample_tokens_of_shards(
-            logits, slots, positions, *self.parameters, self._shard, token_table=token_table
+        shard = self._shard
+        keys = find_best_keys(
+            logits,
+            slots,
+            positions,
+            *self.parameters,
+            first_token=shard.start,
+            vocab_size=shard.vocab_size,
         )
+        return take_tokens(shard.group.all_reduce_max(keys), slots, positions, token_table)
 
     def draw_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Sample tokens int[S] as ``draw`` does, but make the rows whole first, so that they may have filters.

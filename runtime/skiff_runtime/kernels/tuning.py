@@ -314,6 +314,18 @@ class PrefillChoiceTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceLimits:
+    """The largest messages, in bytes, that up to ``ranks`` ranks sum by each algorithm of ``distributed.all_reduce``."""
+
+    ranks: int
+    low_latency: int
+    """By one-shot with LL words; fused with the norm up to here."""
+    one_shot: int
+    two_shot: int
+    """NCCL sums larger ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """All tuned numbers of one kind of GPU."""
 
@@ -342,6 +354,8 @@ class Tuning:
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
     prefill_choice: PrefillChoiceTuning
+    all_reduce: tuple[AllReduceLimits, ...]
+    """By ascending numbers of ranks."""
 
 
 _FP8_SMALL: Final = GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=4, swap=True)
@@ -620,6 +634,15 @@ HOPPER: Final = Tuning(
         # ms.
         max_tokens=1024,
         long_context=4096,
+    ),
+    # Untuned. LL words cost their bytes twice, flags cost a round trip: at 400 GB/s and 1.3 µs both take as long for
+    # 520 KB leaving a rank. The rest are SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 16 MB, 384 KB, 128
+    # KB for 2, 4, 8 ranks; two-shot to 128 MB and 32 MB), for two ranks and two-shot vLLM's (64 MB, any algorithm of
+    # its own).
+    all_reduce=(
+        AllReduceLimits(ranks=2, low_latency=512 << 10, one_shot=16 << 20, two_shot=64 << 20),
+        AllReduceLimits(ranks=4, low_latency=160 << 10, one_shot=384 << 10, two_shot=128 << 20),
+        AllReduceLimits(ranks=8, low_latency=64 << 10, one_shot=128 << 10, two_shot=32 << 20),
     ),
 )
 """Of compute capability 9.0 (H100, H200), measured on an H200."""

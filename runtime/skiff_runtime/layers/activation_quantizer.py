@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.fp8 import (
     add_rms_norm_quantize,
     add_rms_norm_quantize_groups,
@@ -30,6 +31,17 @@ class ActivationQuantizer(ABC):
     ) -> tuple[QuantizedActivations, torch.Tensor]:
         """Return (the quantized RMSNorm of the sum, the sum) of ``x`` and ``residual``."""
 
+    def all_reduce_add_rms_norm(
+        self,
+        group: TensorParallelGroup,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Do what ``add_rms_norm`` does with the sum of ``x`` over the ranks of ``group``; ``x`` may be overwritten."""
+        return self.add_rms_norm(group.all_reduce(x), residual, weight, eps)
+
     @abstractmethod
     def silu_and_mul(self, gate_up: torch.Tensor) -> QuantizedActivations:
         """Return SwiGLU's product of gate_up [T, 2n], quantized."""
@@ -48,6 +60,17 @@ class TokenQuantizer(ActivationQuantizer):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[QuantizedActivations, torch.Tensor]:
         return add_rms_norm_quantize(x, residual, weight, eps, self._bound)
+
+    def all_reduce_add_rms_norm(
+        self,
+        group: TensorParallelGroup,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Sum, normalize and quantize in one kernel where there is one."""
+        return group.all_reduce_add_rms_norm_quantize(x, residual, weight, eps, self._bound)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> QuantizedActivations:
         return silu_and_mul_quantize(gate_up, self._bound)

@@ -1,7 +1,7 @@
 """Linear layers, sharded by columns (outputs) or by rows (inputs) over the tensor-parallel ranks.
 
-Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no communication; the
-row-parallel layer after it sums over the ranks.
+Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no communication; the outputs
+of the row-parallel layer after it are summed over the ranks.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch
 
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.linear_weight import MatrixPart, make_weight
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -74,7 +75,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """[..., this rank's inputs] -> [..., outputs], summed over the ranks; the bias is added once, after the sum."""
+    """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum."""
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
         self._name = name
@@ -84,11 +85,10 @@ class RowParallelLinear:
         self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, context)
         self.bias = context.empty(outputs) if bias else None
 
-    def __call__(self, x: Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> LayerOutput:
         if self._group.tp_size == 1:
             return self.weight.apply(x, self.bias)
-        total = self._group.all_reduce(self.weight.apply(x))
-        return total if self.bias is None else total + self.bias
+        return PartialSum(self.weight.apply(x), self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""

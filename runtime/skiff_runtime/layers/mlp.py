@@ -3,12 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-import torch
-
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
+from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
 
@@ -23,8 +22,8 @@ class MLP(ABC):
     input_context: LayerContext
 
     @abstractmethod
-    def __call__(self, x: Activations) -> torch.Tensor:
-        """Compute the MLP of T tokens, summed over the ranks."""
+    def __call__(self, x: Activations) -> LayerOutput:
+        """Compute the MLP of T tokens; with more than one rank, the rank's part of the sum."""
 
     @abstractmethod
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
@@ -47,7 +46,7 @@ class GatedMLP(MLP):
             "down_proj", intermediate_size, hidden_size, bias=bias, context=down
         )
 
-    def __call__(self, x: Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> LayerOutput:
         gate_up = self._gate_up_proj(x)
         if self._quantizer is not None:  # by the same kernel that applies the activation
             return self._down_proj(self._quantizer.silu_and_mul(gate_up))

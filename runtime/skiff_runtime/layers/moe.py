@@ -23,6 +23,7 @@ from skiff_runtime.kernels.fused_moe import (
 from skiff_runtime.layers.linear import ModuleShard, shard_evenly
 from skiff_runtime.layers.mlp import MLP
 from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, StackedTensor, WeightShard, replicated_weight
 from skiff_runtime.layers.tensor_converters import ScaleTable, typical_scale
 from skiff_runtime.layers.weight_format import Fp8Format
@@ -168,9 +169,10 @@ class SparseMoeBlock(MLP):
         self._router = Router(hidden_size, moe, context)
         self._experts = Experts(layer, hidden_size, moe, context)
 
-    def __call__(self, x: Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> LayerOutput:
         assert isinstance(x, torch.Tensor)
-        return self._group.all_reduce(self._experts(x, *self._router(x)))
+        part = self._experts(x, *self._router(x))
+        return part if self._group.tp_size == 1 else PartialSum(part, self._group)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this block."""

@@ -7,6 +7,7 @@ import torch
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -38,11 +39,18 @@ class QuantizingRMSNorm:
         normed = rms_norm(x, self.weight, self._eps)
         return normed if self._quantizer is None else self._quantizer.quantize(normed)
 
-    def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
-        """Return (norm(x + residual), x + residual)."""
+    def add_and_normalize(self, x: LayerOutput, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
+        """Return (norm(x + residual), x + residual); a partial sum is completed by the same kernel where it can be."""
+        if isinstance(x, PartialSum) and x.bias is None:
+            if self._quantizer is not None:
+                return self._quantizer.all_reduce_add_rms_norm(
+                    x.group, x.part, residual, self.weight, self._eps
+                )
+            return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self._eps)
+        output = reduce_output(x)
         if self._quantizer is not None:
-            return self._quantizer.add_rms_norm(x, residual, self.weight, self._eps)
-        return add_rms_norm(x, residual, self.weight, self._eps)
+            return self._quantizer.add_rms_norm(output, residual, self.weight, self._eps)
+        return add_rms_norm(output, residual, self.weight, self._eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         """Yield the checkpoint tensor that fills this layer."""

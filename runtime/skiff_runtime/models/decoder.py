@@ -11,6 +11,7 @@ from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
 from skiff_runtime.layers.mlp import MLP, GatedMLP
 from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.norm import QuantizingRMSNorm, RMSNorm
+from skiff_runtime.layers.partial_sum import LayerOutput, reduce_output
 from skiff_runtime.layers.rotary import RopeInputs, RotaryEmbedding
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.models.config import ModelConfig
@@ -30,18 +31,19 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: LayerOutput,
         residual: torch.Tensor | None,
         rope: RopeInputs,
         backend: AttentionBackend,
         logits_indices: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[LayerOutput, torch.Tensor]:
         """Return (output, residual) [T, hidden]; their sum, computed by the next norm, is the layer's result.
 
         With ``logits_indices`` int[S] both are [S, hidden]: of the other tokens, only K and V are needed.
         """
         if residual is None:
-            normed, residual = self._input_norm(x), x
+            residual = reduce_output(x)
+            normed = self._input_norm(residual)
         else:
             normed, residual = self._input_norm.add_and_normalize(x, residual)
         x = self._attention(normed, rope, backend, logits_indices)
@@ -109,11 +111,13 @@ class DecoderModel(ABC):
         [S, hidden]. The layers before it need every token, because the last one attends to their results.
         """
         rope = self._rotary.for_step(positions, slot_mapping)
-        x, residual = self._embedding(token_ids), None
+        x: LayerOutput = self._embedding(token_ids)
+        residual: torch.Tensor | None = None
         *before, last = self._layers
         for layer in before:
             x, residual = layer(x, residual, rope, backend)
-        return last(x, residual, rope, backend, logits_indices)
+        x, residual = last(x, residual, rope, backend, logits_indices)
+        return reduce_output(x), residual
 
     def empty_logits(self, rows: int) -> torch.Tensor:
         """Allocate a buffer for the ``logits`` of ``rows`` tokens."""

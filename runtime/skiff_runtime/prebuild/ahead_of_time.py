@@ -54,6 +54,7 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
                 rank.decode_graphs.compute(part)
         for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
+        rank.sum_messages()
         for shared in (False, True):
             for decode_rows in rank.find_row_counts(shared=shared):
                 rank.run_mixed(decode_rows, VARIANT_TOKENS, shared=shared)
@@ -73,7 +74,9 @@ class _FakeRank:
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
         max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
-        context = make_layer_context(config, model, DetachedRank(0, tp_size, self._device))
+        self._group = DetachedRank(0, tp_size, self._device)
+        context = make_layer_context(config, model, self._group)
+        self._dtype = context.dtype
         built = make_model(model, context, max_positions=max_model_len)
         layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)
         pool = KVPool(layout, 1, self._device)
@@ -134,6 +137,11 @@ class _FakeRank:
         logits = self._pass.logits(self._pass.forward_selected(inputs, attention, sampled[0]))
         self.sample(logits, sampled)
         gather_pages(tables.page_table, rows[0, decode_rows:], rows[0], total=1)
+
+    def sum_messages(self) -> None:
+        """Sum messages of every size for which there is a kernel."""
+        for message in self._group.sample_messages(self._dtype):
+            self._group.all_reduce(message)
 
     def _shared_prefixes(self, rows: int) -> SharedPrefixes:
         """Allocate shared prefixes of ``rows`` rows."""

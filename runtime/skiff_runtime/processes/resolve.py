@@ -51,6 +51,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
     check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
+    _check_all_reduce(config, device)
     resolved = replace(
         config,
         api_key=keys,
@@ -125,6 +126,17 @@ def _choose_device(config: Config) -> Device:
             f"--device cuda with --tp {config.tp_size} needs {config.tp_size} GPUs; this machine shows {gpus}"
         )
     return device
+
+
+def _check_all_reduce(config: Config, device: Device) -> None:
+    if config.all_reduce == AUTO:
+        return
+    if device != "cuda":
+        raise ConfigError(f"--all-reduce {config.all_reduce} is for GPUs; the model runs on the CPU")
+    if config.tp_size == 1:
+        raise ConfigError(
+            f"--all-reduce {config.all_reduce} needs several ranks; add --tp, or omit the option"
+        )
 
 
 def _choose_dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:

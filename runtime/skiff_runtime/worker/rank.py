@@ -149,6 +149,7 @@ def run(child: Child) -> None:
         device=config.device,
         run_dir=child.launch.run_dir,
         timeout_seconds=_collective_timeout(config),
+        all_reduce=config.all_reduce,
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)

@@ -68,7 +68,7 @@ def test_ranks_sample_the_tokens_of_one_rank(
 @pytest.mark.parametrize("tp_size", [2, 3])
 def test_processes_sample_the_tokens_of_one_rank(tmp_path: Path, tp_size: int) -> None:
     """The collectives are gloo's; every rank compares with what it samples alone."""
-    results = on_ranks(tp_size, tmp_path, compare_sampling, 60)
+    results = on_ranks(tp_size, tmp_path, compare_sampling, 60, device="cpu")
     assert all(result == {"rows": results[0]["rows"], "different": 0} for result in results)
     assert results[0]["rows"] > 1000
 

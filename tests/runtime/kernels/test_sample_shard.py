@@ -45,6 +45,11 @@ def shards(vocab: int, tp_size: int) -> Iterator[VocabShard]:
         yield VocabShard(DetachedRank(rank, tp_size, DEVICE), vocab)
 
 
+def tokens_of(shard: VocabShard) -> dict[str, int]:
+    """Return the arguments of ``find_best_keys`` that say which tokens the logits are of."""
+    return {"first_token": shard.start, "vocab_size": shard.vocab_size}
+
+
 def on_device(columns: Columns) -> Iterator[torch.Tensor]:
     return (each.to(DEVICE) for each in columns)
 
@@ -60,7 +65,9 @@ def test_largest_key_gives_the_token_of_the_whole_row(vocab: int, tp_size: int, 
     whole = logits.to(DEVICE)
     expected = sample_tokens.sample_tokens(whole, slots, positions, seeds, params, token_table=tables[0])
     keys = [
-        sample_shard.find_best_keys(shard_logits(whole, shard), slots, positions, seeds, params, shard)
+        sample_shard.find_best_keys(
+            shard_logits(whole, shard), slots, positions, seeds, params, **tokens_of(shard)
+        )
         for shard in shards(vocab, tp_size)
     ]
     best = torch.stack(keys).amax(0)
@@ -80,8 +87,8 @@ def test_keys_are_those_of_the_reference(tp_size: int) -> None:
     assert greedy.any() and not greedy.all()
     for shard in shards(vocab, tp_size):
         own = shard_logits(logits, shard)
-        expected = sampling.find_best_keys(own, *columns, shard)
-        found = sample_shard.find_best_keys(own.to(DEVICE), *on_device(columns), shard).cpu()
+        expected = sampling.find_best_keys(own, *columns, **tokens_of(shard))
+        found = sample_shard.find_best_keys(own.to(DEVICE), *on_device(columns), **tokens_of(shard)).cpu()
         assert torch.equal(found[greedy], expected[greedy])
         assert torch.equal(found == NAN_KEY, expected == NAN_KEY)
 
@@ -94,7 +101,7 @@ def test_rows_at_any_stride() -> None:
         own = shard_logits(logits.to(DEVICE), shard)
         buffer[:, : shard.size] = own
         wide, narrow = (
-            sample_shard.find_best_keys(each, *on_device(columns), shard)
+            sample_shard.find_best_keys(each, *on_device(columns), **tokens_of(shard))
             for each in (buffer[:, : shard.size], own)
         )
         assert torch.equal(wide, narrow)
@@ -105,5 +112,6 @@ def test_no_rows() -> None:
     nothing = torch.empty(0, dtype=torch.int32, device=DEVICE)
     _, (_, _, seeds, params) = make_rows(50, torch.float32)
     logits = torch.empty((0, 25), device=DEVICE)
-    keys = sample_shard.find_best_keys(logits, nothing, nothing, seeds.to(DEVICE), params.to(DEVICE), shard)
+    parameters = seeds.to(DEVICE), params.to(DEVICE)
+    keys = sample_shard.find_best_keys(logits, nothing, nothing, *parameters, **tokens_of(shard))
     assert sample_shard.take_tokens(keys, nothing, nothing).tolist() == []

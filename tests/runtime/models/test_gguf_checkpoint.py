@@ -11,6 +11,7 @@ import torch
 from engine_driver import generate, make_engine
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_models import load_gguf_reference, make_gguf, permute, random_blocks
+from gpus import needs_gpus
 from rank_functions import generated
 from rank_processes import on_ranks, single_rank
 from tiny_models import load_reference, oracle_choices
@@ -120,6 +121,7 @@ def test_biases_of_llama_are_permuted_like_its_weights(tmp_path: Path) -> None:
     assert oracle_choices(load_reference(tmp_path / "hf"), PROMPTS, outputs) == outputs
 
 
+@needs_gpus(2)
 @pytest.mark.parametrize(("family", "kind"), [("llama", "Q4_K"), ("qwen3", "Q8_0")])
 def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path, family: str, kind: str) -> None:
     """The output projection has one block of Q4_K in a row, of which each rank uses a half."""

@@ -13,6 +13,7 @@ from fp8_checkpoints import (
     quantize,
     quantize_linear_layers,
 )
+from gpus import needs_gpus
 from quantized_checkpoints import load_dequantized_reference
 from quantized_formats import FORMATS, write_checkpoint
 from rank_functions import generated_greedy
@@ -518,7 +519,7 @@ def test_fp8_tokens_equal_transformers_with_the_same_rounding(tmp_path: Path, fa
 
 
 @FAMILY
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=needs_gpus(count)) for count in (2, 4)])
 def test_ranks_generate_the_tokens_of_transformers(tmp_path: Path, family: str, ranks: int) -> None:
     """Experts are sharded by columns and by experts; four ranks hold copies of two KV heads."""
     path = make_model(tmp_path / "model", family, seed=11, num_key_value_heads=2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_checkpoints import PROMPTS, generate_greedy
+from gpus import needs_gpus
 from quantized_checkpoints import assert_greedy, edit_tensors
 from quantized_formats import (
     FORMATS,
@@ -188,6 +189,7 @@ def test_shards_of_ranks_are_slices_of_the_whole(tmp_path: Path, name: str) -> N
             assert torch.equal(found[module], weight.chunk(2, dims[module])[rank]), module
 
 
+@needs_gpus(2)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     prompts = [[5, 6, 7], list(range(20, 60))]
     with RankPool(2, tmp_path) as ranks:

@@ -52,7 +52,8 @@ print(json.dumps(sorted(seen)))
 """
 
 SHARDED = {"sample_shard_kernel", "max_sampling_keys_kernel", "take_sampled_tokens_kernel"}
-"""Kernels that only ranks of several launch."""
+SUMS = {"low_latency_all_reduce_kernel", "all_reduce_add_rms_norm_kernel", "push_all_reduce_kernel"}
+"""Kernels that only ranks of several launch, to sample and to sum."""
 Launch = tuple[str, dict[str, Any], str, str]
 
 
@@ -103,8 +104,9 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
 def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[int, list[Launch]]) -> None:
     names = {launch[0] for launch in found[1]}
     for tp_size, launched in found.items():
-        assert {launch[0] for launch in launched} == names | (SHARDED if tp_size > 1 else set())
-    for kernel in ("rms_norm_kernel", "prepare_inputs_kernel", "write_cells_kernel"):
+        assert {launch[0] for launch in launched} == names | (SHARDED | SUMS if tp_size > 1 else set())
+        assert constants(launched, "rms_norm_kernel", "WIDTH", "ADD") == {(64, False), (64, True)}
+    for kernel in ("prepare_inputs_kernel", "write_cells_kernel"):
         first, *others = ([launch for launch in each if launch[0] == kernel] for each in found.values())
         assert first and all(other == first for other in others), kernel
 
@@ -120,6 +122,16 @@ def test_attention_kernels_are_compiled_for_each_window(tmp_path: Path) -> None:
     every = launches(make_model(tmp_path / "every", "mistral", sliding_window=48), 1)
     assert constants(every, "decode_attention_kernel", "WINDOW", "HAS_PREFIXES") == {(48, False)}
     assert "shared_prefix_attention_kernel" not in {launch[0] for launch in every}
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_every_sum_over_ranks_is_compiled(found: dict[int, list[Launch]], tp_size: int) -> None:
+    """Two-shot, too, whose messages no step on fake tensors has."""
+    own = found[tp_size]
+    assert constants(own, "push_all_reduce_kernel", "TWO_SHOT") == {(False,), (True,)}
+    for kernel in SUMS:
+        assert constants(own, kernel, "RANKS") == {(tp_size,)}
+    assert constants(own, "all_reduce_add_rms_norm_kernel", "WIDTH") == {(64,)}
 
 
 def test_all_ranks_launch_the_same_kernels(found: dict[int, list[Launch]], model: Path) -> None:

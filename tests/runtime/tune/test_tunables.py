@@ -67,8 +67,9 @@ UNMEASURED = {
     "row_exchange_min_rows",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
+    *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
 }
-"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine can judge."""
+"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""
 
 
 def list_fields(value: Any, path: str = "") -> set[str]:

@@ -237,6 +237,7 @@ def _measure_rank(launch: Launch, load: Load, *, rank: int) -> list[Interference
         device=config.device,
         run_dir=launch.run_dir,
         timeout_seconds=config.startup_timeout_seconds,
+        all_reduce=config.all_reduce,
     ) as group:
         engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
         engine.warmup()

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.distributed.vocab_shard import VocabShard
 from skiff_runtime.kernels.sampling_keys import LOWEST_KEY, NAN_KEY, TOKEN_BITS, TOKEN_MASK
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -150,12 +149,14 @@ def find_best_keys(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     sampling_params: torch.Tensor,
-    shard: VocabShard,
+    *,
+    first_token: int,
+    vocab_size: int,
 ) -> torch.Tensor:
     """Do what ``kernels.sampling.find_best_keys`` does, with logits of any floating type and rows at any stride."""
-    rows, device = len(logits), logits.device
+    (rows, columns), device = logits.shape, logits.device
     tuning = tuning_for(device)
-    blocks = triton.cdiv(shard.size, tuning.sampling_block)
+    blocks = triton.cdiv(columns, tuning.sampling_block)
     block_keys = torch.empty((rows, blocks), dtype=torch.int64, device=device)
     keys = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
@@ -169,9 +170,9 @@ def find_best_keys(
         sampling_params,
         block_keys,
         logits.stride(0),
-        shard.start,
-        VOCAB=shard.vocab_size,
-        SHARD=shard.size,
+        first_token,
+        VOCAB=vocab_size,
+        SHARD=columns,
         BLOCKS=blocks,
         BLOCK=tuning.sampling_block,
         FAST=device.type == "cuda",
