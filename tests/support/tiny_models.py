@@ -45,12 +45,10 @@ _LLAMA3_ROPE: Final = {
     "original_max_position_embeddings": 64,
 }
 
-DENSE_FAMILIES: Final = ("llama", "llama_tied", "qwen2", "qwen3", "mistral")
-"""Models without experts; ``llama`` has llama3 rope scaling and biases nowhere."""
 MOE_FAMILIES: Final = ("qwen3_moe", "mixtral")
 """Mixtures of experts; the second layer of ``qwen3_moe`` is dense."""
-FAMILIES: Final = (*DENSE_FAMILIES, *MOE_FAMILIES)
-"""Names that ``make_model`` knows."""
+FAMILIES: Final = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", *MOE_FAMILIES)
+"""Names that ``make_model`` knows; ``llama`` has llama3 rope scaling and biases nowhere."""
 _QWEN3_MOE: Final[dict[str, Any]] = {
     "head_dim": 32,
     "num_experts": 8,
