@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 
 from skiff_runtime.kernels import fp8 as reference
 from skiff_runtime.kernels.constants import FP8_BLOCK
@@ -103,20 +103,26 @@ def test_static_quantization_takes_the_largest_scale_and_saturates(rows: int, wi
     assert (expected.scales == 0.1).all() and expected.values.float().abs().max() == FP8_MAX
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("outputs, inputs", [(1, 16), (48, 208), (37, 1312), (260, 512)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_block_fp8_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+GEMV_TILES = [FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "tile", "dtype", "bias"),
+    combine([(1, 16), (48, 208), (37, 1312), (260, 512)], GEMV_TILES, TYPES, [False, True]),
+)
+def test_block_fp8_gemv_equals_the_product(
+    size: tuple[int, int], tile: FP8GemvTile, dtype: torch.dtype, bias: bool
+) -> None:
+    outputs, inputs = size
     x = kernels.quantize_groups(noise(1, inputs, dtype=dtype) * 30)
     weight, exact = make_weight(outputs, inputs)
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
     expected = dequantize(x) @ exact.T + (0 if added is None else added.double())
-    for tile in (FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
-        found = block_fp8_gemv(x, weight, added, tile=tile)
-        assert found.shape == (1, outputs) and found.dtype == dtype
-        # On a GPU some sums are made in float16.
-        tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
-        assert error(found, expected) < tolerance
+    found = block_fp8_gemv(x, weight, added, tile=tile)
+    assert found.shape == (1, outputs) and found.dtype == dtype
+    # On a GPU some sums are made in float16.
+    tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+    assert error(found, expected) < tolerance
 
 
 TILES = [
@@ -128,9 +134,7 @@ TILES = [
 """One program takes everything; programs share tiles or take several; every program has one block."""
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 33])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "tile", "bias"), combine([1, 3, 33], TILES, [False, True]))
 def test_stream_k_gemm_equals_the_product_and_leaves_counters_zero(
     tokens: int, tile: StreamKTile, bias: bool
 ) -> None:
@@ -145,18 +149,24 @@ def test_stream_k_gemm_equals_the_product_and_leaves_counters_zero(
         assert not weight.tile_counters.any()
 
 
-@pytest.mark.parametrize("tile", [MatrixTile(32, 64, 4, 2), MatrixTile(64, 128, 4, 3)], ids=str)
-@pytest.mark.parametrize("tokens, outputs, inputs", [(1, 16, 16), (70, 208, 400), (300, 384, 256)])
+@pytest.mark.parametrize(
+    ("shape", "tile", "bias"),
+    combine(
+        [(1, 16, 16), (70, 208, 400), (300, 384, 256)],
+        [MatrixTile(32, 64, 4, 2), MatrixTile(64, 128, 4, 3)],
+        [False, True],
+    ),
+)
 def test_tiled_gemm_equals_the_product_of_any_sizes(
-    tokens: int, outputs: int, inputs: int, tile: MatrixTile
+    shape: tuple[int, int, int], tile: MatrixTile, bias: bool
 ) -> None:
+    tokens, outputs, inputs = shape
     weight, exact = make_weight(outputs, inputs)
-    bias = noise(outputs, dtype=HALF, seed=2)
+    added = noise(outputs, dtype=HALF, seed=2) if bias else None
     x = quantize_several(tokens, inputs, HALF)
-    for added in (None, bias):
-        found = block_fp8_gemm.block_fp8_gemm(x, weight, added, tile=tile)
-        expected = dequantize(x) @ exact.T + (0 if added is None else added.double())
-        assert found.shape == (tokens, outputs) and error(found, expected) < TOLERANCE[HALF]
+    found = block_fp8_gemm.block_fp8_gemm(x, weight, added, tile=tile)
+    expected = dequantize(x) @ exact.T + (0 if added is None else added.double())
+    assert found.shape == (tokens, outputs) and error(found, expected) < TOLERANCE[HALF]
 
 
 @pytest.mark.parametrize(

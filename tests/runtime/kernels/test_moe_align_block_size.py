@@ -1,11 +1,12 @@
 """Sorting of pairs by expert: every pair once, in order, in whole blocks; uneven routing; windows of experts."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE
+from kernel_device import DEVICE, combine
 
 from skiff_runtime.kernels.triton.moe.moe_align_block_size import max_row_blocks, moe_align_block_size
 from skiff_runtime.kernels.tuning import DEFAULT, overridden, tuning_for
@@ -40,33 +41,40 @@ def check(ids: torch.Tensor, first: int, experts: int, rows: int) -> None:
     assert found.expert_ids[:count].tolist() == owners
 
 
-@pytest.fixture(params=[256, 4096], ids=["counted before", "counted by each"])
-def max_chunk(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Sort with few pairs in a chunk, so that they are counted by a launch of its own, and with many."""
+@contextmanager
+def max_chunk(pairs: int) -> Iterator[None]:
+    """Sort with few pairs in a chunk, so that they are counted by a launch of its own, or with many."""
     table = tuning_for(DEVICE) if DEVICE.type == "cuda" else DEFAULT
-    with overridden(replace(table, moe=replace(table.moe, max_chunk=request.param))):
+    with overridden(replace(table, moe=replace(table.moe, max_chunk=pairs))):
         yield
 
 
-@pytest.mark.usefixtures("max_chunk")
-@pytest.mark.parametrize("rows", [16, 64])
+CHUNKS = [256, 4096]
+
+
 @pytest.mark.parametrize(
-    "tokens, experts, top_k", [(1, 8, 8), (2, 128, 8), (33, 8, 2), (70, 60, 4), (130, 24, 8), (700, 16, 1)]
+    ("shape", "rows", "chunk"),
+    combine([(1, 8, 8), (2, 128, 8), (33, 8, 2), (70, 60, 4), (130, 24, 8), (700, 16, 1)], [16, 64], CHUNKS),
 )
-def test_pairs_are_sorted_by_expert_in_whole_blocks(tokens: int, experts: int, top_k: int, rows: int) -> None:
-    check(random_ids(tokens, experts, top_k), 0, experts, rows)
+def test_pairs_are_sorted_by_expert_in_whole_blocks(
+    shape: tuple[int, int, int], rows: int, chunk: int
+) -> None:
+    tokens, experts, top_k = shape
+    with max_chunk(chunk):
+        check(random_ids(tokens, experts, top_k), 0, experts, rows)
 
 
-@pytest.mark.usefixtures("max_chunk")
-def test_all_tokens_may_choose_the_same_experts() -> None:
-    check(torch.full((300, 1), 5, dtype=torch.int32), 0, 32, 16)
-    check(torch.tensor([[31, 0]] * 150, dtype=torch.int32), 0, 32, 16)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_all_tokens_may_choose_the_same_experts(chunk: int) -> None:
+    with max_chunk(chunk):
+        check(torch.full((300, 1), 5, dtype=torch.int32), 0, 32, 16)
+        check(torch.tensor([[31, 0]] * 150, dtype=torch.int32), 0, 32, 16)
 
 
-@pytest.mark.usefixtures("max_chunk")
-@pytest.mark.parametrize("first", [0, 5, 12])
-def test_pairs_of_experts_elsewhere_are_left_out(first: int) -> None:
-    check(random_ids(200, 16, 3), first, 4, 16)
+@pytest.mark.parametrize(("first", "chunk"), [(0, 256), (5, 256), (5, 4096), (12, 4096)])
+def test_pairs_of_experts_elsewhere_are_left_out(first: int, chunk: int) -> None:
+    with max_chunk(chunk):
+        check(random_ids(200, 16, 3), first, 4, 16)
 
 
 def test_no_pair_may_be_here() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 from moe_reference import Format, exact_experts, make_experts, route, take_window
 
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
@@ -19,10 +19,11 @@ FP8_TOLERANCE = 2e-2
 """A value between the products that is nearly in the middle of two FP8 numbers may become either of them."""
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("experts, top_k", [(8, 2), (128, 8)])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_outputs_equal_the_reference(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "size", "dtype"), combine(TOKENS, [(8, 2), (128, 8)], [torch.float32, HALF])
+)
+def test_outputs_equal_the_reference(tokens: int, size: tuple[int, int], dtype: torch.dtype) -> None:
+    experts, top_k = size
     weights = make_experts(experts, 64, 32, dtype)
     x, routing = noise(tokens, 64, dtype=dtype), route(tokens, experts, top_k)
     output = fused_experts(x, weights, *routing)

@@ -2,19 +2,21 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE, noise
+from kernel_device import DEVICE, combine, noise
 
 from skiff_runtime.kernels.triton.moe.fused_topk import fused_topk
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize("experts, top_k", [(8, 2), (8, 8), (60, 4), (128, 1), (128, 8), (512, 16)], ids=str)
-@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("size", "tokens", "renormalize"),
+    combine([(8, 2), (8, 8), (60, 4), (128, 1), (128, 8), (512, 16)], [1, 7], [False, True]),
+)
 def test_weights_are_the_softmax_of_the_largest_logits(
-    tokens: int, experts: int, top_k: int, renormalize: bool
+    size: tuple[int, int], tokens: int, renormalize: bool
 ) -> None:
+    experts, top_k = size
     logits = noise(tokens, 2 * experts, dtype=torch.float32, seed=tokens)[:, :experts] * 3
     weights, ids = fused_topk(logits, top_k, renormalize=renormalize)
     assert weights.shape == ids.shape == (tokens, top_k)

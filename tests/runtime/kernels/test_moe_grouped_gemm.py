@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 from moe_reference import Format, exact_down, exact_gate_up, make_experts, route, take_window
 
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
@@ -78,12 +78,13 @@ def split(
     return x.values, (x.scales, scales)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("hidden, inner", [(128, 64), (80, 48)])
+@pytest.mark.parametrize(
+    ("tile", "dtype", "size"), combine(TILES, [torch.float32, HALF], [(128, 64), (80, 48)])
+)
 def test_products_equal_the_reference(
-    hidden: int, inner: int, dtype: torch.dtype, tile: GroupedGemmTile
+    tile: GroupedGemmTile, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
+    hidden, inner = size
     _, ids = route(21, 8, 2)
     check(make_experts(8, hidden, inner, dtype), 21, ids, tile, 16, dtype)
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 import torch
-from kernel_device import DEVICE
+from kernel_device import DEVICE, combine
 from numpy.random import default_rng
 from sampling_cases import make_case, shard_logits
 
@@ -54,9 +54,10 @@ def on_device(columns: Columns) -> Iterator[torch.Tensor]:
     return (each.to(DEVICE) for each in columns)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [7, 50, 2 * BLOCK + 5])
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("vocab", "tp_size", "dtype"),
+    combine([7, 50, 2 * BLOCK + 5], [1, 2, 3, 4, 8], [torch.float32, torch.bfloat16]),
+)
 def test_largest_key_gives_the_token_of_the_whole_row(vocab: int, tp_size: int, dtype: torch.dtype) -> None:
     """Rows have ties across shards, NaN, infinities and masks; padding holds +inf or NaN, and never wins."""
     logits, columns = make_rows(vocab, dtype)

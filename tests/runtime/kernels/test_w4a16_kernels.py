@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 
 from skiff_runtime.kernels.int4_tensors import Int4Weight, pack_int4
 from skiff_runtime.kernels.triton.w4a16 import int4_gemm
@@ -40,23 +40,21 @@ def make_weight(
     return weight, exact.to(DEVICE)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group_size, inputs", GROUPS)
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize(("groups", "zeros", "dtype"), combine(GROUPS, [False, True], [torch.float32, HALF]))
 def test_dequantized_weight_equals_the_definition(
-    dtype: torch.dtype, group_size: int | None, inputs: int, zeros: bool
+    groups: tuple[int | None, int], zeros: bool, dtype: torch.dtype
 ) -> None:
+    group_size, inputs = groups
     weight, exact = make_weight(70, inputs, group_size, zeros=zeros, dtype=dtype)
     found = dequantize_int4(weight, dtype)
     assert found.dtype == dtype and torch.equal(found, exact.float().to(dtype))
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group_size, inputs", GROUPS)
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize(("groups", "zeros", "dtype"), combine(GROUPS, [False, True], [torch.float32, HALF]))
 def test_int4_gemv_equals_the_product(
-    dtype: torch.dtype, group_size: int | None, inputs: int, zeros: bool
+    groups: tuple[int | None, int], zeros: bool, dtype: torch.dtype
 ) -> None:
+    group_size, inputs = groups
     for outputs, tile, biased in ((7, Int4GemvTile(16, 1), True), (2, Int4GemvTile(256, 2), False)):
         weight, exact = make_weight(outputs, inputs, group_size, zeros=zeros, dtype=dtype)
         x = noise(1, inputs, dtype=dtype)
@@ -76,14 +74,16 @@ TILES = [
 """One program takes everything; programs share tiles or take several; every program has one block."""
 
 
-@pytest.mark.parametrize("tokens", [2, 16, 33])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_int4_gemm_equals_the_product_and_leaves_counters_zero(tokens: int, tile: StreamKTile) -> None:
+@pytest.mark.parametrize(("tokens", "tile", "bias"), combine([2, 16, 33], TILES, [False, True]))
+def test_int4_gemm_equals_the_product_and_leaves_counters_zero(
+    tokens: int, tile: StreamKTile, bias: bool
+) -> None:
     weight, exact = make_weight(128, 512, 128, zeros=True, dtype=HALF)
-    x, bias = noise(tokens, 512, dtype=HALF), noise(128, dtype=HALF, seed=2)
-    for added in (None, bias):
+    x = noise(tokens, 512, dtype=HALF)
+    added = noise(128, dtype=HALF, seed=2) if bias else None
+    expected = x.double() @ exact.T + (0 if added is None else added.double())
+    for _ in range(2):
         found = int4_gemm.int4_stream_k_gemm(x, weight, added, tile=tile)
-        expected = x.double() @ exact.T + (0 if added is None else added.double())
         assert found.shape == (tokens, 128) and found.dtype == HALF
         assert error(found, expected) < TOLERANCE[HALF]
         assert not weight.tile_counters.any()
