@@ -122,7 +122,10 @@ def test_rank_that_stops_during_a_drain(model: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=FULL)])
 def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> None:
-    """Its main loop sends heartbeats, and so do the others, which wait for it inside a collective."""
+    """Its main loop sends heartbeats, and so do the others, which wait for it inside a collective.
+
+    On GPUs with peer memory the collective itself gives up, after half the time of the step watchdog.
+    """
     fault = plant(tmp_path / "fault", rank, RankFault.HANG)
     flags = ("--watchdog-timeout", str(STEP_SECONDS))
     with failing_service(model, *flags, environment=fault.environment) as service:
@@ -130,8 +133,9 @@ def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> No
         check_errors(
             service,
             ends,
-            rf".*rank\d exited with code 1: step \d+, of {CLIENTS} tokens in {CLIENTS} rows, took longer than "
-            rf"{STEP_SECONDS} s",
+            rf".*rank\d exited with code 1: (step \d+, of {CLIENTS} tokens in {CLIENTS} rows, took longer than "
+            rf"{STEP_SECONDS} s|one-shot all-reduce.*: this rank waited for another one for longer than "
+            rf"{STEP_SECONDS / 2:g} s)",
         )
 
 
