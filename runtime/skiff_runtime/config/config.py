@@ -73,8 +73,8 @@ class Config:
     quantization: QuantizationOption = option(
         AUTO,
         "Model",
-        "fp8: weights of attention and MLP in FP8 (e4m3) with one scale per output channel, activations quantized "
-        "to FP8 with one scale per token. All other methods are those of checkpoints (auto: as the checkpoint is)",
+        "fp8: weights of attention, MLP and experts in FP8 (e4m3), with one scale per output channel, and activations "
+        "with one scale per token. All other methods are those of checkpoints (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
         None, "Model", "maximum length of prompt plus output, in tokens (default: the model's own)"
