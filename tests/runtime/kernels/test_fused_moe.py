@@ -225,7 +225,7 @@ def test_block_fp8_experts_equal_the_products_of_the_quantized_values(ready: boo
         # A last bit of float32 may round an activation to the next FP8 number.
         assert error(fused_experts(given_x, experts, torch.ones(9, 1), ids), outputs[-1]) < 5e-3
     weights, ids = route(9, 3, 2)
-    chosen = torch.stack(outputs, dim=1)[torch.arange(9)[:, None], ids]
+    chosen = torch.stack(outputs, dim=1)[torch.arange(9)[:, None], ids.long()]
     expected = (chosen * weights[:, :, None]).sum(1)
     assert error(fused_experts(given_x, experts, weights, ids), expected) < 5e-3
 
