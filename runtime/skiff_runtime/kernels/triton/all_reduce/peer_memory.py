@@ -27,8 +27,8 @@ orders the reads of the one before the writes of the other.
   holds the data of this call, whatever bits the data has; NaN and -0.0 need no care, and nothing is cleared. A mark is
   mistaken only if the word was last written 2^32 calls ago, or a multiple: in two of every 2^30 calls, one of each
   parity, every kernel therefore rewrites all words of its channel (``is_refresh``), whether it uses them or not. Words
-  that hold data of another kind would break this, so nothing else is stored there. Half of the bytes are marks, but the data needs no fence: it has arrived when it is
-  there.
+  that hold data of another kind would break this, so nothing else is stored there. Half of the bytes are marks, but the
+  data needs no fence: it has arrived when it is there.
 - Flags: data is stored plainly, then the flag of (stage, channel, source) is set to the 64-bit epoch behind a fence of
   system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
   round trip, and every byte is data.
