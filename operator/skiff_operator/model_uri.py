@@ -8,7 +8,7 @@ from skiff_runtime import contract
 
 _FORMS: Final = {
     "demo": re.compile(r"demo://"),
-    "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+)"),
+    "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+(:[\w-]+)?)"),
     "pvc": re.compile(r"pvc://(?P<location>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
     "file": re.compile(r"file://(?P<location>/.+)"),
 }

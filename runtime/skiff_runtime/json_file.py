@@ -39,6 +39,10 @@ class JsonObject:
         """Return whether the key is present, even with a null."""
         return key in self._values
 
+    def list_keys(self) -> list[str]:
+        """Return all keys, in the order of the file."""
+        return list(self._values)
+
     def get(self, key: str) -> Any:
         """Return the raw value, or None."""
         return self._values.get(key)

@@ -37,7 +37,11 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """Causal grouped-query attention over the paged KV cache."""
+    """Causal grouped-query attention over the paged KV cache.
+
+    In a layer with a sliding window w (``pool.layout.window(layer)``), the token at position i attends to the tokens j
+    with i - w < j <= i.
+    """
 
     needs_block_table = False
     """``AttentionBatch.block_table`` must be set."""

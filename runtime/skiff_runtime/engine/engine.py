@@ -1,7 +1,9 @@
 """The engine of one rank: runs planned steps in order, on a thread of its own."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -30,6 +32,9 @@ from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
+COLLECTIVE_TIMEOUT_SECONDS: Final = 15.0
+"""Most time that a rank waits for another one within a step, once all have started: they launch the same steps at the
+same time. At most half the time of the step watchdog, so that this error, which names the cause, comes first."""
 WARMUP_SAMPLING: Final = SamplingSpec(
     max_tokens=2,
     seed=0,
@@ -43,15 +48,23 @@ WARMUP_SAMPLING: Final = SamplingSpec(
     prompt_logprobs=1,
 )
 """Uses every stage of the sampling pipeline, except for grammars."""
+WARMUP_FILTERS: Final = SamplingSpec(max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1)
+"""With tensor parallelism, such rows are sampled by kernels that other rows do not use."""
 
 
 class _LaunchedStep(StepHandle):
-    """A launched step; ``result`` raises the error of a step that failed."""
+    """A launched step; ``result`` raises the error of a step that failed, or of a collective that timed out."""
 
-    def __init__(self, future: "Future[StepOutput]") -> None:
+    def __init__(self, future: "Future[StepOutput]", group: TensorParallelGroup) -> None:
         self._future = future
+        self._group = group
 
     def wait(self, timeout_seconds: float) -> bool:
+        done = self._wait(timeout_seconds)
+        self._group.check()  # also while it runs: behind a failed collective the next one may wait for ever
+        return done
+
+    def _wait(self, timeout_seconds: float) -> bool:
         deadline = monotonic() + timeout_seconds
         try:
             error = self._future.exception(timeout_seconds)
@@ -60,7 +73,9 @@ class _LaunchedStep(StepHandle):
         return error is not None or self._future.result().wait(deadline - monotonic())
 
     def result(self) -> StepResult:
-        return self._future.result().result()
+        result = self._future.result().result()
+        self._group.check()
+        return result
 
 
 class Engine:
@@ -71,7 +86,10 @@ class Engine:
     ) -> None:
         """Load the model and allocate the KV cache; ``on_phase`` is called with each start phase and its progress."""
         self._on_phase = on_phase
+        self._group = group
+        self._collective_timeout = min(COLLECTIVE_TIMEOUT_SECONDS, (config.watchdog_timeout or math.inf) / 2)
         self._page_size = config.page_size
+        self._is_sharded = group.tp_size > 1
         if group.device.type == "cpu" and config.dtype != "float32":
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
@@ -89,7 +107,7 @@ class Engine:
         processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(self._tables.padding_slot + 1, group.device)
+        self._sampler = Sampler(self._tables.padding_slot + 1, group.device, self._runner.vocab_shard)
         self._sampling = SamplingPipeline(
             self._tables,
             self._sampler,
@@ -138,7 +156,7 @@ class Engine:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step after those launched before it, and return at once."""
         self._grammar_masks.open(plan.opened)  # now, so that grammars load while earlier steps run
-        return _LaunchedStep(self._thread.submit(self._run, plan))
+        return _LaunchedStep(self._thread.submit(self._run, plan), self._group)
 
     def warmup(self) -> None:
         """Run a prefill and a decode step through everything, and capture the graphs, before the first request comes.
@@ -151,6 +169,9 @@ class Engine:
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_plan_row(prompt, 1, decode=True)).result()
+        if self._is_sharded:
+            opened = replace(opened, sampling=WARMUP_FILTERS)
+            self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         if self._decode_graphs is not None and self._prefill_graphs is not None and self._should_capture:
             self._should_capture = False
             started = monotonic()
@@ -158,6 +179,8 @@ class Engine:
             for capture in captures:
                 self._thread.submit(capture).result()
             log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
+        # During the start one rank may compile a kernel that another one finds in the cache.
+        self._group.set_timeout(self._collective_timeout)
 
     def close(self) -> None:
         """Wait for launched steps, and end the threads."""
@@ -170,7 +193,8 @@ class Engine:
         self._tables.apply(plan)
         self._sampling.open(plan.opened)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
-            return self._sampling.resample(*self._decode_graphs.run(plan))
+            filtered = self._sampling.find_filtered(plan.slots)
+            return self._sampling.resample(*self._decode_graphs.run(plan, filtered))
         batch = self._tables.make_batch(plan)
         hidden, prompts = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:

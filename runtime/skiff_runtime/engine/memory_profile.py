@@ -62,7 +62,10 @@ def profile_memory(
 
 
 def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables) -> int:
-    """Measure the peak of a step of ``max_num_batched_tokens`` tokens, with the logits of all rows that may run."""
+    """Measure the peak of a step of ``max_num_batched_tokens`` tokens, with the whole logits of all rows that may run.
+
+    With tensor parallelism this also sets up the connections over which rows are gathered and exchanged.
+    """
     _release_cached()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -70,9 +73,12 @@ def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables
     batch = tables.make_batch(plan)
     hidden = runner.forward(batch.inputs, batch.attention)
     first = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
-    logits = runner.logits(hidden.select(first))
+    logits, tp_size = runner.logits(hidden.select(first)), config.tp_size
+    whole = runner.vocab_shard.gather(logits)
+    if tp_size > 1:
+        runner.vocab_shard.exchange_rows(logits[:1].repeat(tp_size, 1))
     torch.cuda.synchronize()
-    del logits, hidden, batch
+    del logits, whole, hidden, batch
     return torch.cuda.max_memory_allocated() - before
 
 

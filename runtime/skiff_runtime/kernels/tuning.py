@@ -10,7 +10,7 @@ no GPU, where the capability is all that is known, and a start must find exactly
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -142,6 +142,125 @@ class StreamKTuning:
     """The first rule applies whose tile divides the inputs."""
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixTile:
+    """The tokens and outputs of a tile, the warps of its program and the stages of its software pipeline."""
+
+    tokens: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFP8Tuning:
+    """Numbers of ``triton.fp8.block_fp8_gemv`` and ``triton.fp8.block_fp8_gemm``."""
+
+    short_inputs: int
+    gemv_tile: FP8GemvTile
+    """For weights of at most ``short_inputs`` columns."""
+    long_gemv_tile: FP8GemvTile
+    max_tokens: int
+    """With more tokens than this, the library's product is taken, or that in tiles."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs."""
+    matrix_tile: MatrixTile
+
+
+@dataclass(frozen=True, slots=True)
+class Int4GemvTile:
+    """The words of one loop iteration, each of eight inputs, for two adjacent rows of the weight, and the warps."""
+
+    words: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W4A16Tuning:
+    """Numbers of ``triton.w4a16``."""
+
+    gemv_tile: Int4GemvTile
+    max_tokens: int
+    """With more tokens than this, the weight is dequantized and multiplied by the library."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs, padded to a multiple of 128."""
+    dequantize_rows: int
+    """The rows of a program that dequantizes 128 inputs of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmTile:
+    """The outputs and inputs of one loop iteration, the row blocks of a group, the warps and the stages.
+
+    A tile of gate·up has ``outputs`` columns of gate and as many of up. The programs of ``group`` row blocks take turns
+    at the outputs, so that the row blocks of one expert read its weights from the L2 cache. With ``swap`` the weights
+    are the first operand of the tensor cores, of which Hopper's take 64 rows at a time, and the tokens the second, of
+    which they take 8.
+    """
+
+    outputs: int
+    inputs: int
+    group: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmRule:
+    """Tiles for at most ``max_rows`` rows of each expert, on average; ``rows`` of one expert are a row block.
+
+    ``max_rows`` None is any number.
+    """
+
+    max_rows: float | None
+    rows: int
+    gate_up: GroupedGemmTile
+    down: GroupedGemmTile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGemvTile:
+    """The columns of one loop iteration, for two rows of a weight, and the warps."""
+
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGemvTuning:
+    """Numbers of ``triton.moe.expert_gemv`` and ``triton.moe.fp8_expert_gemv``."""
+
+    gate_up: ExpertGemvTile
+    short_inputs: int
+    down: ExpertGemvTile
+    """For experts of at most ``short_inputs`` intermediate values."""
+    long_down: ExpertGemvTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoETuning:
+    """Numbers of ``triton.moe``."""
+
+    routing_warps: int
+    """The tokens that one program of ``fused_topk`` routes, each in one warp."""
+    experts_per_pair: int
+    """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
+    max_chunk: int
+    """The pairs that ``moe_align_block_size`` counts at a time; with more of them, counting is a launch of its own."""
+    gemv: ExpertGemvTuning
+    fp8_gemv: ExpertGemvTuning
+    rules: tuple[GroupedGemmRule, ...]
+    """The first rule with enough rows applies; the last one has no bound."""
+    fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each output."""
+    block_fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each block of 128 x 128: 128 inputs, and outputs that divide 128."""
+    sum_block: int
+    sum_warps: int
+    """The outputs of a token that one program of ``moe_sum`` adds up, and its warps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKTopPTuning:
     """Numbers of ``triton.sampling.top_k_top_p``."""
@@ -195,6 +314,18 @@ class PrefillChoiceTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceLimits:
+    """The largest messages, in bytes, that up to ``ranks`` ranks sum by each algorithm of ``distributed.all_reduce``."""
+
+    ranks: int
+    low_latency: int
+    """By one-shot with LL words; fused with the norm up to here."""
+    one_shot: int
+    two_shot: int
+    """NCCL sums larger ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """All tuned numbers of one kind of GPU."""
 
@@ -208,16 +339,147 @@ class Tuning:
     gemv: GemvTuning
     fp8_gemv: FP8GemvTuning
     stream_k: StreamKTuning
+    block_fp8: BlockFP8Tuning
+    w4a16: W4A16Tuning
     single_row_chunk: int
     single_row_warps: int
     """The elements of a single row that one program of ``silu_and_mul_quantize`` takes, and its warps."""
     sampling_block: int
     sampling_warps: int
     """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
+    row_exchange_min_rows: int
+    """With tensor parallelism, rows that need whole logits are divided among the ranks from this many on; fewer are
+    gathered on every rank."""
+    moe: MoETuning
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
     prefill_choice: PrefillChoiceTuning
+    all_reduce: tuple[AllReduceLimits, ...]
+    """By ascending numbers of ranks."""
 
+
+_FP8_SMALL: Final = GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=4, swap=True)
+_BLOCK_FP8_MIDDLE: Final = GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=4)
+
+HOPPER_MOE: Final = MoETuning(
+    # untuned: a warp for each token needs no exchange between warps.
+    routing_warps=4,
+    # untuned: the bound that vLLM takes. At it, one expert in four is read, and few are read twice.
+    experts_per_pair=4,
+    # untuned.
+    max_chunk=4096,
+    gemv=ExpertGemvTuning(
+        # untuned: ``gemv.edge_tile``, which is the best for pairs of rows of 2,048 columns.
+        gate_up=ExpertGemvTile(columns=1024, warps=4),
+        # untuned: with one warp, a whole product of 2,048 outputs by 8 experts of 768 is one wave of programs.
+        short_inputs=4096,
+        down=ExpertGemvTile(columns=512, warps=1),
+        # untuned: ``gemv.tile``.
+        long_down=ExpertGemvTile(columns=2048, warps=4),
+    ),
+    fp8_gemv=ExpertGemvTuning(
+        # untuned: ``fp8_gemv.tile`` and ``fp8_gemv.long_tile``; ``down`` as above.
+        gate_up=ExpertGemvTile(columns=1024, warps=1),
+        short_inputs=8192,
+        down=ExpertGemvTile(columns=1024, warps=1),
+        long_down=ExpertGemvTile(columns=2048, warps=2),
+    ),
+    # untuned: the tiles that vLLM publishes for the H200 (128 experts of 768, 8 for each token), where gate and up
+    # count as one matrix, so that half of their outputs are of each.
+    rules=(
+        GroupedGemmRule(
+            0.5,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            1,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=256, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=256, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            2,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=16, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            4,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=1, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            8,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=64, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=64, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=64, group=16, warps=8, stages=4),
+            down=GroupedGemmTile(outputs=256, inputs=64, group=16, warps=8, stages=4),
+        ),
+    ),
+    # untuned: weights first below 64 rows, as vLLM found; the outputs and inputs of a tile are guesses.
+    fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, outputs=128, group=16, stages=3),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=3),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=3),
+        ),
+    ),
+    # untuned, likewise.
+    block_fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, group=16, stages=3),
+        ),
+        GroupedGemmRule(32, rows=64, gate_up=_BLOCK_FP8_MIDDLE, down=replace(_BLOCK_FP8_MIDDLE, outputs=128)),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=replace(_BLOCK_FP8_MIDDLE, warps=8),
+            down=replace(_BLOCK_FP8_MIDDLE, outputs=128, warps=8),
+        ),
+    ),
+    # untuned.
+    sum_block=1024,
+    sum_warps=4,
+)
+"""Of mixture of experts on compute capability 9.0; nothing in it was measured yet."""
 
 HOPPER: Final = Tuning(
     measured_on="NVIDIA H200",
@@ -301,6 +563,33 @@ HOPPER: Final = Tuning(
             StreamKRule(128, None, StreamKTile(inputs=128, stages=6)),
         ),
     ),
+    block_fp8=BlockFP8Tuning(
+        # Untuned: as for FP8 with one scale per output.
+        short_inputs=8192,
+        gemv_tile=FP8GemvTile(columns=1024, warps=1),
+        long_gemv_tile=FP8GemvTile(columns=2048, warps=2),
+        max_tokens=64,
+        rules=(
+            StreamKRule(16, None, StreamKTile(inputs=256, stages=8)),
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=7)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=6)),
+        ),
+        # Untuned: 128 outputs are those of one scale, and 64 tokens leave the sums of a tile in registers.
+        matrix_tile=MatrixTile(tokens=64, outputs=128, warps=4, stages=3),
+    ),
+    w4a16=W4A16Tuning(
+        # Untuned: 256 words of two rows are 2 KiB, as in the FP8 GEMV.
+        gemv_tile=Int4GemvTile(words=256, warps=2),
+        # Untuned: the bound of FP8's stream-K.
+        max_tokens=64,
+        rules=(
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=4)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=4)),
+        ),
+        dequantize_rows=32,
+    ),
     # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were
     # not compared.
     single_row_chunk=1024,
@@ -310,6 +599,10 @@ HOPPER: Final = Tuning(
     # rows.
     sampling_block=2048,
     sampling_warps=4,
+    # Untuned, an estimate: thresholds and draw take 1.6 µs a row where there are 256 of them (docs/lab/sampling.md),
+    # of which two ranks save half each, and the tokens need a second exchange.
+    row_exchange_min_rows=12,
+    moe=HOPPER_MOE,
     top_k_top_p=TopKTopPTuning(
         # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of
         # 1,024 by 4 warps 25, 298 where 2,048 by 8 take 21, 361.
@@ -341,6 +634,15 @@ HOPPER: Final = Tuning(
         # ms.
         max_tokens=1024,
         long_context=4096,
+    ),
+    # Untuned. LL words cost their bytes twice, flags cost a round trip: at 400 GB/s and 1.3 µs both take as long for
+    # 520 KB leaving a rank. The rest are SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 16 MB, 384 KB, 128
+    # KB for 2, 4, 8 ranks; two-shot to 128 MB and 32 MB), for two ranks and two-shot vLLM's (64 MB, any algorithm of
+    # its own).
+    all_reduce=(
+        AllReduceLimits(ranks=2, low_latency=512 << 10, one_shot=16 << 20, two_shot=64 << 20),
+        AllReduceLimits(ranks=4, low_latency=160 << 10, one_shot=384 << 10, two_shot=128 << 20),
+        AllReduceLimits(ranks=8, low_latency=64 << 10, one_shot=128 << 10, two_shot=32 << 20),
     ),
 )
 """Of compute capability 9.0 (H100, H200), measured on an H200."""

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import read_json
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.layers.sharding import WeightShard
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
@@ -59,12 +60,28 @@ class Checkpoint:
         return [(shard, self._locate(shard)) for shard in shards]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
-        file, tensor = self._find(shard.name, shard.shape)
+        name = next((each for each in (shard.name, *shard.aliases) if each in self._files), shard.name)
+        file, tensor = self._find_matrix(shard, name)
+        if shard.converter is not None:
+            _require_dtype(file, name, tensor, shard.converter.dtypes)
+            return TensorSource(file, tensor)
+        if shard.target.dtype == E4M3 and shard.scales is None:
+            _require_dtype(file, name, tensor, (FP8_DTYPE,))
+            return TensorSource(file, tensor)
         if shard.scales is not None and (self._quantized or tensor.dtype == FP8_DTYPE):
             _require_dtype(file, shard.name, tensor, (FP8_DTYPE,))
             return TensorSource(file, tensor, self._locate_scales(shard))
         _require_dtype(file, shard.name, tensor, _UNQUANTIZED_DTYPES)
         return TensorSource(file, tensor)
+
+    def _find_matrix(self, shard: WeightShard, name: str) -> tuple[TensorFile, StoredTensor]:
+        """Find the shard's tensor, by itself as ``name`` or as a part of the tensor that stacks it with others."""
+        stacked = shard.stacked
+        if stacked is None or name in self._files or stacked.name not in self._files:
+            return self._find(name, *((shard.shape,) if shard.shape else ((), (1,))))
+        file, tensor = self._find(stacked.name, stacked.shape)
+        row_bytes = tensor.row_bytes // stacked.shape[1]
+        return file, StoredTensor(tensor.dtype, shard.shape, tensor.offset + stacked.first_row * row_bytes)
 
     def _locate_scales(self, shard: WeightShard) -> TensorSource:
         name = shard.name + _SCALE_SUFFIX

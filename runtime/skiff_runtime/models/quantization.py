@@ -1,64 +1,77 @@
 """Quantization of a checkpoint, as its ``config.json`` declares it; imports no torch.
 
-Supported is FP8 (e4m3) with one scale per output of a matrix, whose activations are quantized token by token at run
-time. Such checkpoints are written by compressed-tensors (its float-quantized format) and by FBGEMM, which also bounds
-the scale of activations.
+Supported methods, by ``quant_method``:
 
-Both list the modules that stay unquantized: compressed-tensors takes a name as it is, and the text after ``re:`` as a
-regular expression that the beginning of a module's path must match; transformers takes all names of an FBGEMM
-checkpoint as regular expressions, each of which covers a module and all modules inside it.
+- ``fp8``: FP8 (e4m3) with one scale for each block of 128 x 128 weights, as Qwen and DeepSeek publish it, or with one
+  for each matrix. Activations are quantized for each token and 128 inputs; with one scale for each matrix, per token or
+  by a scale of the checkpoint.
+- ``fbgemm_fp8``: FP8 with one scale for each output, and for each token; the scale of activations is bounded.
+- ``compressed-tensors``: FP8 in each of these ways, or packed 4-bit integers in groups of inputs.
+- ``awq`` and ``gptq``: 4-bit integers in groups of inputs.
+
+All of them list the modules that stay unquantized: compressed-tensors takes a name as it is, and the text after
+``re:`` as a regular expression that the beginning of a module's path must match; transformers takes all names of other
+checkpoints as regular expressions, each of which covers a module and all modules inside it.
 """
 
 import re
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import JsonObject
-from skiff_runtime.layers.projections import PACKED_MODULES, UnquantizedProjections
+from skiff_runtime.kernels.constants import FP8_BLOCK
+from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.projections import UnquantizedProjections, packed_modules
+from skiff_runtime.layers.weight_format import GROUP_SIZES, Fp8Format, Int4Format, WeightFormat
 
 _COMPRESSED: Final = "compressed-tensors"
 _FBGEMM: Final = "fbgemm_fp8"
 _SCALE_UB: Final = "activation_scale_ub"
 _DEFAULT_SCALE_UB: Final = 1200.0
 """Bound of an FBGEMM checkpoint that names none, as in transformers."""
-_WEIGHTS: Final = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-_ACTIVATIONS: Final = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "token",
-    "symmetric": True,
-    "dynamic": True,
+_MODULE_LISTS: Final[dict[Quantization, tuple[str, ...]]] = {
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "fbgemm_fp8": ("modules_to_not_convert",),
+    "compressed-tensors": ("ignore",),
+    "awq": ("modules_to_not_convert",),
+    "gptq": ("modules_to_not_convert",),
 }
+"""Keys of the modules that stay unquantized; the first that is there counts."""
+_FP8: Final = {"num_bits": 8, "type": "float", "symmetric": True}
+_INT4: Final = {"num_bits": 4, "type": "int"}
+_ALL_INPUTS: Final = -1
+"""The group size by which AutoAWQ and GPTQ name groups of all inputs."""
 _EXPRESSION_PREFIX: Final = "re:"
 _PLAIN_NAME: Final = re.compile(r"[\w.]+")
 _MAX_EXPRESSIONS: Final = 64
 """Each expression is tried on every module; a list of plain names may be of any length."""
 
 
-def read_quantization(config: JsonObject) -> Quantization:
+@dataclass(frozen=True, slots=True)
+class CheckpointQuantization:
+    """The quantization of a checkpoint's matrices: the method, the format, and what stays unquantized."""
+
+    method: Quantization
+    weight_format: WeightFormat | None
+    excluded: "ModuleNames"
+
+
+def read_quantization(config: JsonObject) -> CheckpointQuantization:
     """Return the quantization of the checkpoint's matrices. Raises ``ModelError`` for an unsupported one."""
     settings = config.object("quantization_config")
     if settings is None:
-        return "none"
-    method = settings.text("quant_method", "unknown")
-    if method == _COMPRESSED:
-        _check_groups(settings)
-    elif method != _FBGEMM:
-        _refuse(settings, f"is by the method {method!r}")
-    return "fp8"
-
-
-def read_unquantized_projections(config: JsonObject, layers: int) -> UnquantizedProjections:
-    """Return the projections of ``layers`` decoder layers that a quantized checkpoint keeps unquantized.
-
-    Raises ``ModelError`` as ``find_unquantized_projections`` does.
-    """
-    settings = config.object("quantization_config")
-    if settings is None:
-        return ()
-    key = "modules_to_not_convert" if settings.get("quant_method") == _FBGEMM else "ignore"
-    return find_unquantized_projections(f"{settings.source}: {key!r}", settings.get(key) or [], layers)
+        return CheckpointQuantization("none", None, ModuleNames(config.source, []))
+    named = settings.text("quant_method", "unknown")
+    method = next((each for each in _READERS if each == named), None)
+    if method is None:
+        _refuse(settings, f"is by the method {named!r}")
+    weight_format = _READERS[method](settings)
+    key = next((key for key in _MODULE_LISTS[method] if settings.get(key)), _MODULE_LISTS[method][0])
+    excluded = ModuleNames(f"{settings.source}: {key!r}", settings.get(key) or [])
+    return CheckpointQuantization(method, weight_format, excluded)
 
 
 def read_activation_scale_ub(config: JsonObject) -> float | None:
@@ -78,33 +91,66 @@ def read_activation_scale_ub(config: JsonObject) -> float | None:
     return bound
 
 
-def find_unquantized_projections(source: str, names: Any, layers: int) -> UnquantizedProjections:
-    """Find the projections of ``layers`` decoder layers that ``names`` exclude; modules such as ``lm_head`` are ignored.
+def find_unquantized_projections(
+    quantization: CheckpointQuantization, layers: int, moe: MoeConfig | None = None
+) -> UnquantizedProjections:
+    """Find the projections of ``layers`` decoder layers that stay unquantized.
 
-    Raises ``ModelError``, whose message begins with ``source``, if ``names`` is not a list of names, or if it excludes
-    only some of the modules that one projection packs.
+    Other modules, such as ``lm_head`` and routers, are ignored: they are in the model's dtype in any case.
+
+    Raises ``ModelError`` if only some of the modules that one projection packs are excluded.
     """
-    excluded = _ModuleNames(source, names)
+    excluded = quantization.excluded
     found = []
     for layer in range(layers):
-        for projection, modules in PACKED_MODULES.items():
+        for projections, modules in packed_modules(layer, moe):
             paths = [f"model.layers.{layer}.{module}" for module in modules]
             unquantized = [path for path in paths if path in excluded]
             if unquantized and len(unquantized) < len(paths):
                 quantized = next(path for path in paths if path not in unquantized)
                 raise ModelError(
-                    f"{source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: one matrix "
-                    "packs both"
+                    f"{excluded.source} excludes {unquantized[0]!r} but not {quantized!r}, which is not supported: "
+                    + (
+                        "one matrix packs both"
+                        if len(projections) == 1
+                        else "all experts are computed together"
+                    )
                 )
             if unquantized:
-                found.append((layer, projection))
+                found += [(layer, projection) for projection in projections]
     return tuple(found)
 
 
-class _ModuleNames:
-    """A set of modules, given by names and regular expressions."""
+def check_expert_format(
+    quantization: CheckpointQuantization, unquantized: UnquantizedProjections, moe: MoeConfig, layers: int
+) -> None:
+    """Raise ``ModelError`` if any of ``layers`` layers has experts in a format that they do not support."""
+    weight_format = quantization.weight_format
+    sparse = [layer for layer in range(layers) if layer not in moe.dense_layers]
+    if weight_format is None or all((layer, "gate_up_proj") in unquantized for layer in sparse):
+        return
+    if quantization.method == _FBGEMM:
+        problem = f"by the method {_FBGEMM!r}, whose bound of activations they do not apply"
+    elif isinstance(weight_format, Int4Format):
+        problem = "in 4-bit integers"
+    elif weight_format.activations == "static":
+        problem = "in FP8 with activations by a scale of the checkpoint"
+    elif weight_format.scales == "tensor":
+        problem = "in FP8 with one scale per matrix"
+    else:
+        return
+    raise ModelError(
+        f"{quantization.excluded.source.rpartition(':')[0]}: the quantization of the experts is {problem}, which is not "
+        "supported; supported are unquantized experts (quantized at load by --quantization fp8) and FP8 with one scale "
+        "per output or per 128 x 128 block"
+    )
+
+
+class ModuleNames:
+    """A set of modules, given by names and regular expressions. ``source`` names their list in messages."""
 
     def __init__(self, source: str, names: Any) -> None:
+        self.source = source
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{source} must be a list of modules, not {names!r}")
         self._plain = frozenset(name for name in names if _PLAIN_NAME.fullmatch(name))
@@ -134,29 +180,148 @@ def _compile(source: str, name: str) -> re.Pattern[str]:
         raise ModelError(f"{source}: {expression!r} is not a valid regular expression: {error}") from None
 
 
-def _check_groups(settings: JsonObject) -> None:
+def _read_fp8(settings: JsonObject) -> WeightFormat:
+    """Read FP8 as Qwen and DeepSeek publish it in blocks, and as AutoFP8 writes it with one scale for each matrix."""
+    scheme = settings.text("activation_scheme", "dynamic").lower()
+    if scheme not in ("dynamic", "static"):
+        _refuse(settings, f"has 'activation_scheme' {scheme!r}")
+    for key, supported in (("scale_fmt", "float"), ("fmt", "e4m3")):
+        if settings.get(key) not in (None, supported):
+            _refuse(settings, f"has {key!r} {settings.get(key)!r}")
+    if settings.get("modules_to_convert"):
+        _refuse(settings, "covers more than linear layers ('modules_to_convert')")
+    block = settings.get("weight_block_size")
+    if block is None:
+        return Fp8Format("tensor", "static" if scheme == "static" else "token")
+    if block != [FP8_BLOCK, FP8_BLOCK]:
+        _refuse(settings, f"has 'weight_block_size' {block!r}")
+    if scheme == "static":
+        _refuse(settings, "has blocks of weights and 'activation_scheme' 'static'")
+    return Fp8Format("block", "group")
+
+
+def _read_fbgemm(_settings: JsonObject) -> WeightFormat:
+    return Fp8Format("channel", "token")
+
+
+def _read_compressed(settings: JsonObject) -> WeightFormat:
+    """Read the only group of a compressed-tensors checkpoint."""
     if settings.get("kv_cache_scheme") is not None:
         _refuse(settings, "has scales for the KV cache ('kv_cache_scheme')")
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         _refuse(settings, "has not exactly one of 'config_groups'")
-        return
     [group] = groups.values()
     if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
         _refuse(settings, "does not target all linear layers")
-    for name, supported in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
-        _check_scheme(settings, name, group.get(name), supported)
+    weights = group.get("weights")
+    weights = weights if isinstance(weights, dict) else {}
+    if weights.get("type") == "int":
+        return _read_compressed_int4(settings, weights, group.get("input_activations"))
+    return _read_compressed_fp8(settings, weights, group.get("input_activations"))
 
 
-def _check_scheme(settings: JsonObject, name: str, scheme: Any, supported: dict[str, Any]) -> None:
+def _read_compressed_fp8(settings: JsonObject, weights: dict[str, Any], activations: Any) -> WeightFormat:
+    _check_scheme(settings, "weights", weights, _FP8)
+    activations = _check_scheme(settings, "input_activations", activations, _FP8)
+    strategy, dynamic = weights.get("strategy"), activations.get("dynamic")
+    if strategy == "block":
+        _check_scheme(settings, "weights", weights, {"block_structure": [FP8_BLOCK, FP8_BLOCK]})
+        grouped = {"strategy": "group", "group_size": FP8_BLOCK, "dynamic": True}
+        _check_scheme(settings, "input_activations", activations, grouped)
+        return Fp8Format("block", "group")
+    if strategy not in ("channel", "tensor"):
+        _refuse(settings, f"has 'strategy' of weights {strategy!r}")
+    if dynamic is True:
+        _check_scheme(settings, "input_activations", activations, {"strategy": "token"})
+        return Fp8Format(strategy, "token")
+    _check_scheme(settings, "input_activations", activations, {"strategy": "tensor", "dynamic": False})
+    return Fp8Format(strategy, "static")
+
+
+def _read_compressed_int4(settings: JsonObject, weights: dict[str, Any], activations: Any) -> WeightFormat:
+    _check_scheme(settings, "weights", weights, _INT4)
+    if activations is not None:
+        _refuse(settings, "has integer weights and quantized activations ('input_activations')")
+    if settings.get("format") != "pack-quantized":
+        _refuse(settings, f"has 'format' {settings.get('format')!r}")
+    if weights.get("actorder") == "group":
+        _refuse(settings, "has 'actorder' of weights 'group'")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy not in ("group", "channel"):
+        _refuse(settings, f"has 'strategy' of weights {strategy!r}")
+    group_size = None if strategy == "channel" else _check_group_size(settings, size)
+    return Int4Format(_COMPRESSED, group_size, zero_points=weights.get("symmetric") is not True)
+
+
+def _read_awq(settings: JsonObject) -> WeightFormat:
+    _check_bits(settings)
+    version = settings.text("version", settings.text("format", "gemm")).lower()
+    if version != "gemm":
+        _refuse(settings, f"has 'version' {version!r}")
+    if not settings.flag("zero_point", True):
+        _refuse(settings, "has 'zero_point' false")
+    return Int4Format("awq", _read_group_size(settings), zero_points=True)
+
+
+def _read_gptq(settings: JsonObject) -> WeightFormat:
+    _check_bits(settings)
+    stored = settings.text("checkpoint_format", settings.text("format", "gptq"))
+    if stored not in ("gptq", "gptq_v2"):
+        _refuse(settings, f"has 'checkpoint_format' {stored!r}")
+    if settings.get("pack_dtype") not in (None, "int32"):
+        _refuse(settings, f"has 'pack_dtype' {settings.get('pack_dtype')!r}")
+    if settings.flag("lm_head"):
+        _refuse(settings, "covers the output head ('lm_head')")
+    for key in ("dynamic", "modules_in_block_to_quantize"):
+        if settings.get(key):
+            _refuse(settings, f"differs between modules ({key!r})")
+    return Int4Format(
+        "gptq",
+        _read_group_size(settings),
+        zero_points=not settings.flag("sym", True),
+        activation_order=settings.flag("desc_act") and not settings.flag("static_groups"),
+        zero_offset=1 if stored == "gptq" else 0,
+    )
+
+
+_READERS: Final[dict[Quantization, Callable[[JsonObject], WeightFormat]]] = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+}
+
+
+def _check_bits(settings: JsonObject) -> None:
+    if settings.get("bits") != 4:
+        _refuse(settings, f"has 'bits' {settings.get('bits')!r}")
+
+
+def _read_group_size(settings: JsonObject) -> int | None:
+    size = settings.get("group_size")
+    return None if size == _ALL_INPUTS else _check_group_size(settings, size)
+
+
+def _check_group_size(settings: JsonObject, size: Any) -> int:
+    if size not in GROUP_SIZES:
+        _refuse(settings, f"has 'group_size' {size!r}")
+    return int(size)
+
+
+def _check_scheme(settings: JsonObject, name: str, scheme: Any, supported: dict[str, Any]) -> dict[str, Any]:
     given = scheme if isinstance(scheme, dict) else {}
     for key, value in supported.items():
         if given.get(key) != value:
             _refuse(settings, f"has {key!r} of {name} {given.get(key)!r}")
+    return given
 
 
-def _refuse(settings: JsonObject, reason: str) -> None:
+def _refuse(settings: JsonObject, reason: str) -> NoReturn:
     raise ModelError(
         f"{settings.source}: the quantization of the weights {reason}, which is not supported; supported are "
-        "unquantized weights (quantized at load by --quantization fp8) and FP8 with one scale per output and per token"
+        "unquantized weights (quantized at load by --quantization fp8), FP8 with one scale per output, per matrix or "
+        "per 128 x 128 block, and 4-bit integers in groups of 32, 64 or 128 inputs or of all (compressed-tensors' "
+        "pack-quantized, AWQ's gemm, GPTQ)"
     )

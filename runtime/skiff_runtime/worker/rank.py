@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
@@ -39,6 +40,8 @@ GRAMMAR_POLL_SECONDS: Final = 0.002
 """The same while a request waits until its grammar is loaded."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
+COLLECTIVE_MARGIN_SECONDS: Final = 60.0
+"""Time by which a collective outlasts the limits that end the service in an orderly way."""
 
 
 LeaderInbox = Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps]
@@ -135,13 +138,18 @@ def run(child: Child) -> None:
     the supervisor ends the other ranks.
     """
     config, model = child.launch.config, child.launch.model
-    profiler = StepProfiler()
+    profiler = StepProfiler(child.announce_pause)
     connect = _bind(child)
     child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
     group = TensorParallelGroup.start(
-        tp_rank=child.index, tp_size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
+        tp_rank=child.index,
+        tp_size=config.tp_size,
+        device=config.device,
+        run_dir=child.launch.run_dir,
+        timeout_seconds=_collective_timeout(config),
+        all_reduce=config.all_reduce,
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)
@@ -149,6 +157,12 @@ def run(child: Child) -> None:
     _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
     group.close()
+
+
+def _collective_timeout(config: Config) -> float:
+    """Return a limit on collectives beyond those of supervisor and step watchdog, which report the reason to clients."""
+    assert config.watchdog_timeout is not None
+    return max(config.startup_timeout_seconds, config.watchdog_timeout) + COLLECTIVE_MARGIN_SECONDS
 
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
@@ -170,6 +184,7 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
 
 def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:
     config = child.launch.config
+    assert config.watchdog_timeout is not None
     watchdog = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
     scheduler = Scheduler(
         config,

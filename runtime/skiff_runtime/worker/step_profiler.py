@@ -1,5 +1,6 @@
 """The step profiler: traces some steps of a rank's engine with torch.profiler when a client requests it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +13,16 @@ from skiff_runtime.step import StepEngine, StepHandle, StepPlan
 
 FINISH_SECONDS: Final = 60.0
 """Time limit for the last step of a profile."""
+PAUSE_SECONDS: Final = 300.0
+"""Time that the rank announces for a start of the profiler, which loads libraries, and for writing a trace."""
 
 
 class StepProfiler:
     """Profiles the engine that it wraps; one profile at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, announce_pause: Callable[[float], None] = lambda seconds: None) -> None:
+        """``announce_pause(seconds)`` is called before the rank's main loop is busy for up to that time."""
+        self._announce_pause = announce_pause
         self._profile: Any = None
         self._request = ProfileSteps(steps=0, path="")
         self._left = 0
@@ -30,6 +35,7 @@ class StepProfiler:
     def begin(self, request: ProfileSteps) -> None:
         """Start a profile; a running one is written first."""
         self.finish()
+        self._announce_pause(PAUSE_SECONDS)
         self._request, self._left = request, request.steps
         kinds = torch.profiler.ProfilerActivity
         on_gpu = torch.cuda.is_available()
@@ -55,6 +61,7 @@ class StepProfiler:
         """Wait for the profiled steps and write the trace, if a profile runs. The file appears at once, whole."""
         if self._profile is None:
             return
+        self._announce_pause(FINISH_SECONDS + PAUSE_SECONDS)
         if self._last is not None:
             self._last.wait(FINISH_SECONDS)
         profile, self._profile, self._last = self._profile, None, None

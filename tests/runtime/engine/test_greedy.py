@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import Driver, generate, make_engine
-from tiny_models import FAMILIES, greedy_tokens, load_reference, make_model, oracle_choices, oracle_logits
+from tiny_models import (
+    FAMILIES,
+    MOE_FAMILIES,
+    greedy_tokens,
+    load_reference,
+    make_model,
+    oracle_choices,
+    oracle_logits,
+)
 from tiny_tokenizer import VOCAB_SIZE
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 7, 33)
@@ -107,6 +115,27 @@ def test_bfloat16_tokens_equal_transformers_but_for_near_ties(tmp_path: Path) ->
     behind = logits.amax(-1) - logits.gather(1, chosen[:, None]).squeeze(1)
     assert behind.max() < 0.25
     assert (logits.argmax(-1) == chosen).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_bfloat16_tokens_of_experts_are_as_exact_as_those_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    """A rounding error may choose another expert, and then the logits differ by more than rounding errors of their own.
+
+    So tokens in bfloat16 are compared with those of transformers in float32, and transformers' own in bfloat16 likewise.
+    """
+    path = make_model(tmp_path, family, seed=1, dtype=torch.bfloat16)
+    engine = make_engine(path, dtype="bfloat16", page_size=16)
+    prompts = random_prompts(3)
+    got = generate(engine, prompts, COUNT, page_size=16, budget=64, slots=8)
+    engine.close()
+    exact, rounded = (
+        torch.cat(oracle_logits(load_reference(path, dtype), prompts, got)).argmax(-1)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours, theirs = (int((tokens != exact).sum()) for tokens in (torch.tensor(got).flatten(), rounded))
+    assert ours <= max(theirs, len(exact) // 50), (ours, theirs)
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_driver import DEVICE
+from gpus import needs_gpus
 from interrupts import heed_interrupts
 from llm_ranks import ranks_of
+from rank_faults import RankFault, plant
 from tiny_models import make_model
 
 from skiff_runtime import LLM
-from skiff_runtime.errors import Unavailable
+from skiff_runtime.errors import StartupError, Unavailable
 from skiff_runtime.grammar.compiler.compile_queue import GrammarCompileQueue
 from skiff_runtime.messages.transport import Endpoints, Sender
 from skiff_runtime.offline.engine_client import EngineClient
@@ -93,16 +96,39 @@ def test_close_continues_after_one_of_its_steps_has_failed(
     assert not llm._engine.launch.run_dir.exists()
 
 
-def test_hung_rank_is_an_error_and_is_killed(model: Path) -> None:
-    with LLM(str(model), tp_size=2, max_total_tokens=1024, cpu_threads=1, heartbeat_timeout_seconds=5) as llm:
+@needs_gpus(2)
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (signal.SIGSTOP, r"rank1 has been silent for 3 s \(--rank-heartbeat-timeout-seconds\)"),
+        (signal.SIGKILL, r"rank1 was killed by SIGKILL"),
+    ],
+)
+def test_lost_rank_is_an_error_and_no_rank_is_left(model: Path, fault: signal.Signals, reason: str) -> None:
+    """The other rank waits inside a collective, where it could end by SIGKILL alone."""
+    options = {"max_total_tokens": 1024, "cpu_threads": 1, "rank_heartbeat_timeout_seconds": 3}
+    with LLM(str(model), device=DEVICE, tp_size=2, **options) as llm:
         assert llm.generate([1], max_tokens=1, ignore_eos=True)
         ranks = ranks_of(llm)
-        ranks[1].send_signal(signal.SIGSTOP)
-        with pytest.raises(Unavailable, match=r"rank\d has been silent for 5 s"):
-            llm.generate([1, 2], max_tokens=50, ignore_eos=True)
+        stream = llm.stream([1, 2], max_tokens=400, ignore_eos=True)
+        next(stream)
+        ranks[1].send_signal(fault)
+        with pytest.raises(Unavailable, match=reason):
+            list(stream)
         assert all_gone(ranks)
         with pytest.raises(Unavailable, match="killed by SIGKILL"):
             llm.generate([1], max_tokens=1)
+
+
+@needs_gpus(2)
+def test_rank_that_fails_to_start_is_an_error_and_no_rank_is_left(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in plant(tmp_path / "fault", 1, RankFault.NO_MEMORY).environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=r"rank1 exited with code 1"):
+        LLM(str(model), device=DEVICE, tp_size=2, max_total_tokens=1 << 18, cpu_threads=1)
+    assert all_gone(psutil.Process().children())
 
 
 def test_heartbeats_to_an_idle_llm_never_block_a_rank(

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from compiling import run_compiling
-from tiny_models import make_model
+from quantized_formats import FORMATS
+from tiny_models import edit_json, make_model
 
 from skiff_runtime.kernels import kernel_cache
 
@@ -24,6 +26,46 @@ def prebuild(
 
 def kernels(directory: Path) -> list[str]:
     return sorted(path.stem for path in (directory / kernel_cache.TRITON_FOLDER).glob("*/*.cubin"))
+
+
+SHAPE: Final[dict[str, Any]] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+}
+BLOCK_FP8: Final = (
+    "block_fp8_gemv_kernel",
+    "block_fp8_stream_k_kernel",
+    "block_fp8_gemm_kernel",
+    "quantize_groups_kernel",
+    "silu_and_mul_quantize_groups_kernel",
+    "add_rms_norm_quantize_groups_kernel",
+)
+INT4: Final = ("int4_gemv_kernel", "int4_stream_k_kernel", "dequantize_int4_kernel")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("block-fp8", BLOCK_FP8),
+        (
+            "compressed-tensor-fp8-static",
+            ("quantize_static_kernel", "fp8_gemv_kernel", "stream_k_gemm_kernel"),
+        ),
+        ("awq", INT4),
+        ("gptq-asymmetric", INT4),
+    ],
+)
+def test_kernels_of_quantized_checkpoints_are_compiled(
+    tmp_path: Path, name: str, expected: tuple[str, ...]
+) -> None:
+    model = make_model(tmp_path / "model", "qwen3", **SHAPE)
+    edit_json(model / "config.json", quantization_config=FORMATS[name].config)
+    done = prebuild(model, tmp_path / "kernels")
+    assert done.returncode == 0, done.stderr
+    found = kernels(tmp_path / "kernels")
+    assert set(expected) <= set(found), found
 
 
 def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
+from skiff_runtime.layers.weight_format import Fp8Format, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
@@ -176,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
     rounds_of_samples = [workload.draw_round() for _ in range(arguments.rounds)]
     if arguments.dump_workload is not None:
         _dump_workload(arguments.dump_workload, rounds_of_samples)
-    bench = Bench(resolved, model, arguments, workload, _measure_peaks(resolved, arguments))
+    bench = Bench(resolved, model, arguments, workload, _measure_peaks(resolved, model, arguments))
     with LLM(**asdict(config), on_phase=_log_phases()) as llm:
         rounds = [
             _run_round(llm, bench, samples, f"round {number}")
@@ -224,10 +225,11 @@ def _dump_workload(path: Path, rounds: list[list[SampleRequest]]) -> None:
         raise ConfigError(f"--dump-workload {path}: {error.strerror}") from error
 
 
-def _measure_peaks(config: Config, arguments: argparse.Namespace) -> DevicePeaks | None:
+def _measure_peaks(config: Config, model: ModelConfig, arguments: argparse.Namespace) -> DevicePeaks | None:
     if not arguments.roofline:
         return None
-    dtype = "fp8" if config.quantization == "fp8" else config.dtype
+    weight_format = choose_weight_format(config.quantization, model.weight_format)
+    dtype = "fp8" if isinstance(weight_format, Fp8Format) else config.dtype
     return measure_device_peaks(config.device, dtype, config.cpu_threads)
 
 

@@ -23,6 +23,7 @@ from skiff_runtime.kernels.fp8_tensors import (
     MIN_SCALE,
     QuantizedActivations,
 )
+from skiff_runtime.kernels.triton.norm_act.rms_norm import normalize_row
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import load_silu_and_mul
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -64,7 +65,7 @@ def quantize_kernel(
     columns = tl.arange(0, BLOCK)
     wait_for_dependencies(PDL)
     value = tl.load(x + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
-    _store_row(value, values, scales, row, columns, bound, WIDTH)
+    store_row(value, values, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -144,9 +145,8 @@ def add_rms_norm_quantize_kernel(
     value = value.to(dtype)
     tl.store(total + row * WIDTH + columns, value, inside)
     value = value.to(tl.float32)
-    rms_scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    normed = ((value * rms_scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
-    _store_row(normed, values, scales, row, columns, bound, WIDTH)
+    normed = normalize_row(value, weights, eps, WIDTH, dtype).to(tl.float32)
+    store_row(normed, values, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -211,6 +211,41 @@ def quantize_chunk_kernel(
 
 
 @triton.jit
+def quantize_static_kernel(
+    x: tl.tensor,
+    input_scales: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one chunk of a row by a scale that the checkpoint holds.
+
+    Grid: (rows, chunks of BLOCK elements).
+
+    x                   [rows, WIDTH], rows ``stride`` apart
+    input_scales        float32 [PARTS], of which the largest is taken
+    values              FP8, or float16 for a single row, [rows, WIDTH], written
+    scales              float32 [rows], written by the first program of a row
+    PARTS_BLOCK         PARTS rounded up to a power of two
+    """
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS_BLOCK)
+    scale = tl.max(tl.load(input_scales + part, part < PARTS, 0.0), 0)
+    wait_for_dependencies(PDL)
+    value = tl.load(x + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
+    _store_values(value, scale, values, row, columns, WIDTH)
+    if tl.program_id(1) == 0:
+        _store_scale(scale, values, scales, row)
+
+
+@triton.jit
 def _compute_scale(amax: tl.tensor, bound: tl.tensor) -> tl.tensor:
     """Return the scale with which ``amax``, or ``bound`` if that is less, becomes the largest FP8 number."""
     return tl.maximum(tl.div_rn(tl.minimum(amax, bound), _FP8_MAX), _MIN_SCALE)
@@ -243,7 +278,7 @@ def _store_scale(scale: tl.tensor, values: tl.tensor, scales: tl.tensor, row: tl
 
 
 @triton.jit
-def _store_row(
+def store_row(
     value: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
@@ -260,11 +295,29 @@ def _store_row(
 
 def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """Do what ``kernels.fp8.quantize_activations`` does."""
-    quantized = _empty(x, x.shape[1])
+    quantized = empty_quantized(x, x.shape[1])
     if x.shape[0]:
         numbers = x.stride(0), bound
         quantize_kernel[(x.shape[0],)](
-            x, quantized.values, quantized.scales, *numbers, **_row_options(x, x.shape[1])
+            x, quantized.values, quantized.scales, *numbers, **row_options(x, x.shape[1])
+        )
+    return quantized
+
+
+def quantize_static_activations(x: torch.Tensor, scales: torch.Tensor) -> QuantizedActivations:
+    """Do what ``kernels.fp8.quantize_static_activations`` does."""
+    rows, width = x.shape
+    quantized = empty_quantized(x, width)
+    tuning = tuning_for(x.device)
+    if rows:
+        quantize_static_kernel[(rows, triton.cdiv(width, tuning.single_row_chunk))](
+            *(x, scales, quantized.values, quantized.scales, x.stride(0)),
+            WIDTH=width,
+            BLOCK=tuning.single_row_chunk,
+            PARTS=len(scales),
+            PARTS_BLOCK=triton.next_power_of_2(len(scales)),
+            num_warps=tuning.single_row_warps,
+            **pdl_options(x.device),
         )
     return quantized
 
@@ -272,7 +325,7 @@ def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedA
 def silu_and_mul_quantize(gate_up: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """Do what ``kernels.fp8.silu_and_mul_quantize`` does."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    quantized = _empty(gate_up, width)
+    quantized = empty_quantized(gate_up, width)
     if rows == 1:
         _silu_and_mul_quantize_single_row(gate_up, quantized, bound)
     elif rows:
@@ -292,7 +345,7 @@ def add_rms_norm_quantize(
 ) -> tuple[QuantizedActivations, torch.Tensor]:
     """Do what ``kernels.fp8.add_rms_norm_quantize`` does."""
     rows, width = x.shape
-    quantized = _empty(x, width)
+    quantized = empty_quantized(x, width)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         add_rms_norm_quantize_kernel[(rows,)](
@@ -306,7 +359,7 @@ def add_rms_norm_quantize(
             residual.stride(0),
             eps,
             bound,
-            **_row_options(x, width),
+            **row_options(x, width),
         )
     return quantized, total
 
@@ -335,14 +388,15 @@ def _silu_and_mul_quantize_single_row(
     )
 
 
-def _empty(like: torch.Tensor, width: int) -> QuantizedActivations:
+def empty_quantized(like: torch.Tensor, width: int) -> QuantizedActivations:
+    """Allocate quantized activations of ``width`` columns for as many rows as ``like`` has."""
     rows = like.shape[0]
     values = torch.empty((rows, width), dtype=torch.float16 if rows == 1 else E4M3, device=like.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=like.device)
     return QuantizedActivations(values, scales, like.dtype)
 
 
-def _row_options(source: torch.Tensor, width: int) -> dict[str, Any]:
+def row_options(source: torch.Tensor, width: int) -> dict[str, Any]:
     """Return the launch options of kernels that hold a whole row, made of ``source``, as one block."""
     return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), **_launch_options(source, width)}
 

@@ -85,13 +85,14 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     tile: GemvTile | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    ``tile`` replaces the tuned one.
+    ``tile`` replaces the tuned one; ``dtype`` is that of the result (default: that of x).
     """
     inputs, outputs = x.shape[1], weight.shape[0]
-    output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    output = torch.empty((1, outputs), dtype=dtype or x.dtype, device=x.device)
     tile = tile or _choose_tile(weight)
     gemv_kernel[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
         x,

@@ -1,0 +1,236 @@
+"""Peer-to-peer all-reduce between the GPUs of one host: the choice of an algorithm, and the memory that it needs.
+
+The kernels are in ``kernels.triton.all_reduce``. All ranks sum by the same algorithm, so it is chosen from what all
+ranks know alike: their number, and the shape and dtype of the message. Only peer access is needed (NVLink, or PCIe
+where the driver allows it), no multicast.
+"""
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+import torch
+
+from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate
+from skiff_runtime.errors import CollectiveTimeout, SkiffError
+from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.triton.all_reduce.low_latency import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_quantize,
+    fits_rows,
+    low_latency_all_reduce,
+    low_latency_capacity,
+)
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
+    CHANNELS,
+    COLLECTIVES,
+    LINE_BYTES,
+    MAX_RANKS,
+    TIMEOUT,
+    PeerMemory,
+    allocation_bytes,
+)
+from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce, push_capacity
+from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
+
+NANOSECONDS: Final = 1_000_000_000
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+Agree = Callable[[bool], bool]
+"""Returns whether all ranks pass True; also a barrier."""
+
+
+class PeerMemoryUnavailable(SkiffError):
+    """The GPUs cannot write into each other's memory. The message says why."""
+
+
+class Algorithm(Enum):
+    """An algorithm of all-reduce."""
+
+    LOW_LATENCY = "one-shot, LL"
+    ONE_SHOT = "one-shot"
+    TWO_SHOT = "two-shot"
+    NCCL = "NCCL"
+
+
+def choose_algorithm(nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...]) -> Algorithm:
+    """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks."""
+    found = next((each for each in limits if each.ranks >= ranks), None)
+    if found is None or nbytes == 0 or nbytes % LINE_BYTES:
+        return Algorithm.NCCL
+    if nbytes <= min(found.low_latency, low_latency_capacity()):
+        return Algorithm.LOW_LATENCY
+    if nbytes <= found.one_shot:
+        return Algorithm.ONE_SHOT
+    return Algorithm.TWO_SHOT if nbytes <= found.two_shot else Algorithm.NCCL
+
+
+class PeerToPeerAllReduce:
+    """All-reduce of one rank over the memory that it shares with its peers.
+
+    The ranks must run the same collectives of the same sizes in the same order, one after the other. Kernels count the
+    calls on the device, so they may be launched, captured in graphs and replayed in any mixture.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, status: torch.Tensor, buffer: SymmetricBuffer | None = None
+    ) -> None:
+        """``status`` int64 [1] of the host is where ``memory``'s kernels report; ``buffer`` is kept alive."""
+        self._memory = memory
+        self._status = status
+        self._buffer = buffer
+        self._limits = tuning_for(memory.table.device).all_reduce
+        self._timeout_seconds = math.inf
+
+    @classmethod
+    def connect(
+        cls, rank: int, ranks: int, device: torch.device, *, agree: Agree, timeout_seconds: float
+    ) -> "PeerToPeerAllReduce":
+        """Map the memory of all ranks; all must call it, and rank i must be on GPU i.
+
+        Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one.
+        """
+        _agree_on(agree, _find_obstacle(rank, ranks))
+        try:
+            buffer, failure = allocate(allocation_bytes(ranks), device), None
+        except RuntimeError as error:
+            buffer, failure = None, str(error).partition("\n")[0]
+        _agree_on(agree, failure)
+        assert buffer is not None
+        _agree_on(agree, _probe(buffer, rank, ranks, agree))
+        status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        memory = make_peer_memory(buffer.addresses, rank, status.data_ptr(), device)
+        created = cls(memory, status, buffer)
+        created.set_timeout(timeout_seconds)
+        torch.cuda.synchronize(device)
+        agree(True)  # no rank writes into memory that is not zeroed yet
+        return created
+
+    @classmethod
+    def detached(cls, ranks: int, device: torch.device) -> "PeerToPeerAllReduce":
+        """Return one without peers, whose kernels can be compiled but not run."""
+        table = torch.empty(ranks + 2, dtype=torch.int64, device=device)
+        epochs = torch.empty(CHANNELS, dtype=torch.int64, device=device)
+        control = torch.empty(2, dtype=torch.int64, device=device)
+        return cls(PeerMemory(ranks, table, epochs, control), torch.empty(1, dtype=torch.int64))
+
+    def choose(self, x: torch.Tensor) -> Algorithm:
+        """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
+        if x.dtype not in DTYPES:
+            return Algorithm.NCCL
+        return choose_algorithm(x.nbytes, self._memory.ranks, self._limits)
+
+    def can_reduce(self, x: torch.Tensor) -> bool:
+        """Return whether messages of the shape and dtype of ``x`` are summed here, not by NCCL."""
+        return self.choose(x) is not Algorithm.NCCL
+
+    def can_fuse(self, x: torch.Tensor) -> bool:
+        """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
+        rows, width = x.shape
+        return self.choose(x) is Algorithm.LOW_LATENCY and fits_rows(rows, width * x.itemsize)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
+        algorithm = self.choose(x)
+        x = _aligned(x)
+        if algorithm is Algorithm.LOW_LATENCY:
+            low_latency_all_reduce(x, self._memory)
+            return x
+        two_shot = algorithm is Algorithm.TWO_SHOT
+        capacity = push_capacity(self._memory.ranks, two_shot=two_shot)
+        for part in x.view(-1).split(capacity // x.itemsize):
+            push_all_reduce(part, self._memory, two_shot=two_shot)
+        return x
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what ``all_reduce`` and then ``kernels.rms_norm.add_rms_norm`` do, where ``can_fuse`` is true."""
+        return all_reduce_add_rms_norm(_aligned(x), _aligned(residual), weight, eps, self._memory)
+
+    def add_rms_norm_quantize(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Do what ``all_reduce`` and then ``kernels.fp8.add_rms_norm_quantize`` do, where ``can_fuse`` is true."""
+        return all_reduce_add_rms_norm_quantize(
+            _aligned(x), _aligned(residual), weight, eps, self._memory, bound
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound how long a kernel waits for another rank, from its next launch or replay on."""
+        self._timeout_seconds = seconds
+        self._memory.control[TIMEOUT].fill_(int(seconds * NANOSECONDS))
+
+    def check(self) -> None:
+        """Raise ``CollectiveTimeout`` if a kernel has given up: results since then are wrong on this rank."""
+        collective = int(self._status[0])
+        if collective:
+            raise CollectiveTimeout(
+                f"{COLLECTIVES[collective]}: this rank waited for another one for longer than "
+                f"{self._timeout_seconds:g} s"
+            )
+
+    def sample_sizes(self) -> list[int]:
+        """Return sizes of messages, in bytes, that together take every algorithm of this class."""
+        found = next(each for each in self._limits if each.ranks >= self._memory.ranks)
+        sizes = (found.low_latency, found.one_shot, found.two_shot)
+        return [
+            size
+            for size in sizes
+            if choose_algorithm(size, self._memory.ranks, self._limits) is not Algorithm.NCCL
+        ]
+
+
+def make_peer_memory(
+    addresses: tuple[int, ...], rank: int, status_address: int, device: torch.device
+) -> PeerMemory:
+    """Return the view of rank ``rank`` on memory at ``addresses``, one of each rank, all zeroed."""
+    return PeerMemory(
+        ranks=len(addresses),
+        table=torch.tensor([*addresses, rank, status_address], dtype=torch.int64, device=device),
+        epochs=torch.zeros(CHANNELS, dtype=torch.int64, device=device),
+        control=torch.zeros(2, dtype=torch.int64, device=device),
+    )
+
+
+def _find_obstacle(rank: int, ranks: int) -> str | None:
+    """Return why peer memory cannot work, as far as is known before it is tried."""
+    if ranks > MAX_RANKS:
+        return f"it works for at most {MAX_RANKS} ranks"
+    for peer in range(ranks):
+        if peer != rank and not torch.cuda.can_device_access_peer(rank, peer):
+            return f"GPU {rank} has no peer access to GPU {peer}"
+    return None
+
+
+def _agree_on(agree: Agree, failure: str | None) -> None:
+    """Raise ``PeerMemoryUnavailable`` on all ranks if one has a failure."""
+    if not agree(failure is None):
+        raise PeerMemoryUnavailable(failure or "it failed on another rank, whose log says why")
+
+
+def _probe(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
+    """Write to every peer and read what they wrote; return what is wrong. Leaves all memory zeroed.
+
+    Where an IOMMU is in the way, peer access is reported and data is lost without an error.
+    """
+    buffer.memory.zero_()
+    torch.cuda.synchronize()
+    agree(True)
+    for peer in range(ranks):
+        if peer != rank:
+            buffer.of_rank(peer, ranks)[rank] = rank + 1
+    torch.cuda.synchronize()
+    agree(True)
+    seen = buffer.memory[: 8 * ranks].view(torch.int64).tolist()
+    buffer.memory.zero_()
+    torch.cuda.synchronize()
+    wrong = [peer for peer in range(ranks) if seen[peer] != (0 if peer == rank else peer + 1)]
+    return f"data that GPU {wrong[0]} wrote did not arrive on GPU {rank}" if wrong else None
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` contiguous and at an address that lines can be read from."""
+    x = x.contiguous()
+    return x if x.data_ptr() % LINE_BYTES == 0 else x.clone()

@@ -1,0 +1,228 @@
+"""The protocol of the all-reduce kernels, as a model: epochs, two buffers, LL words and flags under any interleaving.
+
+The model runs one channel of several ranks. A store is in flight until the schedule delivers it, in any order; a fence,
+and the end of a call, wait until all stores of the rank have arrived. The schedule also decides which rank takes the
+next step, so a rank may run ahead of the others as far as the protocol lets it. Every word that is read must hold what
+its source sent in the reader's call.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+SLOTS: Final = 3
+MARKS: Final = 16
+"""Marks repeat after so many calls (2^32 in the kernels), all words are rewritten in two calls of each PERIOD (2^30)."""
+PERIOD: Final = 4
+
+
+class Call(NamedTuple):
+    """One collective: its kind, and its words of each source."""
+
+    kind: str
+    words: int
+
+
+class Word(NamedTuple):
+    """What a source sent in a call, and the mark beside it."""
+
+    source: int
+    epoch: int
+    mark: int
+
+
+Address = tuple[object, ...]
+Choose = Callable[[int], int]
+Step = Callable[[], bool] | None
+"""A condition that must hold before the rank goes on; None for an ordinary step."""
+
+
+class Violation(AssertionError):
+    """A rank read a word that is not of its call."""
+
+
+@dataclass
+class Rules:
+    """The protocol, and ways to break it."""
+
+    buffers: int = 2
+    refresh: bool = True
+    refresh_by_all: bool = True
+    fence: bool = True
+    waits: bool = True
+
+
+@dataclass
+class Rank:
+    """The memory of a rank, and its stores that have not arrived yet: (rank, address, value)."""
+
+    memory: dict[Address, Word] = field(default_factory=dict)
+    in_flight: list[tuple[int, Address, Word]] = field(default_factory=list)
+
+
+class Model:
+    """All ranks of one channel, that run ``calls`` one after the other."""
+
+    def __init__(self, ranks: int, calls: list[Call], rules: Rules) -> None:
+        self._calls = calls
+        self._rules = rules
+        self.ranks = [Rank() for _ in range(ranks)]
+
+    def run(self, choose: Choose) -> None:
+        """Run to the end; ``choose(n)`` picks one of n possible events."""
+        programs = {rank: self._run_rank(rank) for rank in range(len(self.ranks))}
+        blocked: dict[int, Callable[[], bool]] = {}
+        while programs:
+            runnable = [rank for rank in programs if rank not in blocked or blocked[rank]()]
+            stores = [
+                (rank, index) for rank, each in enumerate(self.ranks) for index in range(len(each.in_flight))
+            ]
+            assert runnable or stores, "deadlock"
+            event = choose(len(runnable) + len(stores))
+            if event < len(runnable):
+                rank = runnable[event]
+                blocked.pop(rank, None)
+                try:
+                    condition = next(programs[rank])
+                except StopIteration:
+                    del programs[rank]
+                    continue
+                if condition is not None:
+                    blocked[rank] = condition
+            else:
+                rank, index = stores[event - len(runnable)]
+                target, address, word = self.ranks[rank].in_flight.pop(index)
+                self.ranks[target].memory[address] = word
+
+    def _run_rank(self, rank: int) -> Iterator[Step]:
+        for epoch, call in enumerate(self._calls, 1):
+            if call.kind == "words":
+                yield from self._send_words(rank, epoch, call.words)
+            else:
+                yield from self._send_plain(rank, epoch, call, phases=2 if call.kind == "two-shot" else 1)
+            yield lambda: not self.ranks[rank].in_flight  # the end of a kernel
+
+    def _store_words(self, rank: int, epoch: int, words: int) -> Iterator[Step]:
+        """Store a message as LL words; where all words are rewritten, also what no message needs."""
+        refresh = self._rules.refresh and epoch % PERIOD < 2
+        for peer in self._peers(rank):
+            for slot in range(SLOTS if refresh else words):
+                word = Word(rank, epoch, epoch % MARKS)
+                self._store(rank, peer, ("word", epoch % self._rules.buffers, rank, slot), word)
+                yield None
+
+    def _send_words(self, rank: int, epoch: int, words: int) -> Iterator[Step]:
+        mark = epoch % MARKS
+        yield from self._store_words(rank, epoch, words)
+        for source in self._peers(rank):
+            for slot in range(words):
+                address = ("word", epoch % self._rules.buffers, source, slot)
+                if self._rules.waits:
+                    yield self._has_mark(rank, address, mark)
+                self._check(rank, address, source, epoch)
+
+    def _send_plain(self, rank: int, epoch: int, call: Call, *, phases: int) -> Iterator[Step]:
+        mine = Word(rank, epoch, epoch)
+
+        def place(phase: int, source: int, slot: int) -> Address:
+            """Both kinds divide the same memory: one-shot into as many regions as ranks, two-shot into twice as many."""
+            region = (phase * len(self.ranks) + source) * (2 * SLOTS // phases)
+            return "plain", epoch % self._rules.buffers, region + slot
+
+        if self._rules.refresh_by_all:
+            yield from self._store_words(rank, epoch, 0)
+        for phase in range(phases):
+            for peer in self._peers(rank):
+                for slot in range(call.words):
+                    self._store(rank, peer, place(phase, rank, slot), mine)
+                    yield None
+            if self._rules.fence:
+                yield lambda: not self.ranks[rank].in_flight
+            for peer in self._peers(rank):
+                self._store(rank, peer, ("flag", phase, rank), mine)
+                yield None
+            for source in self._peers(rank):
+                yield self._has_reached(rank, ("flag", phase, source), epoch)
+            for source in self._peers(rank):
+                for slot in range(call.words):
+                    self._check(rank, place(phase, source, slot), source, epoch)
+                    yield None
+
+    def _peers(self, rank: int) -> list[int]:
+        return [peer for peer in range(len(self.ranks)) if peer != rank]
+
+    def _store(self, rank: int, peer: int, address: Address, word: Word) -> None:
+        self.ranks[rank].in_flight.append((peer, address, word))
+
+    def _mark(self, rank: int, address: Address) -> int:
+        word = self.ranks[rank].memory.get(address)
+        return 0 if word is None else word.mark
+
+    def _has_mark(self, rank: int, address: Address, mark: int) -> Callable[[], bool]:
+        return lambda: self._mark(rank, address) == mark
+
+    def _has_reached(self, rank: int, address: Address, mark: int) -> Callable[[], bool]:
+        return lambda: self._mark(rank, address) >= mark
+
+    def _check(self, rank: int, address: Address, source: int, epoch: int) -> None:
+        word = self.ranks[rank].memory.get(address)
+        if word is None or (word.source, word.epoch) != (source, epoch):
+            raise Violation(f"rank {rank} in call {epoch} read {word} at {address}")
+
+
+CALLS: Final = st.lists(
+    st.builds(Call, st.sampled_from(["words", "one-shot", "two-shot"]), st.integers(1, SLOTS)),
+    min_size=1,
+    max_size=3 * MARKS // 2,
+)
+
+
+@given(st.integers(2, 4), CALLS, st.randoms(use_true_random=False))
+def test_every_read_is_of_its_call(ranks: int, calls: list[Call], schedule: random.Random) -> None:
+    Model(ranks, calls, Rules()).run(schedule.randrange)
+
+
+@given(st.integers(2, 4), CALLS)
+def test_rank_that_runs_ahead_as_far_as_it_can(ranks: int, calls: list[Call]) -> None:
+    """The first of the possible events is always taken, or the last: one rank runs as long as nothing stops it."""
+    Model(ranks, calls, Rules()).run(lambda _: 0)
+    Model(ranks, calls, Rules()).run(lambda count: count - 1)
+
+
+def find_violation(ranks: int, calls: list[Call], rules: Rules) -> Violation | None:
+    """Return a violation that one of two hundred random schedules finds."""
+    for seed in range(200):
+        generator = random.Random(seed)
+        try:
+            Model(ranks, calls, rules).run(generator.randrange)
+        except Violation as violation:
+            return violation
+    return None
+
+
+ONE_SHOT: Final = [Call("one-shot", 1)] * 6
+LONG_THEN_SHORT: Final = [Call("words", 2), *[Call("words", 1)] * (MARKS - 1), Call("words", 2)]
+WORDS_ARE_RARE: Final = [
+    Call("words" if epoch in (2, 2 + MARKS) else "one-shot", 1) for epoch in range(1, 3 + MARKS)
+]
+
+
+@pytest.mark.parametrize(
+    ("calls", "rules"),
+    [
+        pytest.param(ONE_SHOT, Rules(buffers=1), id="one buffer"),
+        pytest.param(ONE_SHOT, Rules(fence=False), id="no fence"),
+        pytest.param(LONG_THEN_SHORT, Rules(refresh=False), id="marks that repeat"),
+        pytest.param(WORDS_ARE_RARE, Rules(refresh_by_all=False), id="marks that repeat behind other calls"),
+        pytest.param([Call("words", 1)] * 3, Rules(waits=False), id="no wait"),
+    ],
+)
+def test_each_rule_is_needed(calls: list[Call], rules: Rules) -> None:
+    """Without it the model finds a wrong read, and with it none, so the model can tell them apart."""
+    assert find_violation(2, calls, rules) is not None
+    assert find_violation(2, calls, Rules()) is None

@@ -1,0 +1,75 @@
+"""All-reduce over peer memory by Triton's interpreter: each rank is a process, and all map the same files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from all_reduce_ranks import fuse, sum_in_every_way, wait_in_vain
+from rank_processes import on_ranks
+
+from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
+    CHANNELS,
+    COLLECTIVES,
+    LINE_BYTES,
+    MAX_RANKS,
+    SLOT_LINES,
+    STAGES,
+    allocation_bytes,
+)
+from skiff_runtime.kernels.triton.all_reduce.push import push_capacity
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares the compiled kernels")
+
+REFRESH = 1 << 30
+WRAP = 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "first_epoch"),
+    [(2, "float32", 1), (2, "float16", WRAP - 3), (3, "bfloat16", REFRESH - 2), (4, "float32", 1)],
+)
+def test_sums_are_those_of_rank_order_bit_for_bit(
+    tmp_path: Path, ranks: int, dtype: str, first_epoch: int
+) -> None:
+    """Also where all words are rewritten, and where the marks of LL words begin again at 0."""
+    rounds = 24
+    results = on_ranks(ranks, tmp_path, sum_in_every_way, str(tmp_path), dtype, rounds, first_epoch)
+    assert all(result == results[0] for result in results)
+    assert results[0]["wrong"] == [] and not results[0]["failed"]
+    assert results[0]["epochs"][0] == rounds, "the first channel takes part in every message"
+    assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_fused_kernels_equal_the_kernels_that_they_fuse(tmp_path: Path, dtype: str) -> None:
+    for result in on_ranks(2, tmp_path, fuse, str(tmp_path), dtype):
+        assert len(result) == 4
+        assert all(all(equal) for equal in result.values()), result
+
+
+@pytest.mark.parametrize(("kind", "collective"), [("words", 1), ("one-shot", 2), ("two-shot", 3)])
+def test_rank_that_waits_in_vain_gives_up_and_reports(tmp_path: Path, kind: str, collective: int) -> None:
+    first, second = on_ranks(2, tmp_path, wait_in_vain, str(tmp_path), kind)
+    assert first == {"failed": True, "collective": collective}
+    assert collective in COLLECTIVES
+    assert second == {"failed": False, "collective": 0}
+
+
+@pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
+def test_capacities_fit_into_the_allocation(ranks: int) -> None:
+    flags = 2 * STAGES * CHANNELS * MAX_RANKS * 8
+    words = 2 * ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
+    for two_shot in (False, True):
+        capacity = push_capacity(ranks, two_shot=two_shot)
+        region = capacity // CHANNELS // (ranks if two_shot else 1)
+        assert region % LINE_BYTES == 0
+        regions = ranks * (2 if two_shot else 1)
+        assert flags + words + 2 * CHANNELS * regions * region <= allocation_bytes(ranks)
+    assert low_latency_capacity() == CHANNELS * SLOT_LINES * LINE_BYTES
+
+
+def test_rows_that_fused_kernels_take() -> None:
+    assert fits_rows(64, 10240) and fits_rows(128, 10240) and not fits_rows(129, 10240)
+    assert not fits_rows(1, 10248), "a row must consist of whole lines"
+    assert not fits_rows(1, 2 * SLOT_LINES * LINE_BYTES)

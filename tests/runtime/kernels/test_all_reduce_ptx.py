@@ -1,0 +1,68 @@
+"""The all-reduce kernels as compiled for an H100: scopes and widths of their accesses, and the layout of the fused norm."""
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+from compiling import run_compiling
+
+pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
+
+SCRIPT: Final = str(Path(__file__).parents[2] / "support/compiled_kernels.py")
+WIDE: Final = r"\.v(2\.b64|4\.b32)"
+"""16 bytes at a time."""
+Kernels = dict[str, dict[str, str]]
+
+
+def compile_case(kind: str, number: int) -> Kernels:
+    """Return PTX and TTGIR of the kernels of a case of ``compiled_kernels``."""
+    done = run_compiling(SCRIPT, kind, str(number))
+    assert done.returncode == 0, done.stderr
+    found: Kernels = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def sums(request: pytest.FixtureRequest) -> Kernels:
+    return compile_case("sum", request.param)
+
+
+def test_words_are_stored_and_polled_16_bytes_wide_at_system_scope(sums: Kernels) -> None:
+    """And no access to peers is narrower: what remains are the epoch, the table and the message."""
+    ptx = sums["low_latency_all_reduce_kernel"]["ptx"]
+    assert "st.relaxed.sys.global.v2.b64" in ptx and "ld.relaxed.sys.global.v2.b64" in ptx
+    assert not re.search(r"(st|ld)\.relaxed\.sys\.global\.b", ptx)
+    message = re.findall(r"(?:ld|st)\.global\S*\.v\S*", ptx)
+    assert message and all(re.search(WIDE, each) for each in message), message
+
+
+def test_pushed_data_is_16_bytes_wide_between_a_fence_and_an_acquire(sums: Kernels) -> None:
+    ptx = sums["push_all_reduce_kernel"]["ptx"]
+    assert re.search(rf"st\.global{WIDE}", ptx) and re.search(rf"ld\.global\.cg\S*{WIDE}", ptx)
+    assert not re.search(r"ld\.global\.cg\S*\.b(16|32|64) ", ptx.replace("v2.b64", "").replace("v4.b32", ""))
+    for pattern in ("fence.acq_rel.sys", "st.relaxed.sys.global.b64", "ld.acquire.sys.global.b64"):
+        assert pattern in ptx
+    pushed, fence, flag = (
+        ptx.index(each) for each in ("st.global.", "fence.acq_rel.sys", "st.relaxed.sys.global.b64")
+    )
+    assert pushed < fence < flag < ptx.index("ld.acquire.sys") < ptx.index("ld.global.cg")
+
+
+@pytest.mark.parametrize("width", [64, 1536, 4096, 5120, 8192])
+def test_fused_norms_sum_a_row_in_the_layout_of_the_kernels_that_they_fuse(width: int) -> None:
+    """The layout decides the order of a sum, and so its last bits."""
+    kernels = compile_case("normalize", width)
+    assert row_layouts(kernels["all_reduce_add_rms_norm_kernel"]) == row_layouts(kernels["rms_norm_kernel"])
+    fused = row_layouts(kernels["all_reduce_add_rms_norm_quantize_kernel"])
+    assert fused == row_layouts(kernels["add_rms_norm_quantize_kernel"])
+
+
+def row_layouts(kernel: dict[str, str]) -> list[str]:
+    """Return shape and layout of the operand of each reduction of a float32 row, layouts written out."""
+    ttgir = kernel["ttgir"]
+    names = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r"\) : \(tensor<(\d+xf32), (#\w+)>\) -> f32", ttgir)
+    assert operands, "no reduction found"
+    return [f"{shape} {names[name]}" for shape, name in operands]

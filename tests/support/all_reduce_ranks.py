@@ -1,0 +1,120 @@
+"""What each process of an interpreted all-reduce test runs; importable by the processes that ``rank_processes`` spawns."""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import kernel_device  # noqa: F401  # repairs Triton's interpreter
+import torch
+from all_reduce_messages import make_message, same_bits, sum_messages
+from simulated_peers import SimulatedPeer, map_files
+
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.triton.all_reduce.low_latency import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_quantize,
+    low_latency_all_reduce,
+)
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
+    CHANNELS,
+    LINE_BYTES,
+    SLOT_BYTES,
+    SLOT_LINES,
+    allocation_bytes,
+)
+from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
+from skiff_runtime.kernels.triton.fp8.quantize import add_rms_norm_quantize
+from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm
+
+EPS = 1e-5
+POLLS = 1_000_000
+
+
+def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> SimulatedPeer:
+    """Map the ranks' memory, when all ranks are there."""
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=polls)
+    group.all_reduce_min(0)
+    return peer
+
+
+def age(peer: SimulatedPeer, rank: int, epoch: int) -> None:
+    """Let the next call have this epoch; no LL word of the rank's memory has the mark 0 then, as in a new one."""
+    peer.memory.epochs.fill_(epoch - 1)
+    words = 2 * peer.memory.ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
+    start = allocation_bytes(peer.memory.ranks) - 2 * CHANNELS * SLOT_BYTES - words
+    peer.buffers[rank][start : start + words].fill_(0x55)
+
+
+def sum_in_every_way(
+    group: TensorParallelGroup, directory: str, dtype_name: str, rounds: int, first_epoch: int
+) -> dict[str, Any]:
+    """Sum messages of random sizes by random kernels, with nothing between them that orders the ranks.
+
+    Returns the rounds whose sum is not that of ``sum_messages``, bit for bit, and a digest of all sums.
+    """
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    if first_epoch > 1:
+        age(peer, group.tp_rank, first_epoch)
+    group.all_reduce_min(0)
+    dtype = getattr(torch, dtype_name)
+    choices, digest, wrong = random.Random(0), hashlib.sha256(), []
+    for number in range(rounds):
+        kind = choices.choice(["words", "words", "one-shot", "two-shot"])
+        shape = (choices.choice([8, 16, 24, 4096, 8200]),)
+        x = make_message(group.tp_rank, number, shape, dtype)
+        if kind == "words":
+            low_latency_all_reduce(x, peer.memory)
+        else:
+            push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+        if not same_bits(x, sum_messages(group.tp_size, number, shape, dtype)):
+            wrong.append((number, kind, shape))
+        digest.update(x.view(torch.uint8).numpy().tobytes())
+    return {
+        "wrong": wrong,
+        "digest": digest.hexdigest(),
+        "epochs": (peer.memory.epochs - first_epoch + 1).tolist(),
+        "failed": peer.has_failed,
+    }
+
+
+def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[str, Any]:
+    """Compare the fused kernels with an all-reduce followed by the kernels that are not fused."""
+    peer = join(group, directory)
+    dtype = getattr(torch, dtype_name)
+    results: dict[str, Any] = {}
+    for number, (rows, width) in enumerate([(1, 64), (3, 96), (66, 128), (2, 1536)]):
+        part = make_message(group.tp_rank, number, (rows, width), dtype)
+        residual = make_message(10, number, (rows, width), dtype)
+        weight = make_message(11, number, (width,), dtype)
+        summed = part.clone()
+        low_latency_all_reduce(summed.view(-1), peer.memory)
+        expected = add_rms_norm(summed, residual, weight, EPS)
+        found = all_reduce_add_rms_norm(part, residual, weight, EPS, peer.memory)
+        expected_quantized = add_rms_norm_quantize(summed, residual, weight, EPS, 3.0)
+        found_quantized = all_reduce_add_rms_norm_quantize(part, residual, weight, EPS, peer.memory, 3.0)
+        results[f"{rows} x {width}"] = [
+            *map(same_bits, found, expected),
+            *map(same_bits, parts(*found_quantized), parts(*expected_quantized)),
+        ]
+    return results
+
+
+def parts(quantized: QuantizedActivations, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a quantized result."""
+    return quantized.values, quantized.scales, total
+
+
+def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[str, Any]:
+    """Let rank 0 sum without the others; they come when it has given up."""
+    peer = join(group, directory, polls=3)
+    x = make_message(group.tp_rank, 0, (4096,), torch.float32)
+    if group.tp_rank == 0:
+        for _ in range(2):
+            if kind == "words":
+                low_latency_all_reduce(x, peer.memory)
+            else:
+                push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+    group.all_reduce_min(0)
+    return {"failed": peer.has_failed, "collective": int(peer.status.item())}
