@@ -26,6 +26,7 @@ from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.layers.tensor_converters import (
     AwqWords,
     CompressedWords,
+    ConsecutiveGroups,
     GptqWords,
     GroupIndex,
     ScalarScale,
@@ -269,6 +270,7 @@ class Int4LinearWeight(LinearWeight):
         name = f"{part.name}.weight_shape"
         nothing = words.new_empty(0)
         yield WeightShard(name, (2,), 0, 0, 2, nothing, converter=StoredShape(part.shape, name))
+        yield self._group_check(part, "weight_g_idx")
         groups = self._format.count_groups(inputs)
         scales = self.matrix.scales[part.rows]
         typical = ScaleTable(scales, typical_scale(inputs, SYMMETRIC_RANGE))
@@ -302,7 +304,9 @@ class Int4LinearWeight(LinearWeight):
             bounds = (part.start, part.stop) if part.dim == 1 else packed
             yield WeightShard(name, shape, dim, *bounds, words, converter=awq)
         else:
-            if self._orders is not None:
+            if self._orders is None:
+                yield self._group_check(part, "g_idx")
+            else:
                 index_name = f"{part.name}.g_idx"
                 order = self._orders[number]
                 index = GroupIndex(order, self._format.group_size or inputs, index_name)
@@ -323,6 +327,13 @@ class Int4LinearWeight(LinearWeight):
         kept = words.new_empty(0) if target is None else target
         bounds = bounds if part.dim == 1 else packed
         yield WeightShard(name, (groups, outputs // PER_WORD), dim, *bounds, kept, converter=points)
+
+    def _group_check(self, part: MatrixPart, end: str) -> WeightShard:
+        """Return the shard of the groups of inputs, which every rank compares with consecutive ones."""
+        inputs, name = part.shape[1], f"{part.name}.{end}"
+        check = ConsecutiveGroups(self._format.group_size or inputs, name)
+        empty = self.matrix.words.new_empty(0)
+        return WeightShard(name, (inputs,), 0, 0, inputs, empty, converter=check, optional=True)
 
     def _group_range(self, part: MatrixPart) -> tuple[int, int]:
         """Return the outputs of the part, or the groups of its inputs: its range of a table of scales."""

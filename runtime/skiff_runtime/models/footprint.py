@@ -21,6 +21,8 @@ PROMPT_LOGPROBS_CHUNK: Final = 64
 """Positions of a prompt whose logits are in memory at a time."""
 PROMPT_LOGPROBS_BYTES_PER_LOGIT: Final = 16
 """Float32 copies, and the search for the most likely tokens."""
+INT4_STEPS: Final = 5
+"""Float32 matrices in memory while a CPU dequantizes: integers, zero points, difference, scales and product."""
 _QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures that normalize each head of queries and keys."""
 
@@ -265,9 +267,8 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
         gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)
         if isinstance(weight_format, Fp8Format):
             dequantized = 4 * _largest_matrix(model, tp_size, expert_parallel=config.expert_parallel)
-        dequantized *= (
-            5 if isinstance(weight_format, Int4Format) else 1
-        )  # the steps of dequantization, in float32
+        if isinstance(weight_format, Int4Format):  # the steps of dequantization, in float32
+            dequantized *= INT4_STEPS * 4 // element_bytes
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
     return activations + estimate_sampling_bytes(config, model) + gathered + dequantized + tables
 
