@@ -74,18 +74,20 @@ class _Matrices:
 _MatricesByProjection = dict[Projection, _Matrices]
 
 
-def count_parameters(model: ModelConfig, tp_size: int = 1) -> ParameterCounts:
+def count_parameters(
+    model: ModelConfig, tp_size: int = 1, *, expert_parallel: bool = False
+) -> ParameterCounts:
     """Count the weights of rank 0 of ``tp_size``; no rank has more.
 
     With fewer KV heads than ranks, heads are replicated; norms, routers and the biases after a sum are whole on every
-    rank. A rank has as many weights of experts with expert parallelism as without.
+    rank. With expert parallelism a rank has whole experts, otherwise some columns of each.
     """
     hidden, layers = model.hidden_size, model.num_layers
     vocabulary = -(-model.vocab_size // tp_size)
     sparse, moe = num_sparse_layers(model), model.moe
     attention = _attention_matrices(model, tp_size)
     mlp = _mlp_matrices(model, tp_size)
-    experts = _expert_matrices(model, tp_size, expert_parallel=False)
+    experts = _expert_matrices(model, tp_size, expert_parallel=expert_parallel)
     qkv_bias, output_bias = _attention_biases(model)
     attention_biases = qkv_bias * attention["qkv_proj"].outputs + output_bias * attention["o_proj"].outputs
     mlp_biases = sum(each.outputs for each in mlp.values()) if model.mlp_bias else 0
@@ -127,7 +129,7 @@ def estimate_weight_bytes(
     A matrix of attention, MLP or an expert takes what its format needs, unless a quantized checkpoint keeps it
     unquantized.
     """
-    size = count_parameters(model, tp_size).total * element_bytes
+    size = count_parameters(model, tp_size, expert_parallel=expert_parallel).total * element_bytes
     weight_format = choose_weight_format(quantization, model.weight_format)
     if weight_format is None:
         return size
