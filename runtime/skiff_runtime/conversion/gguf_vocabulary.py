@@ -47,7 +47,7 @@ _TEKKEN_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a family splits a text into words, before merges are applied in each.
+    """The split of a text into words in one family, before merges are applied in each.
 
     ``words``: the expression of a word; None for GPT-2's. ``ignore_merges``: a word that is a token stays whole, by
     whichever merges it could be reached. ``adds_bos``: BOS before a text where the file does not say.

@@ -54,7 +54,7 @@ _ARRAY: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class UnreadArray:
-    """The length of an array in the metadata whose elements were not asked for."""
+    """The length of an array in the metadata whose elements were not requested."""
 
     length: int
 
@@ -90,8 +90,8 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` names a GGUF file, which need not exist."""
-    return path.suffix == SUFFIX
+    """Return whether ``path`` names a GGUF file, which need not exist. A directory is none, whatever its name."""
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
@@ -162,7 +162,7 @@ class _HeaderReader:
             return self._strings(length, what) if wanted else self._skip_strings(length, what)
         if wanted:
             return self._scalars(kind, length, what)
-        self._take(length * struct.calcsize(self._format(kind, what)), what)
+        self._skip(length * struct.calcsize(self._format(kind, what)), what)
         return UnreadArray(length)
 
     def _scalars(self, kind: int, count: int, what: str) -> list[Any]:
@@ -272,9 +272,15 @@ class _HeaderReader:
         end = self._at + count
         if end > len(self._data):
             self._fill(end, what)
-        taken = bytes(self._data[self._at : end])
+        with memoryview(self._data) as data:  # a slice of the array itself would be another copy
+            taken = bytes(data[self._at : end])
         self._at = end
         return taken
+
+    def _skip(self, count: int, what: str) -> None:
+        """Pass over the next ``count`` bytes."""
+        self._fill(self._at + count, what)
+        self._at += count
 
     def _fill(self, end: int, what: str) -> None:
         """Read on until the first ``end`` bytes of the file are in memory."""

@@ -112,9 +112,10 @@ class Fp8LinearWeight(LinearWeight):
         self, outputs: int, inputs: int, context: LayerContext, weight_format: Fp8Format, parts: int
     ) -> None:
         if context.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
+            remedy = ", or --quantization none" if context.stored_format is None else ""
             raise ConfigError(
-                f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
-                f"{outputs} x {inputs}; use another --tp, or --quantization none"
+                f"weights in FP8 need matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
+                f"{outputs} x {inputs}; use another --tp{remedy}"
             )
         self._scale_ub = context.activation_scale_ub
         self._format = weight_format
@@ -142,11 +143,11 @@ class Fp8LinearWeight(LinearWeight):
         for number, part in enumerate(parts):
             values, scales = self.matrix.values[part.rows], self.matrix.scales[part.rows]
             name = f"{part.name}.weight"
-            place = part.shape, part.dim, part.start, part.stop
+            bounds = part.shape, part.dim, part.start, part.stop
             if self._format.scales == "channel":
-                yield WeightShard(name, *place, values, scales)
+                yield WeightShard(name, *bounds, values, scales)
             else:
-                yield WeightShard(name, *place, values)
+                yield WeightShard(name, *bounds, values)
                 aliases = (f"{name}_scale_inv",)
                 yield _scalar_shard(f"{name}_scale", scales, typical_scale(part.shape[1]), aliases)
             if self._input_scales is not None:
@@ -248,7 +249,7 @@ class Int4LinearWeight(LinearWeight):
             _check_division(part, PER_WORD, self._tp_size, "words of eight 4-bit weights")
             if part.shape[1] % (group_size or PER_WORD):
                 raise ModelError(
-                    f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size}"
+                    f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size or PER_WORD}"
                 )
             if self._format.packing == "compressed-tensors":
                 yield from self._compressed_shards(part)

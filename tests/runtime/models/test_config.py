@@ -104,7 +104,7 @@ def test_generation_config_is_optional(llama: Path) -> None:
         ({"head_dim": 15}, "must be even"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"by the method 'awq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "has 'bits' None"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
             "rope type 'dynamic' is not supported.*dynamic NTK.*supported are .*--rope-scaling",

@@ -176,7 +176,7 @@ def test_tensor_without_a_place_in_the_architecture_is_refused(tmp_path: Path) -
         writer.add_tensor("blk.1.attn_q_norm.weight", np.ones(64, np.float32))
 
     path = make_gguf(tmp_path, "llama", edit=add_norm)
-    assert "tensor 'blk.1.attn_q_norm.weight' has no place in the model's architecture" in refusal(path)
+    assert "tensor 'blk.1.attn_q_norm.weight' is not used by this architecture" in refusal(path)
 
 
 def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:

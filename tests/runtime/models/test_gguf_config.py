@@ -308,6 +308,14 @@ def test_file_is_found_by_path_by_uri_and_by_its_directory(tmp_path: Path) -> No
     assert resolve(Config(model=str(path), device="cpu"))[0].served_model_name == "tiny-F32"
 
 
+def test_directory_is_no_gguf_file_and_case_does_not_matter(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model.gguf")
+    config, model = resolve(Config(model=str(directory), device="cpu", load_format="safetensors"))
+    assert model.path == directory and config.load_format == "safetensors"
+    path = make_gguf(tmp_path / "other")
+    assert read_model_config(path.rename(path.with_suffix(".GGUF"))).vocab_size == model.vocab_size
+
+
 def test_load_format_safetensors_is_refused_for_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--load-format safetensors: .*tiny-F32\.gguf is a GGUF file"):
         resolve(Config(model=str(make_gguf(tmp_path)), device="cpu", load_format="safetensors"))

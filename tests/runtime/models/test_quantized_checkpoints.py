@@ -189,6 +189,21 @@ def test_shards_of_ranks_are_slices_of_the_whole(tmp_path: Path, name: str) -> N
             assert torch.equal(found[module], weight.chunk(2, dims[module])[rank]), module
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "gptq-desc-act"])
+def test_replicated_kv_heads_are_slices_of_the_whole(tmp_path: Path, name: str) -> None:
+    """Each of two KV heads is on two of four ranks."""
+    path = make_model(tmp_path, "llama", **DIVISIBLE, num_attention_heads=4, num_key_value_heads=2)
+    expected = write_checkpoint(path, FORMATS[name])
+    for rank in range(4):
+        found, dims = dequantize_modules(path, load(path, tp_rank=rank, tp_size=4))
+        for module, weight in expected.items():
+            if module.endswith(("k_proj", "v_proj")):
+                shard = weight.chunk(2)[rank // 2]
+            else:
+                shard = weight.chunk(4, dims[module])[rank]
+            assert torch.equal(found[module], shard), module
+
+
 @needs_gpus(2)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     prompts = [[5, 6, 7], list(range(20, 60))]
