@@ -57,7 +57,7 @@ _READ_KEYS: Final[dict[Quantization, tuple[str, ...]]] = {
         "transform_config",
         "sparsity_config",
     ),
-    "awq": ("bits", "group_size", "version", "format", "zero_point", "sym", "desc_act"),
+    "awq": ("bits", "group_size", "version", "format", "zero_point", "desc_act"),
     "gptq": (
         "bits",
         "group_size",
@@ -76,6 +76,7 @@ _READ_KEYS: Final[dict[Quantization, tuple[str, ...]]] = {
 """Keys of ``quantization_config`` that are read here, besides the method and the lists of modules."""
 _CALIBRATION_KEYS: Final = (
     "act_group_aware",
+    "amp",
     "autoround_version",
     "backend",
     "batch_size",
@@ -86,12 +87,18 @@ _CALIBRATION_KEYS: Final = (
     "dataset",
     "disable_exllama",
     "do_fuse",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
     "exllama_config",
     "fuse_max_seq_len",
+    "gradient_accumulate_steps",
     "iters",
     "low_gpu_mem_usage",
+    "lr",
     "max_input_length",
     "meta",
+    "minmax_lr",
     "model_file_base_name",
     "model_name_or_path",
     "model_seqlen",
@@ -100,9 +107,11 @@ _CALIBRATION_KEYS: Final = (
     "mse",
     "nsamples",
     "pad_token_id",
+    "provider",
     "quantizer",
     "seqlen",
     "tokenizer",
+    "train_bs",
     "true_sequential",
     "use_cuda_fp16",
     "use_exllama",
@@ -118,10 +127,11 @@ _IGNORED_KEYS: Final[dict[Quantization, tuple[str, ...]]] = {
         "use_optimized_inference",
         "version",
     ),
-    "awq": _CALIBRATION_KEYS,
+    "awq": (*_CALIBRATION_KEYS, "sym"),
     "gptq": _CALIBRATION_KEYS,
 }
-"""Keys that change no computation: how the weights were found, and which kernels another library takes."""
+"""Keys that change no computation: how the weights were found, and which kernels another library takes. transformers
+writes ``sym`` to AWQ's settings as well, where ``zero_point`` counts."""
 _GROUP_KEYS: Final = ("targets", "weights", "input_activations", "output_activations", "format")
 _SCHEME_KEYS: Final = (
     "num_bits",
@@ -403,9 +413,8 @@ def _read_awq(settings: JsonObject) -> WeightFormat:
         _refuse(settings, f"has 'version' {version!r}")
     if not settings.flag("zero_point", True):
         _refuse(settings, "has 'zero_point' false")
-    for key in ("sym", "desc_act"):
-        if settings.get(key):
-            _refuse(settings, f"has {key!r} {settings.get(key)!r}")
+    if settings.flag("desc_act"):
+        _refuse(settings, "has 'desc_act' true")
     return Int4Format("awq", _read_group_size(settings), zero_points=True)
 
 

@@ -398,7 +398,7 @@ def with_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
             "meta": {"quantizer": ["gptqmodel:1.4.5"]},
             "dynamic": None,
         },
-        {**awq(128).config, "backend": "autoawq", "do_fuse": False, "modules_to_fuse": None},
+        {**awq(128).config, "backend": "autoawq", "do_fuse": False, "sym": True, "desc_act": False},
     ],
 )
 def test_settings_that_change_nothing_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -469,6 +469,7 @@ def test_names_of_awq_cover_every_path_that_contains_them(tmp_path: Path) -> Non
         ({**awq(128).config, "bits": 8}, "has 'bits' 8"),
         ({**awq(128).config, "version": "gemv"}, "has 'version' 'gemv'"),
         ({**awq(128).config, "zero_point": False}, "has 'zero_point' false"),
+        ({**awq(128).config, "desc_act": True}, "has 'desc_act' true"),
         ({**awq(128).config, "group_size": 100}, "has 'group_size' 100"),
         ({**gptq(128).config, "bits": 3}, "has 'bits' 3"),
         ({**gptq(128).config, "checkpoint_format": "marlin"}, "has 'checkpoint_format' 'marlin'"),
