@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.gguf.header import GgufHeader, GgufTensor, UnreadArray, read_header
+from skiff_runtime.gguf.header import GgufHeader, GgufTensor, UnreadArray, quote_value, read_header
 from skiff_runtime.json_file import MAX_COUNT
 from skiff_runtime.layers.rope_scaling import FrequencyFactors
 from skiff_runtime.models.limits import MAX_LAYERS
@@ -56,8 +56,6 @@ _NEUTRAL: Final[dict[str, float | bool]] = {
     "rope.scaling.yarn_attn_factor": 1,
 }
 """The value with which a key says what is computed in any case; with any other, it is refused."""
-_MAX_QUOTED: Final = 80
-"""Characters of a file's string that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def read_gguf_config(path: Path) -> GgufConfig:
     architecture = meta.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{path}: architecture {_quote(architecture)} is not supported in a GGUF file; supported are "
+            f"{path}: architecture {quote_value(architecture)} is not supported in a GGUF file; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
     meta.architecture = architecture
@@ -139,7 +137,7 @@ class _Metadata:
         """Return a string, which must be there."""
         value = self._values.get(key)
         if not isinstance(value, str):
-            raise ModelError(f"GGUF file {self._path}: {key!r} must be a string, not {_quote(value)}")
+            raise ModelError(f"GGUF file {self._path}: {key!r} must be a string, not {quote_value(value)}")
         return value
 
     def length(self, key: str) -> int | None:
@@ -156,7 +154,7 @@ class _Metadata:
         """Return a string."""
         value = self._own(name, default)
         if not isinstance(value, str):
-            raise self.error(name, f"must be a string, not {_quote(value)}")
+            raise self.error(name, f"must be a string, not {quote_value(value)}")
         return value
 
     def own_count(self, name: str, default: int | None = None, *, limit: int = MAX_COUNT) -> int:
@@ -165,7 +163,7 @@ class _Metadata:
         if isinstance(value, UnreadArray):
             raise self.error(name, "differs from layer to layer, which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"must be a positive whole number, not {_quote(value)}")
+            raise self.error(name, f"must be a positive whole number, not {quote_value(value)}")
         if value > limit:
             raise self.error(name, f"must be at most {limit}, not {value}")
         return value
@@ -174,7 +172,7 @@ class _Metadata:
         """Return a finite number."""
         value = self._own(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(name, f"must be a number, not {_quote(value)}")
+            raise self.error(name, f"must be a number, not {quote_value(value)}")
         return float(value)
 
     def own_window(self) -> int | None:
@@ -194,7 +192,7 @@ class _Metadata:
             or not 0 <= value < (self.length(TOKENS) or 0)
         ):
             raise ModelError(
-                f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {_quote(value)}"
+                f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {quote_value(value)}"
             )
         return value
 
@@ -240,12 +238,6 @@ def _rope_scaling(meta: _Metadata) -> dict[str, Any]:
         scaling["original_max_position_embeddings"] = original
         scaling |= {name: value for name, value in betas.items() if value}
     return scaling
-
-
-def _quote(value: Any) -> str:
-    """Return a value of the file for a message, cut where it is long."""
-    text = repr(value[: _MAX_QUOTED + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 def _dtype(tensors: Collection[GgufTensor]) -> str:
