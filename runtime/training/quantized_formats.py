@@ -1,4 +1,4 @@
-"""Quantization of a checkpoint to the formats that people publish, as their reference writers store them.
+"""Quantization of a checkpoint to the published formats, as their reference writers store them.
 
 Every format rounds to the nearest, without calibration. Each writer follows the packing of the library that writes it: transformers
 (block FP8), AutoFP8 and llm-compressor (FP8 with one scale for each matrix), compressed-tensors, AutoAWQ, AutoGPTQ.

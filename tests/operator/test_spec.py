@@ -99,6 +99,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"replicas": "two"}, "Expected `int`"),
     ({"replicas": -1}, "0 or more"),
     ({"model": {"uri": "s3://bucket"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "hf://org/name:_x"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "hf://org/name:\u00c4"}}, "hf://ORGANISATION/NAME"),
     ({"model": {"uri": "hf://org/name:../x"}}, "hf://ORGANISATION/NAME"),
     ({"model": {"uri": "pvc://a/../b"}}, "must not contain '..'"),
     ({"model": {"uri": "demo://", "revision": "main"}}, "only hf:// models have revisions"),

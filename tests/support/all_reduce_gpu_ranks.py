@@ -1,4 +1,4 @@
-"""What each process of an all-reduce test on several GPUs runs; importable by the processes of ``rank_processes``."""
+"""Functions that the processes of an all-reduce test on several GPUs run; importable by the processes of ``rank_processes``."""
 
 import hashlib
 import math

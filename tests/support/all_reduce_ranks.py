@@ -1,4 +1,4 @@
-"""What each process of an interpreted all-reduce test runs; importable by the processes that ``rank_processes`` spawns."""
+"""Functions that the processes of an interpreted all-reduce test run; importable by those of ``rank_processes``."""
 
 import hashlib
 import random

@@ -15,7 +15,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.gguf.header import read_header
+from skiff_runtime.gguf.header import quote_value, read_header
 
 _PREFIX: Final = "tokenizer.ggml."
 _ARRAYS: Final = tuple(f"{_PREFIX}{name}" for name in ("tokens", "scores", "token_type", "merges"))
@@ -47,7 +47,7 @@ _TEKKEN_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a family splits a text into words, before merges are applied in each.
+    """The split of a text into words in one family, before merges are applied in each.
 
     ``words``: the expression of a word; None for GPT-2's. ``ignore_merges``: a word that is a token stays whole, by
     whichever merges it could be reached. ``adds_bos``: BOS before a text where the file does not say.
@@ -84,7 +84,9 @@ class GgufVocabulary:
         self._values = header.metadata
         self._model: str = self._value("model", str)
         if self._model not in ("gpt2", "llama"):
-            raise self._error("model", f"{self._model!r} is not supported; supported are 'gpt2' and 'llama'")
+            raise self._error(
+                "model", f"{quote_value(self._model)} is not supported; supported are 'gpt2' and 'llama'"
+            )
         self._tokens = self._list("tokens", str)
         self._types = self._list("token_type", int) or [_NORMAL] * len(self._tokens)
         if not self._tokens or len(self._types) != len(self._tokens):
@@ -171,7 +173,8 @@ class GgufVocabulary:
             if tokenizer.id_to_token(number) != token:
                 found = tokenizer.id_to_token(number)
                 raise self._error(
-                    "tokens", f"token {number} is {token!r}, but {found!r} after the conversion"
+                    "tokens",
+                    f"token {number} is {quote_value(token)}, but {quote_value(found)} after the conversion",
                 )
 
     def special_tokens(self) -> dict[str, str]:
@@ -182,7 +185,7 @@ class GgufVocabulary:
             if number is None:
                 continue
             if not isinstance(number, int) or not 0 <= number < len(self._tokens):
-                raise self._error(key, f"must be a token of the vocabulary, not {number!r}")
+                raise self._error(key, f"must be a token of the vocabulary, not {quote_value(number)}")
             named[name] = self._tokens[number]
         return named
 
@@ -190,7 +193,8 @@ class GgufVocabulary:
         name = self._values.get(f"{_PREFIX}pre")
         if name not in PRE_TOKENIZERS:
             raise self._error(
-                "pre", f"{name!r} is not supported; supported are {', '.join(map(repr, PRE_TOKENIZERS))}"
+                "pre",
+                f"{quote_value(name)} is not supported; supported are {', '.join(map(repr, PRE_TOKENIZERS))}",
             )
         return PRE_TOKENIZERS[str(name)]
 
@@ -215,13 +219,13 @@ class GgufVocabulary:
     def _value(self, name: str, kind: type) -> Any:
         value = self._values.get(_PREFIX + name)
         if not isinstance(value, kind):
-            raise self._error(name, f"must be of type {kind.__name__}, not {value!r}")
+            raise self._error(name, f"must be of type {kind.__name__}, not {quote_value(value)}")
         return value
 
     def _flag(self, name: str, default: bool) -> bool:
         value = self._values.get(_PREFIX + name, default)
         if not isinstance(value, bool):
-            raise self._error(name, f"must be true or false, not {value!r}")
+            raise self._error(name, f"must be true or false, not {quote_value(value)}")
         return value
 
     def _list(self, name: str, kind: type) -> Sequence[Any]:

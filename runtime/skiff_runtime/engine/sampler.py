@@ -65,7 +65,7 @@ class Sampler:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a shard of the logits only."""
+        """True where this rank has only a shard of the logits."""
         return self._shard is not None
 
     def needs_whole_rows(self, slots: Int32) -> NDArray[np.bool_]:

@@ -30,6 +30,8 @@ MAX_STRING_BYTES: Final = 16 << 20
 MAX_ARRAY_ELEMENTS: Final = 1 << 23
 MAX_DIMENSIONS: Final = 4
 MAX_ALIGNMENT: Final = 1 << 20
+MAX_QUOTED: Final = 80
+"""Characters of a value that a message quotes."""
 _DEFAULT_ALIGNMENT: Final = 32
 _ALIGNMENT_KEY: Final = "general.alignment"
 _READ_BYTES: Final = 1 << 20
@@ -54,7 +56,7 @@ _ARRAY: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class UnreadArray:
-    """The length of an array in the metadata whose elements were not asked for."""
+    """The length of an array in the metadata whose elements were not requested."""
 
     length: int
 
@@ -90,8 +92,16 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` names a GGUF file, which need not exist."""
-    return path.suffix == SUFFIX
+    """Return whether ``path`` names a GGUF file, which need not exist. A directory is none, whatever its name."""
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+
+def quote_value(value: Any) -> str:
+    """Return a value of the metadata for a message, cut where it is long."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
@@ -162,7 +172,7 @@ class _HeaderReader:
             return self._strings(length, what) if wanted else self._skip_strings(length, what)
         if wanted:
             return self._scalars(kind, length, what)
-        self._take(length * struct.calcsize(self._format(kind, what)), what)
+        self._skip(length * struct.calcsize(self._format(kind, what)), what)
         return UnreadArray(length)
 
     def _scalars(self, kind: int, count: int, what: str) -> list[Any]:
@@ -226,7 +236,7 @@ class _HeaderReader:
     def _alignment(self, metadata: dict[str, Any]) -> int:
         value = metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if not isinstance(value, int) or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
-            raise self._corrupt(f"{_ALIGNMENT_KEY!r} must be a power of two, not {value!r}")
+            raise self._corrupt(f"{_ALIGNMENT_KEY!r} must be a power of two, not {quote_value(value)}")
         return value
 
     def _locate(
@@ -272,9 +282,15 @@ class _HeaderReader:
         end = self._at + count
         if end > len(self._data):
             self._fill(end, what)
-        taken = bytes(self._data[self._at : end])
+        with memoryview(self._data) as data:  # a slice of the array itself would be another copy
+            taken = bytes(data[self._at : end])
         self._at = end
         return taken
+
+    def _skip(self, count: int, what: str) -> None:
+        """Pass over the next ``count`` bytes."""
+        self._fill(self._at + count, what)
+        self._at += count
 
     def _fill(self, end: int, what: str) -> None:
         """Read on until the first ``end`` bytes of the file are in memory."""

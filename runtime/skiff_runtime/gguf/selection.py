@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from skiff_runtime.errors import ModelError
 from skiff_runtime.gguf.header import SUFFIX
+
+_VARIANTS: Final = ("ud", "i1")
+"""Marks of other mixtures of types under a quantization's name: Unsloth's dynamic ones, and those with an importance
+matrix."""
 
 
 def find_gguf(path: Path) -> Path:
@@ -25,8 +30,9 @@ def find_gguf(path: Path) -> Path:
 def select_by_quant_type(names: Sequence[str], quant_type: str) -> list[str]:
     """Return the GGUF files among ``names`` that end with ``quant_type``, such as Q4_K_M, in any case.
 
-    The shortest of them comes alone if there is one: of ``model-Q4_K_M`` and ``model-UD-Q4_K_M``, the first has the
-    quantization ``Q4_K_M``, and the second one of its own. An empty ``quant_type`` matches every GGUF file.
+    The shortest comes alone if all others have its name with a variant before the quantization: of ``model-Q4_K_M`` and
+    ``model-UD-Q4_K_M``, the first has the quantization ``Q4_K_M``, and the second one of its own.
+    An empty ``quant_type`` matches every GGUF file.
     """
     found = [name for name in names if name.endswith(SUFFIX)]
     if not quant_type:
@@ -37,5 +43,9 @@ def select_by_quant_type(names: Sequence[str], quant_type: str) -> list[str]:
         for name in found
         if name.lower() == ending or name.lower().endswith((f"-{ending}", f".{ending}"))
     ]
-    shortest = [name for name in found if len(name) == min(map(len, found))]
-    return shortest if len(shortest) == 1 else found
+    if not found:
+        return []
+    shortest = min(found, key=len)
+    model = shortest[: -len(ending)].lower()
+    variants = {f"{model}{variant}-{ending}" for variant in _VARIANTS}
+    return [shortest] if all(name == shortest or name.lower() in variants for name in found) else found

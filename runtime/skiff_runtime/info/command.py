@@ -28,8 +28,8 @@ from skiff_runtime.processes.resolve import locate
 DESCRIPTION: Final = """\
 Show a model's shape, the memory that each part of it takes on each rank, and the number
 of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json,
-or from the metadata of a GGUF file: of an hf:// model nothing else is downloaded, and
-no GPU is needed."""
+or from the metadata of a GGUF file: of an hf:// model nothing else is downloaded (its
+GGUF file must be in the cache), and no GPU is needed."""
 EPILOG: Final = """\
 The engine computes the same sizes when it starts; the memory of the driver and of
 libraries is assumed (1 GiB). With --gpu or --gpu-memory the exit code is 1 if the model

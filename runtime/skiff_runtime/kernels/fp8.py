@@ -140,8 +140,12 @@ def _multiply_blocks_in_float32(
     x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     outputs, inputs = values.shape
-    spread = _spread(scales, inputs).repeat_interleave(FP8_BLOCK, 0)[:outputs]
-    return F.linear(x.values.float() * _spread(x.scales, inputs), values.float() * spread)
+    weight = values.float()
+    for first in range(0, outputs, FP8_BLOCK):  # in place, so that no second matrix in float32 is in memory
+        weight[first : first + FP8_BLOCK] *= _spread(
+            scales[first // FP8_BLOCK : first // FP8_BLOCK + 1], inputs
+        )
+    return F.linear(x.values.float() * _spread(x.scales, inputs), weight)
 
 
 def block_fp8_linear(

@@ -26,6 +26,7 @@ from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.layers.tensor_converters import (
     AwqWords,
     CompressedWords,
+    ConsecutiveGroups,
     GptqWords,
     GroupIndex,
     ScalarScale,
@@ -111,9 +112,10 @@ class Fp8LinearWeight(LinearWeight):
         self, outputs: int, inputs: int, context: LayerContext, weight_format: Fp8Format, parts: int
     ) -> None:
         if context.device.type == "cuda" and (outputs % ALIGNMENT or inputs % ALIGNMENT):
+            remedy = ", or --quantization none" if context.stored_format is None else ""
             raise ConfigError(
-                f"--quantization fp8 needs matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
-                f"{outputs} x {inputs}; use another --tp, or --quantization none"
+                f"weights in FP8 need matrices whose sizes are multiples of {ALIGNMENT} on each rank, but one is "
+                f"{outputs} x {inputs}; use another --tp{remedy}"
             )
         self._scale_ub = context.activation_scale_ub
         self._format = weight_format
@@ -141,11 +143,11 @@ class Fp8LinearWeight(LinearWeight):
         for number, part in enumerate(parts):
             values, scales = self.matrix.values[part.rows], self.matrix.scales[part.rows]
             name = f"{part.name}.weight"
-            place = part.shape, part.dim, part.start, part.stop
+            bounds = part.shape, part.dim, part.start, part.stop
             if self._format.scales == "channel":
-                yield WeightShard(name, *place, values, scales)
+                yield WeightShard(name, *bounds, values, scales)
             else:
-                yield WeightShard(name, *place, values)
+                yield WeightShard(name, *bounds, values)
                 aliases = (f"{name}_scale_inv",)
                 yield _scalar_shard(f"{name}_scale", scales, typical_scale(part.shape[1]), aliases)
             if self._input_scales is not None:
@@ -247,7 +249,7 @@ class Int4LinearWeight(LinearWeight):
             _check_division(part, PER_WORD, self._tp_size, "words of eight 4-bit weights")
             if part.shape[1] % (group_size or PER_WORD):
                 raise ModelError(
-                    f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size}"
+                    f"the {part.shape[1]} inputs of {part.name!r} are no whole groups of {group_size or PER_WORD}"
                 )
             if self._format.packing == "compressed-tensors":
                 yield from self._compressed_shards(part)
@@ -269,6 +271,7 @@ class Int4LinearWeight(LinearWeight):
         name = f"{part.name}.weight_shape"
         nothing = words.new_empty(0)
         yield WeightShard(name, (2,), 0, 0, 2, nothing, converter=StoredShape(part.shape, name))
+        yield self._group_check(part, "weight_g_idx")
         groups = self._format.count_groups(inputs)
         scales = self.matrix.scales[part.rows]
         typical = ScaleTable(scales, typical_scale(inputs, SYMMETRIC_RANGE))
@@ -302,7 +305,9 @@ class Int4LinearWeight(LinearWeight):
             bounds = (part.start, part.stop) if part.dim == 1 else packed
             yield WeightShard(name, shape, dim, *bounds, words, converter=awq)
         else:
-            if self._orders is not None:
+            if self._orders is None:
+                yield self._group_check(part, "g_idx")
+            else:
                 index_name = f"{part.name}.g_idx"
                 order = self._orders[number]
                 index = GroupIndex(order, self._format.group_size or inputs, index_name)
@@ -323,6 +328,13 @@ class Int4LinearWeight(LinearWeight):
         kept = words.new_empty(0) if target is None else target
         bounds = bounds if part.dim == 1 else packed
         yield WeightShard(name, (groups, outputs // PER_WORD), dim, *bounds, kept, converter=points)
+
+    def _group_check(self, part: MatrixPart, end: str) -> WeightShard:
+        """Return the shard of the groups of inputs, which every rank compares with consecutive ones."""
+        inputs, name = part.shape[1], f"{part.name}.{end}"
+        check = ConsecutiveGroups(self._format.group_size or inputs, name)
+        empty = self.matrix.words.new_empty(0)
+        return WeightShard(name, (inputs,), 0, 0, inputs, empty, converter=check, optional=True)
 
     def _group_range(self, part: MatrixPart) -> tuple[int, int]:
         """Return the outputs of the part, or the groups of its inputs: its range of a table of scales."""

@@ -95,7 +95,7 @@ class WeightShard:
     have it as a part of ``stacked``.
 
     With a ``converter``, which then fills it, the target may be of any other shape. ``aliases`` are other names under
-    which a checkpoint may store the tensor.
+    which a checkpoint may store the tensor. One that is ``optional`` may be absent.
     """
 
     name: str
@@ -107,6 +107,7 @@ class WeightShard:
     scales: torch.Tensor | None = None
     converter: TensorConverter | None = None
     aliases: tuple[str, ...] = ()
+    optional: bool = False
     stacked: StackedTensor | None = None
 
     @property

@@ -171,6 +171,27 @@ class GroupIndex(TensorConverter):
         self._target.copy_(torch.randperm(size, generator=generator, device=self._target.device))
 
 
+class ConsecutiveGroups(TensorConverter):
+    """The group of each input, int32 [inputs], of a checkpoint whose groups are consecutive: compared, and not kept."""
+
+    dtypes = _WORD_DTYPES
+    rows_multiple = 0
+
+    def __init__(self, group_size: int, name: str) -> None:
+        self._group_size, self._name = group_size, name
+
+    def store(self, values: torch.Tensor, first: int) -> None:
+        inputs = torch.arange(len(values), dtype=values.dtype, device=values.device)
+        if not torch.equal(values, inputs // self._group_size):
+            raise ModelError(
+                f"tensor {self._name!r} assigns inputs to groups in another order than config.json implies "
+                "('desc_act' with 'static_groups', and 'actorder', are not supported)"
+            )
+
+    def randomize(self, generator: torch.Generator) -> None:
+        return
+
+
 class StoredShape(TensorConverter):
     """The shape of a packed matrix as compressed-tensors stores it, int64 [2]; it is compared, and not kept."""
 

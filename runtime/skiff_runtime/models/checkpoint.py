@@ -53,11 +53,15 @@ class Checkpoint:
             file.close()
 
     def locate(self, shards: Iterable[WeightShard]) -> list[tuple[WeightShard, TensorSource]]:
-        """Find the source of every shard, from the files' headers alone.
+        """Find the source of every shard, except for optional ones that are absent, from the files' headers alone.
 
         Raises ``ModelError`` for missing files and tensors and for wrong shapes and dtypes.
         """
-        return [(shard, self._locate(shard)) for shard in shards]
+        return [
+            (shard, self._locate(shard))
+            for shard in shards
+            if not shard.optional or any(name in self._files for name in (shard.name, *shard.aliases))
+        ]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
         name = next((each for each in (shard.name, *shard.aliases) if each in self._files), shard.name)

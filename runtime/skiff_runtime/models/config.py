@@ -1,7 +1,8 @@
 """The configuration of a model, read from its Hugging Face directory or its GGUF file and checked once.
 
 It imports no torch, so that the front processes can read end tokens and defaults too. Every setting of a
-``config.json`` that Skiff would have to ignore is refused here by name.
+``config.json`` that is known to change the computation in a way that Skiff does not support is
+refused here by name.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
 from skiff_runtime.layers.weight_format import WeightFormat
-from skiff_runtime.models.gguf_config import read_gguf_config
+from skiff_runtime.models.gguf_config import ROPE_FACTORS, read_gguf_config
+from skiff_runtime.models.limits import MAX_LAYERS, MAX_POSITIONS
 from skiff_runtime.models.moe import read_moe
 from skiff_runtime.models.quantization import (
     check_expert_format,
@@ -36,6 +38,8 @@ class ArchitectureDefaults:
     """Defaults for absent keys of one architecture's ``config.json``, and its sliding windows if it can have any."""
 
     head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
     windows: WindowDefaults | None = None
 
 
@@ -43,7 +47,9 @@ QWEN_WINDOWS: Final = WindowDefaults(4096, needs_flag=True, by_layer=True)
 ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
     "LlamaForCausalLM": ArchitectureDefaults(),
     "MistralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096)),
-    "MixtralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(None)),
+    "MixtralForCausalLM": ArchitectureDefaults(
+        rope_theta=1e6, rms_norm_eps=1e-5, windows=WindowDefaults(None)
+    ),
     "Qwen2ForCausalLM": ArchitectureDefaults(windows=QWEN_WINDOWS),
     "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, windows=QWEN_WINDOWS),
     "Qwen3MoeForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096, needs_flag=True)),
@@ -120,14 +126,18 @@ def read_model_config(
     architecture = _architecture(config)
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
-    theta, scaling = read_rope(config, rope_scaling)
+    theta, scaling = read_rope(config, rope_scaling, default_theta=defaults.rope_theta)
     if factors is not None and rope_scaling is None:
+        if scaling is not None:
+            raise ModelError(
+                f"{path}: tensor {ROPE_FACTORS!r} beside a scaling of the metadata (rope.scaling) is not supported"
+            )
         scaling = factors
     heads, kv_heads, head_dim = _heads(config, defaults)
-    positions = config.positive("max_position_embeddings")
+    positions = config.positive("max_position_embeddings", limit=MAX_POSITIONS)
     if isinstance(scaling, YarnScaling):
         positions = scaling.max_position_embeddings
-    layers = config.positive("num_hidden_layers")
+    layers = config.positive("num_hidden_layers", limit=MAX_LAYERS)
     moe = read_moe(config, architecture, layers)
     quantization = read_quantization(config)
     unquantized = find_unquantized_projections(quantization, layers, moe)
@@ -145,7 +155,7 @@ def read_model_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", defaults.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=positions,

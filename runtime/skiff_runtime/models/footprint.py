@@ -21,6 +21,8 @@ PROMPT_LOGPROBS_CHUNK: Final = 64
 """Positions of a prompt whose logits are in memory at a time."""
 PROMPT_LOGPROBS_BYTES_PER_LOGIT: Final = 16
 """Float32 copies, and the search for the most likely tokens."""
+INT4_STEPS: Final = 5
+"""Float32 matrices in memory while a CPU dequantizes: integers, zero points, difference, scales and product."""
 _QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures that normalize each head of queries and keys."""
 
@@ -72,18 +74,20 @@ class _Matrices:
 _MatricesByProjection = dict[Projection, _Matrices]
 
 
-def count_parameters(model: ModelConfig, tp_size: int = 1) -> ParameterCounts:
+def count_parameters(
+    model: ModelConfig, tp_size: int = 1, *, expert_parallel: bool = False
+) -> ParameterCounts:
     """Count the weights of rank 0 of ``tp_size``; no rank has more.
 
     With fewer KV heads than ranks, heads are replicated; norms, routers and the biases after a sum are whole on every
-    rank. A rank has as many weights of experts with expert parallelism as without.
+    rank. With expert parallelism a rank has whole experts, otherwise some columns of each.
     """
     hidden, layers = model.hidden_size, model.num_layers
     vocabulary = -(-model.vocab_size // tp_size)
     sparse, moe = num_sparse_layers(model), model.moe
     attention = _attention_matrices(model, tp_size)
     mlp = _mlp_matrices(model, tp_size)
-    experts = _expert_matrices(model, tp_size, expert_parallel=False)
+    experts = _expert_matrices(model, tp_size, expert_parallel=expert_parallel)
     qkv_bias, output_bias = _attention_biases(model)
     attention_biases = qkv_bias * attention["qkv_proj"].outputs + output_bias * attention["o_proj"].outputs
     mlp_biases = sum(each.outputs for each in mlp.values()) if model.mlp_bias else 0
@@ -125,7 +129,7 @@ def estimate_weight_bytes(
     A matrix of attention, MLP or an expert takes what its format needs, unless a quantized checkpoint keeps it
     unquantized.
     """
-    size = count_parameters(model, tp_size).total * element_bytes
+    size = count_parameters(model, tp_size, expert_parallel=expert_parallel).total * element_bytes
     weight_format = choose_weight_format(quantization, model.weight_format)
     if weight_format is None:
         return size
@@ -265,9 +269,8 @@ def estimate_working_bytes(config: Config, model: ModelConfig, *, tp_size: int, 
         gathered = max(gathered, 2 * GATHER_WORKSPACE_BYTES)
         if isinstance(weight_format, Fp8Format):
             dequantized = 4 * _largest_matrix(model, tp_size, expert_parallel=config.expert_parallel)
-        dequantized *= (
-            5 if isinstance(weight_format, Int4Format) else 1
-        )  # the steps of dequantization, in float32
+        if isinstance(weight_format, Int4Format):  # the steps of dequantization, in float32
+            dequantized *= INT4_STEPS * 4 // element_bytes
     tables = 4 * config.max_running_requests * (context + 1 + context // config.page_size + 1)
     return activations + estimate_sampling_bytes(config, model) + gathered + dequantized + tables
 

@@ -135,9 +135,7 @@ class GgufCheckpoint:
         used = {source.name for _, source in found} | {ROPE_FACTORS}
         unused = next((name for name in self._tensors if name not in used), None)
         if unused is not None:
-            raise ModelError(
-                f"GGUF file {self._path}: tensor {unused!r} has no place in the model's architecture, as Skiff supports it"
-            )
+            raise ModelError(f"GGUF file {self._path}: tensor {unused!r} is not used by this architecture")
         return found
 
     def _locate(self, shard: WeightShard) -> GgufSource:

@@ -1,7 +1,7 @@
 """The configuration of a model in a GGUF file, from the file's metadata; imports no torch.
 
-The metadata is translated to the keys of a ``config.json``, so that both are checked by the same code. What would change
-the computation in a way that Skiff does not support is refused by its key.
+The metadata is translated to the keys of a ``config.json``, so that both are checked by the same code. A key of the
+architecture that is neither read here nor known to change nothing is refused by its name.
 """
 
 import math
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.gguf.header import GgufHeader, GgufTensor, UnreadArray, read_header
+from skiff_runtime.gguf.header import GgufHeader, GgufTensor, UnreadArray, quote_value, read_header
+from skiff_runtime.json_file import MAX_COUNT
 from skiff_runtime.layers.rope_scaling import FrequencyFactors
+from skiff_runtime.models.limits import MAX_LAYERS
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -26,7 +28,9 @@ ROPE_FACTORS: Final = "rope_freqs.weight"
 TOKENS: Final = "tokenizer.ggml.tokens"
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_REFUSED: Final = (
+_IGNORED: Final = ("rope.scaling.finetuned", "tensor_data_layout")
+"""Keys of an architecture that change no computation."""
+_ZERO: Final = (
     "expert_count",
     "expert_used_count",
     "expert_shared_count",
@@ -40,12 +44,18 @@ _REFUSED: Final = (
     "attention.layer_norm_epsilon",
     "attn_logit_softcapping",
     "final_logit_softcapping",
-    "use_parallel_residual",
     "pooling_type",
-    "attention.sliding_window_pattern",
     "rope.scaling.yarn_log_multiplier",
 )
-"""Keys that change the computation, if they are there and not 0."""
+"""Keys that say nothing where they are 0."""
+_NEUTRAL: Final[dict[str, float | bool]] = {
+    **dict.fromkeys(_ZERO, 0),
+    "use_parallel_residual": False,
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+}
+"""The value with which a key says what is computed in any case; with any other, it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +75,40 @@ def read_gguf_config(path: Path) -> GgufConfig:
     architecture = meta.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{path}: architecture {architecture!r} is not supported in a GGUF file; supported are "
+            f"{path}: architecture {quote_value(architecture)} is not supported in a GGUF file; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
     meta.architecture = architecture
     meta.refuse_splits()
-    meta.refuse(_REFUSED)
-    window = meta.own_number("attention.sliding_window", 0)
     heads = meta.own_count("attention.head_count")
     hidden = meta.own_count("embedding_length")
     head_dim = meta.own_count("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if meta.own_count(name, head_dim) != head_dim:
             raise meta.error(name, f"must be {head_dim}, the size of a head; other sizes are not supported")
+    context = meta.own_count("context_length")
+    window = meta.own_window()
+    if window is not None and window < context and architecture != "llama":
+        raise meta.error(
+            "attention.sliding_window",
+            "is not supported: models of this architecture have windows in some layers, which the file does not name",
+        )
     has_biases = "blk.0.attn_q.bias" in header.tensors
     config = {
         "architectures": [
-            "MistralForCausalLM" if architecture == "llama" and window else ARCHITECTURES[architecture]
+            "MistralForCausalLM"
+            if architecture == "llama" and window is not None
+            else ARCHITECTURES[architecture]
         ],
         "vocab_size": meta.own_count("vocab_size", meta.length(TOKENS)),
         "hidden_size": hidden,
         "intermediate_size": meta.own_count("feed_forward_length"),
-        "num_hidden_layers": meta.own_count("block_count"),
+        "num_hidden_layers": meta.own_count("block_count", limit=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.own_count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": meta.own_number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": meta.own_count("context_length"),
+        "max_position_embeddings": context,
         "rope_parameters": {"rope_theta": meta.own_number("rope.freq_base", 10000.0), **_rope_scaling(meta)},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": has_biases and architecture != "qwen2",
@@ -100,8 +117,9 @@ def read_gguf_config(path: Path) -> GgufConfig:
         "bos_token_id": meta.token_id("bos_token_id"),
         "eos_token_id": sorted({token for name in _END_TOKENS if (token := meta.token_id(name)) is not None}),
     }
-    if window:
-        config |= {"sliding_window": int(window), "use_sliding_window": True, "max_window_layers": 0}
+    if window is not None:
+        config["sliding_window"] = window
+    meta.refuse_unread()
     generation = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     return GgufConfig(config, generation, _frequency_factors(header, head_dim // 2))
 
@@ -112,13 +130,14 @@ class _Metadata:
     def __init__(self, header: GgufHeader) -> None:
         self._path = header.path
         self._values = header.metadata
+        self._read: set[str] = set()
         self.architecture = ""
 
     def text(self, key: str) -> str:
         """Return a string, which must be there."""
         value = self._values.get(key)
         if not isinstance(value, str):
-            raise ModelError(f"GGUF file {self._path}: {key!r} must be a string, not {value!r}")
+            raise ModelError(f"GGUF file {self._path}: {key!r} must be a string, not {quote_value(value)}")
         return value
 
     def length(self, key: str) -> int | None:
@@ -126,28 +145,40 @@ class _Metadata:
         value = self._values.get(key)
         return value.length if isinstance(value, UnreadArray) else None
 
+    def _own(self, name: str, default: Any) -> Any:
+        """Return a value under the architecture's prefix, and remember that it was read."""
+        self._read.add(name)
+        return self._values.get(f"{self.architecture}.{name}", default)
+
     def own_text(self, name: str, default: str) -> str:
         """Return a string."""
-        value = self._values.get(f"{self.architecture}.{name}", default)
+        value = self._own(name, default)
         if not isinstance(value, str):
-            raise self.error(name, f"must be a string, not {value!r}")
+            raise self.error(name, f"must be a string, not {quote_value(value)}")
         return value
 
-    def own_count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1. Arrays, of one number for each layer, are refused."""
-        value = self._values.get(f"{self.architecture}.{name}", default)
+    def own_count(self, name: str, default: int | None = None, *, limit: int = MAX_COUNT) -> int:
+        """Return a whole number from 1 to ``limit``. Arrays, of one number for each layer, are refused."""
+        value = self._own(name, default)
         if isinstance(value, UnreadArray):
             raise self.error(name, "differs from layer to layer, which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"must be a positive whole number, not {value!r}")
+            raise self.error(name, f"must be a positive whole number, not {quote_value(value)}")
+        if value > limit:
+            raise self.error(name, f"must be at most {limit}, not {value}")
         return value
 
     def own_number(self, name: str, default: float | None = None) -> float:
         """Return a finite number."""
-        value = self._values.get(f"{self.architecture}.{name}", default)
+        value = self._own(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(name, f"must be a number, not {value!r}")
+            raise self.error(name, f"must be a number, not {quote_value(value)}")
         return float(value)
+
+    def own_window(self) -> int | None:
+        """Return the sliding window in tokens; None without one, which 0 says too."""
+        name = "attention.sliding_window"
+        return None if self._own(name, 0) == 0 else self.own_count(name)
 
     def token_id(self, name: str) -> int | None:
         """Return the token id under ``tokenizer.ggml``, if there is one."""
@@ -161,14 +192,18 @@ class _Metadata:
             or not 0 <= value < (self.length(TOKENS) or 0)
         ):
             raise ModelError(
-                f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {value!r}"
+                f"GGUF file {self._path}: {key!r} must be a token of the vocabulary, not {quote_value(value)}"
             )
         return value
 
-    def refuse(self, names: Collection[str]) -> None:
-        """Raise ``ModelError`` for the first of ``names`` that is there and not 0."""
-        for name in names:
-            if self._values.get(f"{self.architecture}.{name}"):
+    def refuse_unread(self) -> None:
+        """Raise ``ModelError`` for the first key of the architecture that was not read and could mean anything."""
+        prefix = f"{self.architecture}."
+        for key, value in self._values.items():
+            name = key.removeprefix(prefix)
+            if name == key or name in self._read or name in _IGNORED:
+                continue
+            if name not in _NEUTRAL or value != _NEUTRAL[name]:
                 raise self.error(name, "is not supported")
 
     def refuse_splits(self) -> None:
@@ -186,21 +221,22 @@ class _Metadata:
 
 
 def _rope_scaling(meta: _Metadata) -> dict[str, Any]:
-    """Return the scaling of rotary embeddings under the names of a ``config.json``."""
-    kind = meta.own_text("rope.scaling.type", "none")
-    if kind == "none":
-        if meta.own_number("rope.scale_linear", 1.0) != 1.0:
-            return {"rope_type": "linear", "factor": meta.own_number("rope.scale_linear")}
+    """Return the scaling of rotary embeddings under the names of a ``config.json``.
+
+    As in llama.cpp, the factor is also found under its old name, 0 says that there is none, a scaling without a type
+    is linear, and one without an original context has that of the model.
+    """
+    kind = meta.own_text("rope.scaling.type", "linear")
+    old_factor = meta.own_number("rope.scale_linear", 0.0)
+    factor = meta.own_number("rope.scaling.factor", old_factor) or 1.0
+    original = meta.own_count("rope.scaling.original_context_length", meta.own_count("context_length"))
+    betas = {name: meta.own_number(f"rope.scaling.yarn_{name}", 0.0) for name in ("beta_fast", "beta_slow")}
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": meta.own_number("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind != "linear":
-        original = meta.own_count("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = original
-    for name in ("beta_fast", "beta_slow"):
-        if meta.own_number(f"rope.scaling.yarn_{name}", 0.0):
-            scaling[name] = meta.own_number(f"rope.scaling.yarn_{name}")
-    if meta.own_number("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise meta.error("rope.scaling.attn_factor", "other than 1 is not supported")
+        scaling |= {name: value for name, value in betas.items() if value}
     return scaling
 
 

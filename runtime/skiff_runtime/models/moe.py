@@ -6,6 +6,7 @@ from typing import Final
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import JsonObject
 from skiff_runtime.layers.moe_config import MoeConfig, MoeModules
+from skiff_runtime.models.limits import MAX_EXPERTS
 
 _COUNT_KEYS: Final = ("num_experts", "num_local_experts")
 """Qwen's and Mixtral's name; transformers 5 writes the second for both."""
@@ -61,10 +62,10 @@ def read_moe(config: JsonObject, architecture: str, layers: int) -> MoeConfig | 
 
 
 def _count_experts(config: JsonObject) -> int:
-    counts = {config.positive(key) for key in _COUNT_KEYS if config.get(key) is not None}
+    counts = {config.positive(key, limit=MAX_EXPERTS) for key in _COUNT_KEYS if config.get(key) is not None}
     if len(counts) > 1:
         raise ModelError(f"{config.source}: {' and '.join(map(repr, _COUNT_KEYS))} contradict each other")
-    return counts.pop() if counts else config.positive(_COUNT_KEYS[0])
+    return counts.pop() if counts else config.positive(_COUNT_KEYS[0], limit=MAX_EXPERTS)
 
 
 def _dense_layers(config: JsonObject, layers: int) -> tuple[int, ...]:
@@ -76,4 +77,5 @@ def _dense_layers(config: JsonObject, layers: int) -> tuple[int, ...]:
         raise ModelError(
             f"{config.source}: 'mlp_only_layers' must list layers from 0 to {layers - 1}, not {listed!r}"
         )
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    without = frozenset(listed)
+    return tuple(layer for layer in range(layers) if layer in without or (layer + 1) % step)

@@ -9,9 +9,8 @@ Supported methods, by ``quant_method``:
 - ``compressed-tensors``: FP8 in each of these ways, or packed 4-bit integers in groups of inputs.
 - ``awq`` and ``gptq``: 4-bit integers in groups of inputs.
 
-All of them list the modules that stay unquantized: compressed-tensors takes a name as it is, and the text after
-``re:`` as a regular expression that the beginning of a module's path must match; transformers takes all names of other
-checkpoints as regular expressions, each of which covers a module and all modules inside it.
+All of them list the modules that stay unquantized, by the rules of ``ModuleNames``. A key that is
+neither read here nor known to change nothing is refused by its name.
 """
 
 import re
@@ -40,6 +39,116 @@ _MODULE_LISTS: Final[dict[Quantization, tuple[str, ...]]] = {
     "gptq": ("modules_to_not_convert",),
 }
 """Keys of the modules that stay unquantized; the first that is there counts."""
+_READ_KEYS: Final[dict[Quantization, tuple[str, ...]]] = {
+    "fp8": (
+        "activation_scheme",
+        "scale_fmt",
+        "fmt",
+        "modules_to_convert",
+        "weight_block_size",
+        "kv_cache_quant_targets",
+        "expert_dtype",
+    ),
+    "fbgemm_fp8": (_SCALE_UB,),
+    "compressed-tensors": (
+        "config_groups",
+        "format",
+        "kv_cache_scheme",
+        "transform_config",
+        "sparsity_config",
+    ),
+    "awq": ("bits", "group_size", "version", "format", "zero_point", "desc_act"),
+    "gptq": (
+        "bits",
+        "group_size",
+        "checkpoint_format",
+        "format",
+        "pack_dtype",
+        "lm_head",
+        "dynamic",
+        "modules_in_block_to_quantize",
+        "sym",
+        "desc_act",
+        "static_groups",
+        "is_marlin_format",
+    ),
+}
+"""Keys of ``quantization_config`` that are read here, besides the method and the lists of modules."""
+_CALIBRATION_KEYS: Final = (
+    "act_group_aware",
+    "amp",
+    "autoround_version",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "do_fuse",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "exllama_config",
+    "fuse_max_seq_len",
+    "gradient_accumulate_steps",
+    "iters",
+    "low_gpu_mem_usage",
+    "lr",
+    "max_input_length",
+    "meta",
+    "minmax_lr",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_to_fuse",
+    "mse",
+    "nsamples",
+    "pad_token_id",
+    "provider",
+    "quantizer",
+    "seqlen",
+    "tokenizer",
+    "train_bs",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+)
+_IGNORED_KEYS: Final[dict[Quantization, tuple[str, ...]]] = {
+    "fp8": ("dequantize",),
+    "fbgemm_fp8": ("dequantize",),
+    "compressed-tensors": (
+        "dequantize",
+        "global_compression_ratio",
+        "quantization_status",
+        "run_compressed",
+        "use_optimized_inference",
+        "version",
+    ),
+    "awq": (*_CALIBRATION_KEYS, "sym"),
+    "gptq": _CALIBRATION_KEYS,
+}
+"""Keys that change no computation: how the weights were found, and which kernels another library takes. transformers
+writes ``sym`` to AWQ's settings as well, where ``zero_point`` counts."""
+_GROUP_KEYS: Final = ("targets", "weights", "input_activations", "output_activations", "format")
+_SCHEME_KEYS: Final = (
+    "num_bits",
+    "type",
+    "symmetric",
+    "group_size",
+    "strategy",
+    "block_structure",
+    "dynamic",
+    "actorder",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+)
+"""Keys of compressed-tensors. Observers belong to calibration; the dtypes are those of stored tensors, which are
+checked as they are loaded."""
 _FP8: Final = {"num_bits": 8, "type": "float", "symmetric": True}
 _INT4: Final = {"num_bits": 4, "type": "int"}
 _ALL_INPUTS: Final = -1
@@ -48,6 +157,8 @@ _EXPRESSION_PREFIX: Final = "re:"
 _PLAIN_NAME: Final = re.compile(r"[\w.]+")
 _MAX_EXPRESSIONS: Final = 64
 """Each expression is tried on every module; a list of plain names may be of any length."""
+_MAX_NAME: Final = 1 << 10
+"""Characters of a name or an expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +174,16 @@ def read_quantization(config: JsonObject) -> CheckpointQuantization:
     """Return the quantization of the checkpoint's matrices. Raises ``ModelError`` for an unsupported one."""
     settings = config.object("quantization_config")
     if settings is None:
-        return CheckpointQuantization("none", None, ModuleNames(config.source, []))
+        return CheckpointQuantization("none", None, ModuleNames(config.source, [], "none"))
     named = settings.text("quant_method", "unknown")
     method = next((each for each in _READERS if each == named), None)
     if method is None:
         _refuse(settings, f"is by the method {named!r}")
+    known = ("quant_method", *_MODULE_LISTS[method], *_READ_KEYS[method], *_IGNORED_KEYS[method])
+    _check_keys(settings, "", {key: settings.get(key) for key in settings.list_keys()}, known)
     weight_format = _READERS[method](settings)
     key = next((key for key in _MODULE_LISTS[method] if settings.get(key)), _MODULE_LISTS[method][0])
-    excluded = ModuleNames(f"{settings.source}: {key!r}", settings.get(key) or [])
+    excluded = ModuleNames(f"{settings.source}: {key!r}", settings.get(key) or [], method)
     return CheckpointQuantization(method, weight_format, excluded)
 
 
@@ -101,6 +214,8 @@ def find_unquantized_projections(
     Raises ``ModelError`` if only some of the modules that one projection packs are excluded.
     """
     excluded = quantization.excluded
+    if excluded.is_empty:
+        return ()
     found = []
     for layer in range(layers):
         for projections, modules in packed_modules(layer, moe):
@@ -147,13 +262,25 @@ def check_expert_format(
 
 
 class ModuleNames:
-    """A set of modules, given by names and regular expressions. ``source`` names their list in messages."""
+    """A set of modules, given by names and regular expressions. ``source`` names their list in messages.
 
-    def __init__(self, source: str, names: Any) -> None:
+    AutoAWQ's names cover each path that contains them. In lists of all other methods, a name covers the module with
+    this path, those inside of it, and those whose paths end with its components; the text after ``re:`` is an
+    expression that the beginning of a path must match, as in compressed-tensors; any other text is an expression that
+    a path must match up to the end of a component, as in transformers.
+    """
+
+    def __init__(self, source: str, names: Any, method: Quantization) -> None:
         self.source = source
+        self._method = method
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{source} must be a list of modules, not {names!r}")
-        self._plain = frozenset(name for name in names if _PLAIN_NAME.fullmatch(name))
+        if any(not name or len(name) > _MAX_NAME for name in names):
+            raise ModelError(f"{source} must list names of 1 to {_MAX_NAME} characters")
+        if method == "awq":
+            self._plain = frozenset(names)
+        else:
+            self._plain = frozenset(name for name in names if _PLAIN_NAME.fullmatch(name))
         others = [name for name in names if name not in self._plain]
         if len(others) > _MAX_EXPRESSIONS:
             raise ModelError(
@@ -161,8 +288,15 @@ class ModuleNames:
             )
         self._expressions = [_compile(source, name) for name in others]
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no module is excluded."""
+        return not self._plain and not self._expressions
+
     def __contains__(self, path: str) -> bool:
-        """Return whether a name covers the module: its path, the path of a module around it, or the end of its path."""
+        """Return whether a name or an expression covers the module."""
+        if self._method == "awq":
+            return any(name in path for name in self._plain)
         words = path.split(".")
         suffixes = (".".join(words[start:]) for start in range(len(words)))
         prefixes = (".".join(words[:stop]) for stop in range(1, len(words)))
@@ -188,6 +322,10 @@ def _read_fp8(settings: JsonObject) -> WeightFormat:
     for key, supported in (("scale_fmt", "float"), ("fmt", "e4m3")):
         if settings.get(key) not in (None, supported):
             _refuse(settings, f"has {key!r} {settings.get(key)!r}")
+    if settings.get("kv_cache_quant_targets"):
+        _refuse(settings, "has scales for the KV cache ('kv_cache_quant_targets')")
+    if settings.get("expert_dtype") not in (None, "fp8"):
+        _refuse(settings, f"has 'expert_dtype' {settings.get('expert_dtype')!r}")
     if settings.get("modules_to_convert"):
         _refuse(settings, "covers more than linear layers ('modules_to_convert')")
     block = settings.get("weight_block_size")
@@ -208,14 +346,30 @@ def _read_compressed(settings: JsonObject) -> WeightFormat:
     """Read the only group of a compressed-tensors checkpoint."""
     if settings.get("kv_cache_scheme") is not None:
         _refuse(settings, "has scales for the KV cache ('kv_cache_scheme')")
+    if settings.get("transform_config"):
+        _refuse(settings, "has online transforms ('transform_config')")
+    sparsity = settings.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
+        _refuse(settings, "has sparse weights ('sparsity_config')")
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         _refuse(settings, "has not exactly one of 'config_groups'")
     [group] = groups.values()
     if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
         _refuse(settings, "does not target all linear layers")
+    _check_keys(settings, " of a group", group, _GROUP_KEYS)
+    if group.get("output_activations") is not None:
+        _refuse(settings, "has quantized results of layers ('output_activations')")
+    if group.get("format") not in (None, settings.get("format")):
+        _refuse(settings, f"has 'format' {group.get('format')!r} of a group")
     weights = group.get("weights")
     weights = weights if isinstance(weights, dict) else {}
+    _check_keys(settings, " of weights", weights, _SCHEME_KEYS)
+    if isinstance(group.get("input_activations"), dict):
+        _check_keys(settings, " of input_activations", group["input_activations"], _SCHEME_KEYS)
+    order = weights.get("actorder")
+    if order is not None and order is not False and order not in ("weight", "static"):
+        _refuse(settings, f"has 'actorder' of weights {order!r}")
     if weights.get("type") == "int":
         return _read_compressed_int4(settings, weights, group.get("input_activations"))
     return _read_compressed_fp8(settings, weights, group.get("input_activations"))
@@ -245,8 +399,6 @@ def _read_compressed_int4(settings: JsonObject, weights: dict[str, Any], activat
         _refuse(settings, "has integer weights and quantized activations ('input_activations')")
     if settings.get("format") != "pack-quantized":
         _refuse(settings, f"has 'format' {settings.get('format')!r}")
-    if weights.get("actorder") == "group":
-        _refuse(settings, "has 'actorder' of weights 'group'")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy not in ("group", "channel"):
         _refuse(settings, f"has 'strategy' of weights {strategy!r}")
@@ -261,6 +413,8 @@ def _read_awq(settings: JsonObject) -> WeightFormat:
         _refuse(settings, f"has 'version' {version!r}")
     if not settings.flag("zero_point", True):
         _refuse(settings, "has 'zero_point' false")
+    if settings.flag("desc_act"):
+        _refuse(settings, "has 'desc_act' true")
     return Int4Format("awq", _read_group_size(settings), zero_points=True)
 
 
@@ -269,6 +423,8 @@ def _read_gptq(settings: JsonObject) -> WeightFormat:
     stored = settings.text("checkpoint_format", settings.text("format", "gptq"))
     if stored not in ("gptq", "gptq_v2"):
         _refuse(settings, f"has 'checkpoint_format' {stored!r}")
+    if settings.flag("is_marlin_format"):
+        _refuse(settings, "has 'is_marlin_format' true")
     if settings.get("pack_dtype") not in (None, "int32"):
         _refuse(settings, f"has 'pack_dtype' {settings.get('pack_dtype')!r}")
     if settings.flag("lm_head"):
@@ -308,6 +464,13 @@ def _check_group_size(settings: JsonObject, size: Any) -> int:
     if size not in GROUP_SIZES:
         _refuse(settings, f"has 'group_size' {size!r}")
     return int(size)
+
+
+def _check_keys(settings: JsonObject, where: str, values: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse the first key with a value that is not one of ``known``; null, false and empty ones say nothing."""
+    for key, value in values.items():
+        if value and key not in known:
+            _refuse(settings, f"has the unknown setting {key!r}{where}")
 
 
 def _check_scheme(settings: JsonObject, name: str, scheme: Any, supported: dict[str, Any]) -> dict[str, Any]:

@@ -7,18 +7,17 @@ from typing import Final
 from skiff_runtime.errors import ModelError
 from skiff_runtime.json_file import JsonObject
 from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from skiff_runtime.models.limits import MAX_POSITIONS
 
 SUPPORTED_TYPES: Final = ("default", "linear", "llama3", "yarn")
 FLAG: Final = "--rope-scaling"
 EXAMPLE: Final = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
-MAX_POSITIONS: Final = 1 << 24
-"""From here on, float32 cannot represent every position."""
 _REASONS: Final = {
     "dynamic": "dynamic NTK changes the frequencies while a sequence grows, but cached keys keep the old ones",
     "longrope": "a sequence that outgrows the original context changes its frequencies, but cached keys keep the "
     "old ones",
 }
-"""Why a type cannot be computed, for those that people ask for."""
+"""Why a type cannot be computed, for types that checkpoints use."""
 _YARN_KEYS: Final = frozenset(
     (
         "rope_type",
@@ -40,14 +39,17 @@ _YARN_KEYS: Final = frozenset(
 which changes nothing."""
 
 
-def read_rope(config: JsonObject, option: str | None = None) -> tuple[float, RopeScaling]:
+def read_rope(
+    config: JsonObject, option: str | None = None, *, default_theta: float = 10000.0
+) -> tuple[float, RopeScaling]:
     """Return base (theta) and scaling, from ``rope_parameters`` or the older ``rope_theta`` with ``rope_scaling``.
 
     ``option`` is the value of ``--rope-scaling``, which takes the place of the model's scaling and leaves its base.
-    Raises ``ModelError`` for settings that are malformed or not supported.
+    ``default_theta`` is the base where none is named. Raises ``ModelError`` for settings that are malformed or not
+    supported.
     """
     rope = _find_rope(config)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
     chosen = rope if option is None else _parse_option(option)
     theta = chosen.number("rope_theta", theta)
     if theta <= 0:

@@ -54,6 +54,15 @@ def test_file_is_selected_by_its_quantization(quant_type: str, found: list[str])
     assert select_by_quant_type(NAMES, quant_type) == found
 
 
-def test_files_of_equal_length_stay_ambiguous() -> None:
-    names = ["a-Q8_0.gguf", "b-Q8_0.gguf"]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a-Q8_0.gguf", "b-Q8_0.gguf"],
+        ["llama-13b-Q8_0.gguf", "llama-7b-Q8_0.gguf"],
+        ["Qwen3-VL-8B-Q8_0.gguf", "mmproj-Q8_0.gguf"],
+        ["Qwen3-8B-Instruct-Q8_0.gguf", "Qwen3-8B-Q8_0.gguf"],
+        ["Q8_0.gguf", "b-Q8_0.gguf"],
+    ],
+)
+def test_different_models_stay_ambiguous(names: list[str]) -> None:
     assert select_by_quant_type(names, "Q8_0") == names

@@ -19,6 +19,7 @@ from tiny_models import FAMILIES, make_model
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.info.memory_fit import LIBRARY_BYTES, Gpu, estimate_memory, fit_gpu
+from skiff_runtime.kernels.constants import DEQUANTIZED_BYTES
 from skiff_runtime.kvcache.kv_pool import KVLayout, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
 from skiff_runtime.models.config import read_model_config
@@ -150,6 +151,23 @@ def test_cpu_needs_working_memory_for_float32_copies(tmp_path: Path, quantizatio
     assert cpu - gpu == 2 * GATHER_WORKSPACE_BYTES - gathered + (
         0 if quantization == "none" else 4 * 28672 * 4096
     )
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("bfloat16", 2), ("float32", 4)])
+def test_cpu_needs_working_memory_to_dequantize_integers(
+    tmp_path: Path, dtype: Any, element_bytes: int
+) -> None:
+    """A part has ``DEQUANTIZED_BYTES`` in the model's dtype, and five matrices of its size are in float32."""
+    changes = {"quantization_config": FORMATS["awq"].config}
+    model = read_model_config(Path(describe(tmp_path, LLAMA_8B | changes)))
+    config = make_config(tmp_path, dtype=dtype, max_model_len=1024)
+    gpu, cpu = (
+        estimate_memory(replace(config, device=device), model, dtype).working_bytes
+        for device in ("cuda", "cpu")
+    )
+    gathered = 2 * 1024 * 8 * 128 * element_bytes
+    steps = 5 * 4 * (DEQUANTIZED_BYTES // element_bytes)
+    assert cpu - gpu == 2 * GATHER_WORKSPACE_BYTES - gathered + steps - DEQUANTIZED_BYTES
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_models import FAMILIES, edit_json, make_model
+from transformers import AutoConfig
 
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling
@@ -43,6 +44,16 @@ def test_every_family_is_read(model: Path) -> None:
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
     assert config.eos_token_ids == (1,)
     assert config.head_dim == (32 if config.architecture.startswith("Qwen3") else 16)
+
+
+def test_defaults_of_absent_keys_are_those_of_transformers(model: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    for key in ("rope_parameters", "rope_scaling", "rope_theta", "rms_norm_eps"):
+        values.pop(key, None)
+    (model / "config.json").write_text(json.dumps(values))
+    expected, found = AutoConfig.from_pretrained(model), read_model_config(model)
+    assert found.rms_norm_eps == expected.rms_norm_eps
+    assert found.rope_theta == expected.rope_parameters["rope_theta"]
 
 
 def test_rope_settings_are_read_from_both_layouts(llama: Path) -> None:
@@ -85,11 +96,15 @@ def test_generation_config_is_optional(llama: Path) -> None:
         ({"vocab_size": ...}, "lacks 'vocab_size'"),
         ({"hidden_size": "big"}, "'hidden_size' must be a positive whole number, not 'big'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive"),
+        ({"num_hidden_layers": 1 << 31}, "'num_hidden_layers' must be at most 1024, not 2147483648"),
+        ({"hidden_size": 1 << 63}, "'hidden_size' must be at most 2147483647"),
+        ({"max_position_embeddings": 1 << 25}, "'max_position_embeddings' must be at most 16777216"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a number"),
         ({"num_key_value_heads": 3}, "3 KV heads do not divide 4"),
         ({"head_dim": 15}, "must be even"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"by the method 'awq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "has 'bits' None"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
             "rope type 'dynamic' is not supported.*dynamic NTK.*supported are .*--rope-scaling",

@@ -115,6 +115,19 @@ def test_unquantized_file_is_the_model_that_it_was_made_of(tmp_path: Path) -> No
     assert oracle_choices(load_reference(tmp_path / "hf"), PROMPTS, outputs) == outputs
 
 
+def test_tokens_with_a_sliding_window_equal_transformers(tmp_path: Path) -> None:
+    """Prompts and answers exceed the window, which transformers reads from the ``config.json`` of Mistral."""
+
+    def add_window(writer: GGUFWriter) -> None:
+        writer.add_sliding_window(16)
+
+    path = make_gguf(tmp_path, "mistral", seed=7, sliding_window=16, edit=add_window)
+    model = read_model_config(path)
+    assert model.sliding_windows == (16,) * model.num_layers
+    outputs = greedy(path)
+    assert oracle_choices(load_reference(tmp_path / "hf"), PROMPTS, outputs) == outputs
+
+
 def test_biases_of_llama_are_permuted_like_its_weights(tmp_path: Path) -> None:
     path = make_gguf(tmp_path, "llama", attention_bias=True, mlp_bias=True, seed=5)
     outputs = greedy(path)
@@ -176,7 +189,7 @@ def test_tensor_without_a_place_in_the_architecture_is_refused(tmp_path: Path) -
         writer.add_tensor("blk.1.attn_q_norm.weight", np.ones(64, np.float32))
 
     path = make_gguf(tmp_path, "llama", edit=add_norm)
-    assert "tensor 'blk.1.attn_q_norm.weight' has no place in the model's architecture" in refusal(path)
+    assert "tensor 'blk.1.attn_q_norm.weight' is not used by this architecture" in refusal(path)
 
 
 def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_number_of_experts_is_read_from_both_keys(tmp_path: Path) -> None:
         ({"num_experts": ..., "num_local_experts": ...}, "lacks 'num_experts'"),
         ({"num_experts": 7, "num_local_experts": 8}, "'num_experts' and 'num_local_experts' contradict"),
         (
+            {"num_experts": 10**9, "num_local_experts": ...},
+            "'num_experts' must be at most 4096, not 1000000000",
+        ),
+        (
             {"num_experts": 0, "num_local_experts": ...},
             "'num_experts' must be a positive whole number, not 0",
         ),
@@ -315,6 +319,19 @@ def test_estimated_bytes_equal_allocated_ones(
     )
     assert weights == sum(shard.nbytes for shard in shards)
     assert experts == sum(shard.nbytes for shard in shards if ".experts." in shard.name)
+
+
+def test_whole_experts_may_have_columns_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    model = read_model_config(make_model(tmp_path, "qwen3_moe", moe_intermediate_size=30))
+    moe = moe_of(model)
+    counts = count_parameters(model, 4, expert_parallel=True)
+    sparse = model.num_layers - len(moe.dense_layers)
+    assert counts.experts == sparse * moe.num_experts // 4 * 3 * 30 * model.hidden_size
+    sizes = [
+        estimate(model, 4, element_bytes=2, quantization="none", expert_parallel=True)
+        for estimate in (estimate_weight_bytes, estimate_expert_bytes)
+    ]
+    assert sizes == [2 * counts.total, 2 * counts.experts]
 
 
 @PARALLEL

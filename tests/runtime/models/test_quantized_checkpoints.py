@@ -103,7 +103,7 @@ def _dequantize_int4(weight_format: Int4Format, parts: dict[str, WeightShard]) -
     inputs = packed.shape[inputs_dim] * (1 if weight_format.packing == "awq" else 8)
     if packed.dim == inputs_dim:
         inputs = (packed.stop - packed.start) * (1 if weight_format.packing == "awq" else 8)
-    order = parts["g_idx"].target if "g_idx" in parts else None
+    order = parts["g_idx"].target if weight_format.activation_order else None
     weight = Int4Weight(
         words=packed.target,
         scales=(parts.get("weight_scale") or parts["scales"]).target,
@@ -189,6 +189,21 @@ def test_shards_of_ranks_are_slices_of_the_whole(tmp_path: Path, name: str) -> N
             assert torch.equal(found[module], weight.chunk(2, dims[module])[rank]), module
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "gptq-desc-act"])
+def test_replicated_kv_heads_are_slices_of_the_whole(tmp_path: Path, name: str) -> None:
+    """Each of two KV heads is on two of four ranks."""
+    path = make_model(tmp_path, "llama", **DIVISIBLE, num_attention_heads=4, num_key_value_heads=2)
+    expected = write_checkpoint(path, FORMATS[name])
+    for rank in range(4):
+        found, dims = dequantize_modules(path, load(path, tp_rank=rank, tp_size=4))
+        for module, weight in expected.items():
+            if module.endswith(("k_proj", "v_proj")):
+                shard = weight.chunk(2)[rank // 2]
+            else:
+                shard = weight.chunk(4, dims[module])[rank]
+            assert torch.equal(found[module], shard), module
+
+
 @needs_gpus(2)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     prompts = [[5, 6, 7], list(range(20, 60))]
@@ -243,6 +258,14 @@ def change(end: str, edit_one: Callable[[torch.Tensor], torch.Tensor]) -> Callab
             tensors[name] = edit_one(tensors[name]).contiguous()
 
     return edit
+
+
+def add_reversed_groups(tensors: Tensors) -> None:
+    """Add the groups of inputs as compressed-tensors stores them with an order of activations."""
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        inputs = 8 * tensors[name].shape[1]
+        groups = torch.arange(inputs, dtype=torch.int32).flip(0) // 128
+        tensors[f"{name.removesuffix('weight_packed')}weight_g_idx"] = groups
 
 
 def count_first_group_twice(groups: torch.Tensor) -> torch.Tensor:
@@ -306,6 +329,16 @@ def count_first_group_twice(groups: torch.Tensor) -> torch.Tensor:
             change("q_proj.qzeros", lambda words: words + 1),
             r"'.*q_proj\.qzeros' contains zero points other than 8, but config\.json says 'sym'",
         ),
+        (
+            "gptq",
+            change("down_proj.g_idx", lambda groups: groups.flip(0)),
+            r"'.*down_proj\.g_idx' assigns inputs to groups in another order than config\.json implies",
+        ),
+        (
+            "compressed-int4",
+            add_reversed_groups,
+            r"'.*weight_g_idx' assigns inputs to groups in another order than config\.json implies",
+        ),
         ("gptq-desc-act", drop("down_proj.g_idx"), r"contains the tensor '.*down_proj\.g_idx'"),
         (
             "gptq-desc-act",
@@ -339,6 +372,57 @@ def with_weights(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}}}
 
 
+def with_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a compressed-tensors configuration whose only group is changed."""
+    [group] = config["config_groups"].values()
+    return {**config, "config_groups": {"group_0": {**group, **changes}}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        with_weights(COMPRESSED_INT4, actorder="static", observer="mse", observer_kwargs={"a": 1}),
+        with_weights(COMPRESSED_INT4, actorder="weight", scale_dtype=None, zp_dtype="torch.int8"),
+        {
+            **COMPRESSED_INT4,
+            "quantization_status": "compressed",
+            "global_compression_ratio": 1.5,
+            "version": "0.12.2",
+            "sparsity_config": {},
+            "transform_config": {},
+        },
+        {**COMPRESSED_INT4, "sparsity_config": {"format": "dense"}},
+        {
+            **gptq(128).config,
+            "damp_percent": 0.01,
+            "meta": {"quantizer": ["gptqmodel:1.4.5"]},
+            "dynamic": None,
+        },
+        {**awq(128).config, "backend": "autoawq", "do_fuse": False, "sym": True, "desc_act": False},
+    ],
+)
+def test_settings_that_change_nothing_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = make_model(tmp_path)
+    edit_json(path / "config.json", quantization_config=config)
+    assert isinstance(read_model_config(path).weight_format, Int4Format)
+
+
+def test_names_of_awq_cover_every_path_that_contains_them(tmp_path: Path) -> None:
+    path = make_model(tmp_path, num_hidden_layers=11)
+    names = ["layers.1.", "0.mlp.d", "5.self_attn"]
+    config = {**awq(128).config, "modules_to_not_convert": names}
+    edit_json(path / "config.json", quantization_config=config)
+    whole = tuple((1, projection) for projection in PACKED_MODULES)
+    expected = (
+        (0, "down_proj"),
+        *whole,
+        (5, "qkv_proj"),
+        (5, "o_proj"),
+        (10, "down_proj"),
+    )
+    assert read_model_config(path).unquantized == expected
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -353,7 +437,31 @@ def with_weights(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({**block_fp8().config, "modules_to_convert": ["embed_tokens"]}, "covers more than linear layers"),
         (with_weights(COMPRESSED_INT4, num_bits=8), "has 'num_bits' of weights 8"),
         (with_weights(COMPRESSED_INT4, group_size=16), "has 'group_size' 16"),
-        (with_weights(COMPRESSED_INT4, actorder="group"), "has 'actorder' of weights 'group'"),
+        *(
+            (with_weights(COMPRESSED_INT4, actorder=order), f"has 'actorder' of weights {order!r}")
+            for order in ("group", "GROUP", "dynamic", True)
+        ),
+        (with_weights(COMPRESSED_INT4, rotation="hadamard"), "has the unknown setting 'rotation' of weights"),
+        (with_group(COMPRESSED_INT4, output_activations={"num_bits": 8}), r"\('output_activations'\)"),
+        (with_group(COMPRESSED_INT4, format="marlin-24"), "has 'format' 'marlin-24' of a group"),
+        (with_group(COMPRESSED_INT4, bias={"num_bits": 8}), "has the unknown setting 'bias' of a group"),
+        (
+            {**COMPRESSED_INT4, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            r"has online transforms \('transform_config'\)",
+        ),
+        (
+            {**COMPRESSED_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"has sparse weights \('sparsity_config'\)",
+        ),
+        *(
+            ({**FORMATS[name].config, "rotation": "quarot"}, "has the unknown setting 'rotation'")
+            for name in ("block-fp8", "compressed-int4", "compressed-tensor-fp8", "awq", "gptq")
+        ),
+        (
+            {**tensor_fp8(static=True, compressed=False).config, "kv_cache_quant_targets": ["k_proj"]},
+            "KV cache",
+        ),
+        ({**gptq(128).config, "is_marlin_format": True}, "has 'is_marlin_format' true"),
         (with_weights(COMPRESSED_INT4, strategy="tensor"), "has 'strategy' of weights 'tensor'"),
         ({**COMPRESSED_INT4, "format": "int-quantized"}, "has 'format' 'int-quantized'"),
         (with_weights(COMPRESSED_STATIC, strategy="block"), "has 'block_structure' of weights None"),
@@ -361,6 +469,7 @@ def with_weights(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({**awq(128).config, "bits": 8}, "has 'bits' 8"),
         ({**awq(128).config, "version": "gemv"}, "has 'version' 'gemv'"),
         ({**awq(128).config, "zero_point": False}, "has 'zero_point' false"),
+        ({**awq(128).config, "desc_act": True}, "has 'desc_act' true"),
         ({**awq(128).config, "group_size": 100}, "has 'group_size' 100"),
         ({**gptq(128).config, "bits": 3}, "has 'bits' 3"),
         ({**gptq(128).config, "checkpoint_format": "marlin"}, "has 'checkpoint_format' 'marlin'"),
