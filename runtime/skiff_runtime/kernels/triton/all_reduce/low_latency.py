@@ -28,6 +28,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     is_refresh,
     load_peers,
     load_rank,
+    may_store,
     own_memory,
     receive_words,
     sort_by_rank,
@@ -81,9 +82,9 @@ def low_latency_all_reduce_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    tiles = tl.cdiv(lines, LINES)
-    _push_tiles(x, peers, rank, channel, epoch, tiles, lines, LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    tiles = tl.cdiv(lines, LINES)
+    _push_tiles(x, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for tile in range(channel, tiles, tl.num_programs(0)):
         summed, inside, places, waited = _receive_tile(
@@ -139,8 +140,8 @@ def all_reduce_add_rms_norm_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    _push_tiles(x, peers, rank, channel, epoch, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -191,8 +192,8 @@ def all_reduce_add_rms_norm_quantize_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    _push_tiles(x, peers, rank, channel, epoch, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -213,6 +214,7 @@ def _push_tiles(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
+    limit: tl.tensor,
     tiles: tl.tensor,
     lines: tl.tensor,
     TILE_LINES: tl.constexpr,
@@ -223,13 +225,14 @@ def _push_tiles(
     """Store this program's tiles of a message of ``lines`` lines in the memory of every peer; tiles of TILE_LINES lines.
 
     The two words of a line go to the two halves of a tile's memory, so that one store of a warp covers addresses
-    without a gap. In a refresh all words of the channel are stored, those without data as zeros.
+    without a gap. In a refresh all words of the channel are stored, those without data as zeros; nothing is stored once
+    a wait has timed out.
     """
     programs = tl.num_programs(0)
     refresh = is_refresh(epoch)
     offset = words_offset(epoch, rank, channel, RANKS)
-    mine = tl.where(refresh, _SLOT_LINES // LINES, tl.cdiv(tiles - channel, programs))
-    for count in range(mine):
+    own_tiles = tl.where(refresh, _SLOT_LINES // LINES, tl.cdiv(tiles - channel, programs))
+    for count in range(tl.where(may_store(limit), own_tiles, 0)):
         tile = channel + count * programs
         inside, places, slots = _tile_places(tile, count, lines, TILE_LINES, LINES)
         words = tl.load(x.to(tl.pointer_type(tl.int64)) + places, inside, 0)

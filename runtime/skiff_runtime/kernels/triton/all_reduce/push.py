@@ -25,6 +25,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     is_refresh,
     load_peers,
     load_rank,
+    may_store,
     own_memory,
     plain_offset,
     rewrite_words,
@@ -84,6 +85,7 @@ def push_all_reduce_kernel(
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
+    stores = may_store(limit)
     state = tl.full((), 0, tl.int32)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)
@@ -92,7 +94,7 @@ def push_all_reduce_kernel(
     chunk = channel * piece_lines * pieces
     own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
     stages = tl.cdiv(piece_lines, stage_lines)
-    if is_refresh(epoch):
+    if is_refresh(epoch) & stores:
         rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
 
     for stage in range(stages):
@@ -102,8 +104,8 @@ def push_all_reduce_kernel(
                 target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
                 places, inside = _places(chunk + target, start, end, lines, LINES)
                 words = tl.load(message + places, inside, 0)
-                _store_plain(peers[step] + buffer + rank * region, start, words, inside, LINES)
-        set_flags(peers, rank, channel, epoch, stage, RANKS, PTX)
+                _store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
+        set_flags(peers, rank, channel, epoch, stage, stores, RANKS, PTX)
 
     for stage in range(stages):
         waited = wait_for_flags(own, rank, channel, epoch, stage, limit, RANKS, PTX)
@@ -122,10 +124,12 @@ def push_all_reduce_kernel(
             summed = sum_words(ordered, x.dtype.element_ty, RANKS)
             tl.store(message + places, summed, inside)
             if TWO_SHOT:
+                region_offset = buffer + (RANKS + rank) * region
                 for step in tl.static_range(RANKS - 1):
-                    _store_plain(peers[step] + buffer + (RANKS + rank) * region, start, summed, inside, LINES)
+                    _store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
         if TWO_SHOT:
-            set_flags(peers, rank, channel, epoch, _STAGES + stage, RANKS, PTX)
+            is_complete = stores & (state != TIMED_OUT)
+            set_flags(peers, rank, channel, epoch, _STAGES + stage, is_complete, RANKS, PTX)
 
     if TWO_SHOT:
         for stage in range(stages):
