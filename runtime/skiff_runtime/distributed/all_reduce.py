@@ -101,10 +101,10 @@ class PeerToPeerAllReduce:
         Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one. Hence all agree after each stage that can fail
         on one rank alone, before they enter the next one together.
         """
-        _agree_on(agree, _find_obstacle(rank, ranks))
+        _raise_if_any_failed(agree, _find_unsupported(rank, ranks))
         memory = _try_on_all(agree, lambda: allocate(allocation_bytes(ranks), device))
         buffer = _try_on_all(agree, lambda: map_peers(memory))
-        _agree_on(agree, _probe(buffer, rank, ranks, agree))
+        _raise_if_any_failed(agree, _verify_peer_writes(buffer, rank, ranks, agree))
         status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         view = make_peer_memory(
             buffer.addresses, rank, status.data_ptr(), device, timeout=int(timeout_seconds * NANOSECONDS)
@@ -206,7 +206,7 @@ def make_peer_memory(
     )
 
 
-def _find_obstacle(rank: int, ranks: int) -> str | None:
+def _find_unsupported(rank: int, ranks: int) -> str | None:
     """Return why peer memory cannot work, as far as is known before it is tried."""
     if ranks > MAX_RANKS:
         return f"it works for at most {MAX_RANKS} ranks"
@@ -216,7 +216,7 @@ def _find_obstacle(rank: int, ranks: int) -> str | None:
     return None
 
 
-def _agree_on(agree: Agree, failure: str | None) -> None:
+def _raise_if_any_failed(agree: Agree, failure: str | None) -> None:
     """Raise ``PeerMemoryUnavailable`` on all ranks if one has a failure."""
     if not agree(failure is None):
         raise PeerMemoryUnavailable(failure or "it failed on another rank, whose log says why")
@@ -227,13 +227,13 @@ def _try_on_all(agree: Agree, run: Callable[[], T]) -> T:
     try:
         result = run()
     except RuntimeError as error:
-        _agree_on(agree, str(error).partition("\n")[0] or type(error).__name__)
+        _raise_if_any_failed(agree, str(error).partition("\n")[0] or type(error).__name__)
         raise
-    _agree_on(agree, None)
+    _raise_if_any_failed(agree, None)
     return result
 
 
-def _probe(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
+def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
     """Write to every peer and read what they wrote; return what is wrong. Leaves all memory zeroed.
 
     Where an IOMMU is in the way, peer access is reported and data is lost without an error.

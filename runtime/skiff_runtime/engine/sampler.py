@@ -65,7 +65,7 @@ class Sampler:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a shard of the logits only."""
+        """True if this rank has a shard of the logits only."""
         return self._shard is not None
 
     def needs_whole_rows(self, slots: Int32) -> NDArray[np.bool_]:

@@ -190,11 +190,11 @@ def rewrite_words(
 ) -> None:
     """Store this call's mark in all of the channel's LL words, LINES of 16 bytes at a time, for a call without data there."""
     offsets = words_offset(epoch, rank, channel, RANKS) + tl.arange(0, LINES) * _WORD_BYTES
-    nothing = tl.zeros((LINES,), tl.int64)
+    zero_words = tl.zeros((LINES,), tl.int64)
     for start in range(0, _SLOT_LINES * 2, LINES):
         for step in tl.static_range(RANKS - 1):
             addresses = peers[step] + offsets + start * _WORD_BYTES
-            store_words(addresses, nothing, epoch, nothing == 0, PTX)
+            store_words(addresses, zero_words, epoch, zero_words == 0, PTX)
 
 
 @triton.jit
