@@ -126,6 +126,9 @@ def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[
 def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dict[str, bool]]:
     """Let rank 0 run three calls, the first of which times out; then let rank 1 run them.
 
+    The messages take one program each: the interpreter runs programs one after the other, so those behind one that has
+    timed out would store nothing.
+
     Returns for each call of this rank: its sum is right, and a wait has timed out by its end.
     """
     peer = join(group, directory, polls=3)
@@ -133,12 +136,12 @@ def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dic
         group.all_reduce_min(0)
     outcomes = []
     for number in range(3):
-        x = make_message(group.tp_rank, number, (4096,), torch.float32)
+        x = make_message(group.tp_rank, number, (1024,), torch.float32)
         if kind == "words":
             low_latency_all_reduce(x, peer.memory)
         else:
             push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
-        right = same_bits(x, sum_messages(group.tp_size, number, (4096,), torch.float32))
+        right = same_bits(x, sum_messages(group.tp_size, number, (1024,), torch.float32))
         outcomes.append({"right": right, "failed": peer.has_failed})
     if group.tp_rank == 0:
         group.all_reduce_min(0)

@@ -148,7 +148,10 @@ def wait_limit(control: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def may_store(limit: tl.tensor) -> tl.tensor:
-    """Return whether rule 3 allows this call to store in the memory of peers; ``limit`` is that at its start."""
+    """Return whether rule 3 allows this call to store in the memory of peers; ``limit`` is that at its start.
+
+    All programs of a launch see the same: they start long before one of them can time out.
+    """
     return limit >= 0
 
 
