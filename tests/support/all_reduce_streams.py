@@ -162,12 +162,12 @@ def come_late() -> dict[str, Any]:
 
     Returns by the kind of the kernel, for each call of rank 1: the sum is right, and a wait has timed out by its end.
     """
-    shape, found = (ROWS[-1], WIDTH), {}
+    shape = ROWS[-1], WIDTH
+    found: dict[str, Any] = {}
     for kind in ("words", "one-shot", "two-shot"):
         peers = allocate_on_gpu(2, timeout_seconds=0.2)
-        outcomes = []
         for rank, peer in enumerate(peers):
-            outcomes = []
+            outcomes: list[list[bool]] = []
             for number in range(3):
                 x = make_message(rank, number, shape, DTYPE).cuda()
                 if kind == "words":
@@ -177,7 +177,7 @@ def come_late() -> dict[str, Any]:
                 torch.cuda.synchronize()
                 right = same_bits(x, sum_messages(2, number, shape, DTYPE))
                 outcomes.append([right, peer.has_failed])
-        found[kind] = outcomes
+            found[kind] = outcomes  # those of rank 1 remain
     return found
 
 
