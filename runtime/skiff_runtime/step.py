@@ -101,7 +101,10 @@ class StepHandle(Protocol):
     """A launched step."""
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the step has run or failed, at most this long; return whether it has."""
+        """Wait until the step has run or failed, at most this long; return whether it has.
+
+        Raises ``CollectiveTimeout`` if a collective of this rank has given up, whether or not the step still runs.
+        """
         ...
 
     def result(self) -> StepResult:

@@ -37,6 +37,16 @@ def test_kernel_without_peers_gives_up_and_the_next_one_does_not_wait() -> None:
     assert run_streams("timeout") == {"failed": True, "reported": [1, 3]}
 
 
+def test_late_rank_completes_what_was_sent_in_whole_and_times_out() -> None:
+    """It finds nothing of the later calls that the other rank has run meanwhile, and reports as well."""
+    right, failed = [True, False], [False, True]
+    assert run_streams("late") == {
+        "words": [right, failed, failed],
+        "one-shot": [right, failed, failed],
+        "two-shot": [failed, failed, failed],
+    }
+
+
 @two_gpus
 def test_sums_on_two_gpus_are_the_same_bits_everywhere(tmp_path: Path) -> None:
     """Every algorithm, slices of a message larger than the buffers, NCCL between, graphs, and the fused norm."""

@@ -39,6 +39,8 @@ CONTEXT: Final = 1 << 16 if ON_GPU else 1 << 12
 FLAGS: Final = ("--served-model-name", "tiny", "--max-total-tokens", str(CONTEXT * CLIENTS), "--tp", "2")
 LIMIT_SECONDS: Final = 15.0
 """Most time from a fault to the last client's error, by the default of ``--rank-heartbeat-timeout-seconds``."""
+GPU_DEFAULT: Final = () if ON_GPU else ("--rank-heartbeat-timeout-seconds", "10")
+"""On a CPU the default of this option is larger."""
 HEARTBEAT_SECONDS: Final = 3
 STEP_SECONDS: Final = 4
 
@@ -94,8 +96,8 @@ def test_killed_rank(model: Path, rank: int) -> None:
     ("rank", "flags", "seconds"),
     [
         (1, ("--rank-heartbeat-timeout-seconds", str(HEARTBEAT_SECONDS)), HEARTBEAT_SECONDS),
-        pytest.param(0, (), 10, marks=FULL),
-        pytest.param(1, (), 10, marks=FULL),
+        pytest.param(0, GPU_DEFAULT, 10, marks=FULL),
+        pytest.param(1, GPU_DEFAULT, 10, marks=FULL),
     ],
 )
 def test_stopped_rank(model: Path, rank: int, flags: tuple[str, ...], seconds: int) -> None:
@@ -115,7 +117,7 @@ def test_rank_that_stops_during_a_drain(model: Path, rank: int) -> None:
         wait_until(lambda: service.http.get(service.url + "/readyz").status_code == 503)
         service.children[f"rank{rank}"].suspend()
 
-    with failing_service(model, "--drain-timeout-seconds", "300") as service:
+    with failing_service(model, "--drain-timeout-seconds", "300", *GPU_DEFAULT) as service:
         ends = fail_clients(service, lambda: drain_and_stop(service))
         check_errors(service, ends, rf"rank{rank} has been silent for 10 s")
 
@@ -124,7 +126,7 @@ def test_rank_that_stops_during_a_drain(model: Path, rank: int) -> None:
 def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> None:
     """Its main loop sends heartbeats, and so do the others, which wait for it inside a collective.
 
-    On GPUs with peer memory the collective itself gives up, after half the time of the step watchdog.
+    Also on GPUs with peer memory: the least limit of a collective is larger than this limit on a step.
     """
     fault = plant(tmp_path / "fault", rank, RankFault.HANG)
     flags = ("--watchdog-timeout", str(STEP_SECONDS))
@@ -133,9 +135,8 @@ def test_rank_that_hangs_in_a_step(model: Path, tmp_path: Path, rank: int) -> No
         check_errors(
             service,
             ends,
-            rf".*rank\d exited with code 1: (step \d+, of {CLIENTS} tokens in {CLIENTS} rows, took longer than "
-            rf"{STEP_SECONDS} s|one-shot all-reduce.*: this rank waited for another one for longer than "
-            rf"{STEP_SECONDS / 2:g} s)",
+            rf".*rank\d exited with code 1: step \d+, of {CLIENTS} tokens in {CLIENTS} rows, took longer than "
+            rf"{STEP_SECONDS} s",
         )
 
 

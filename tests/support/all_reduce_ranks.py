@@ -7,6 +7,8 @@ from typing import Any
 
 import kernel_device  # noqa: F401  # repairs Triton's interpreter
 import torch
+import triton
+import triton.language as tl
 from all_reduce_messages import make_message, same_bits, sum_messages
 from simulated_peers import SimulatedPeer, map_files
 
@@ -23,6 +25,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     SLOT_BYTES,
     SLOT_LINES,
     allocation_bytes,
+    wait_state,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
 from skiff_runtime.kernels.triton.fp8.quantize import add_rms_norm_quantize
@@ -118,3 +121,35 @@ def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[
                 push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
     group.all_reduce_min(0)
     return {"failed": peer.has_failed, "collective": int(peer.status.item())}
+
+
+def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dict[str, bool]]:
+    """Let rank 0 run three calls, the first of which times out; then let rank 1 run them.
+
+    The messages take one program each: the interpreter runs programs one after the other, so those behind one that has
+    timed out would store nothing.
+
+    Returns for each call of this rank: its sum is right, and a wait has timed out by its end.
+    """
+    peer = join(group, directory, polls=3)
+    if group.tp_rank == 1:
+        group.all_reduce_min(0)
+    outcomes = []
+    for number in range(3):
+        x = make_message(group.tp_rank, number, (1024,), torch.float32)
+        if kind == "words":
+            low_latency_all_reduce(x, peer.memory)
+        else:
+            push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+        right = same_bits(x, sum_messages(group.tp_size, number, (1024,), torch.float32))
+        outcomes.append({"right": right, "failed": peer.has_failed})
+    if group.tp_rank == 0:
+        group.all_reduce_min(0)
+    return outcomes
+
+
+@triton.jit
+def wait_state_kernel(stale: tl.tensor, late: tl.tensor, state: tl.tensor, count: tl.constexpr) -> None:
+    """Store the state of a wait for ``count`` elements, each of which has a clock of its own: int32 [count] both."""
+    element = tl.arange(0, count)[:, None]
+    tl.store(state, wait_state(tl.load(stale + element) != 0, tl.load(late + element)))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from all_reduce_messages import make_message, sum_messages
+from all_reduce_messages import make_message, same_bits, sum_messages
 from simulated_peers import SimulatedPeer, allocate_on_gpu
 
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
@@ -157,6 +157,31 @@ def wait_in_vain() -> dict[str, Any]:
     return {"failed": first.has_failed, "reported": reported}
 
 
+def come_late() -> dict[str, Any]:
+    """Launch three calls of rank 0, the first of which times out, and then those of rank 1.
+
+    Returns by the kind of the kernel, for each call of rank 1: the sum is right, and a wait has timed out by its end.
+    """
+    shape = ROWS[-1], WIDTH
+    found: dict[str, Any] = {}
+    for kind in ("words", "one-shot", "two-shot"):
+        peers = allocate_on_gpu(2, timeout_seconds=0.2)
+        for rank, peer in enumerate(peers):
+            outcomes: list[list[bool]] = []
+            for number in range(3):
+                x = make_message(rank, number, shape, DTYPE).cuda()
+                if kind == "words":
+                    low_latency_all_reduce(x.view(-1), peer.memory)
+                else:
+                    push_all_reduce(x.view(-1), peer.memory, two_shot=kind == "two-shot")
+                torch.cuda.synchronize()
+                right = same_bits(x, sum_messages(2, number, shape, DTYPE))
+                outcomes.append([right, peer.has_failed])
+            found[kind] = outcomes  # those of rank 1 remain
+    return found
+
+
 if __name__ == "__main__":
     words = sys.argv[1:]
-    print(json.dumps(wait_in_vain() if words == ["timeout"] else run(*map(int, words))))
+    modes = {"timeout": wait_in_vain, "late": come_late}
+    print(json.dumps(modes[words[0]]() if words[0] in modes else run(*map(int, words))))

@@ -6,12 +6,7 @@ from pathlib import Path
 import torch
 
 from skiff_runtime.distributed.all_reduce import make_peer_memory
-from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
-    FAILED,
-    TIMEOUT,
-    PeerMemory,
-    allocation_bytes,
-)
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import FAILED, PeerMemory, allocation_bytes
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,5 @@ def _view(
     buffers: list[torch.Tensor], rank: int, status: torch.Tensor, device: torch.device, timeout: int
 ) -> SimulatedPeer:
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    memory = make_peer_memory(addresses, rank, status.data_ptr(), device)
-    memory.control[TIMEOUT] = timeout
+    memory = make_peer_memory(addresses, rank, status.data_ptr(), device, timeout=timeout)
     return SimulatedPeer(memory, status, buffers)

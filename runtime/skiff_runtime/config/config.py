@@ -166,10 +166,11 @@ class Config:
     heartbeat_timeout_seconds: float = option(
         60.0, "Server", "time without a heartbeat after which a process other than a rank counts as dead"
     )
-    rank_heartbeat_timeout_seconds: float = option(
-        10.0,
+    rank_heartbeat_timeout_seconds: float | None = option(
+        None,
         "Server",
-        "the same for a rank, whose main loop only plans steps and waits for them: the others wait for it in a collective",
+        "the same for a rank, whose main loop only plans steps and waits for them: the others wait for it in a collective "
+        "(default: 60 on a CPU, 10 on a GPU)",
     )
     watchdog_timeout: float | None = option(
         None,

@@ -8,11 +8,11 @@ where the driver allows it), no multicast.
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
-from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate
+from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate, map_peers
 from skiff_runtime.errors import CollectiveTimeout, SkiffError
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
@@ -35,6 +35,7 @@ from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce, push_c
 from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
 
 NANOSECONDS: Final = 1_000_000_000
+T = TypeVar("T")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 Agree = Callable[[bool], bool]
@@ -74,14 +75,22 @@ class PeerToPeerAllReduce:
     """
 
     def __init__(
-        self, memory: PeerMemory, status: torch.Tensor, buffer: SymmetricBuffer | None = None
+        self,
+        memory: PeerMemory,
+        status: torch.Tensor,
+        buffer: SymmetricBuffer | None = None,
+        *,
+        timeout_seconds: float = math.inf,
     ) -> None:
-        """``status`` int64 [1] of the host is where ``memory``'s kernels report; ``buffer`` is kept alive."""
+        """``status`` int64 [1] of the host is where ``memory``'s kernels report; ``buffer`` is kept alive.
+
+        ``timeout_seconds`` is the limit that ``memory`` has.
+        """
         self._memory = memory
         self._status = status
         self._buffer = buffer
         self._limits = tuning_for(memory.table.device).all_reduce
-        self._timeout_seconds = math.inf
+        self._timeout_seconds = timeout_seconds
 
     @classmethod
     def connect(
@@ -89,20 +98,18 @@ class PeerToPeerAllReduce:
     ) -> "PeerToPeerAllReduce":
         """Map the memory of all ranks; all must call it, and rank i must be on GPU i.
 
-        Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one.
+        Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one. Hence all agree after each stage that can fail
+        on one rank alone, before they enter the next one together.
         """
-        _agree_on(agree, _find_obstacle(rank, ranks))
-        try:
-            buffer, failure = allocate(allocation_bytes(ranks), device), None
-        except RuntimeError as error:
-            buffer, failure = None, str(error).partition("\n")[0]
-        _agree_on(agree, failure)
-        assert buffer is not None
-        _agree_on(agree, _probe(buffer, rank, ranks, agree))
+        _raise_if_any_failed(agree, _find_unsupported(rank, ranks))
+        memory = _try_on_all(agree, lambda: allocate(allocation_bytes(ranks), device))
+        buffer = _try_on_all(agree, lambda: map_peers(memory))
+        _raise_if_any_failed(agree, _verify_peer_writes(buffer, rank, ranks, agree))
         status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        memory = make_peer_memory(buffer.addresses, rank, status.data_ptr(), device)
-        created = cls(memory, status, buffer)
-        created.set_timeout(timeout_seconds)
+        view = make_peer_memory(
+            buffer.addresses, rank, status.data_ptr(), device, timeout=int(timeout_seconds * NANOSECONDS)
+        )
+        created = cls(view, status, buffer, timeout_seconds=timeout_seconds)
         torch.cuda.synchronize(device)
         agree(True)  # no rank writes into memory that is not zeroed yet
         return created
@@ -173,7 +180,9 @@ class PeerToPeerAllReduce:
 
     def sample_sizes(self) -> list[int]:
         """Return sizes of messages, in bytes, that together take every algorithm of this class."""
-        found = next(each for each in self._limits if each.ranks >= self._memory.ranks)
+        found = next((each for each in self._limits if each.ranks >= self._memory.ranks), None)
+        if found is None:
+            return []
         sizes = (found.low_latency, found.one_shot, found.two_shot)
         return [
             size
@@ -183,18 +192,21 @@ class PeerToPeerAllReduce:
 
 
 def make_peer_memory(
-    addresses: tuple[int, ...], rank: int, status_address: int, device: torch.device
+    addresses: tuple[int, ...], rank: int, status_address: int, device: torch.device, *, timeout: int
 ) -> PeerMemory:
-    """Return the view of rank ``rank`` on memory at ``addresses``, one of each rank, all zeroed."""
+    """Return the view of rank ``rank`` on memory at ``addresses``, one of each rank, all zeroed.
+
+    ``timeout`` is in nanoseconds, in Triton's interpreter in polls.
+    """
     return PeerMemory(
         ranks=len(addresses),
         table=torch.tensor([*addresses, rank, status_address], dtype=torch.int64, device=device),
         epochs=torch.zeros(CHANNELS, dtype=torch.int64, device=device),
-        control=torch.zeros(2, dtype=torch.int64, device=device),
+        control=torch.tensor([0, timeout], dtype=torch.int64, device=device),
     )
 
 
-def _find_obstacle(rank: int, ranks: int) -> str | None:
+def _find_unsupported(rank: int, ranks: int) -> str | None:
     """Return why peer memory cannot work, as far as is known before it is tried."""
     if ranks > MAX_RANKS:
         return f"it works for at most {MAX_RANKS} ranks"
@@ -204,13 +216,24 @@ def _find_obstacle(rank: int, ranks: int) -> str | None:
     return None
 
 
-def _agree_on(agree: Agree, failure: str | None) -> None:
+def _raise_if_any_failed(agree: Agree, failure: str | None) -> None:
     """Raise ``PeerMemoryUnavailable`` on all ranks if one has a failure."""
     if not agree(failure is None):
         raise PeerMemoryUnavailable(failure or "it failed on another rank, whose log says why")
 
 
-def _probe(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
+def _try_on_all(agree: Agree, run: Callable[[], T]) -> T:
+    """Return the result of ``run``; if it raises RuntimeError on a rank, raise ``PeerMemoryUnavailable`` on all."""
+    try:
+        result = run()
+    except RuntimeError as error:
+        _raise_if_any_failed(agree, str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    _raise_if_any_failed(agree, None)
+    return result
+
+
+def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
     """Write to every peer and read what they wrote; return what is wrong. Leaves all memory zeroed.
 
     Where an IOMMU is in the way, peer access is reported and data is lost without an error.

@@ -2,8 +2,8 @@
 
 No other module imports or calls it. torch allocates by the driver's virtual memory functions and passes file
 descriptors, or fabric handles, between the ranks through sockets in the temporary directory; so it also works where
-allocations are expandable segments, which ``cudaIpcGetMemHandle`` refuses. Multicast is not used, and torch is told not
-to set it up: where it is off (``NCCL_NVLS_ENABLE=0``), setting it up fails.
+allocations are expandable segments, which ``cudaIpcGetMemHandle`` refuses. Multicast is not used and is disabled in
+torch: where it is off (``NCCL_NVLS_ENABLE=0``), setting it up fails.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from skiff_runtime.internals import Shape, borrowed
 
-__all__ = ["SymmetricBuffer", "allocate"]
+__all__ = ["SymmetricBuffer", "allocate", "map_peers"]
 
 NEEDED: Final[Shape] = {
     "torch.distributed._symmetric_memory:empty": (),
@@ -45,13 +45,28 @@ class SymmetricBuffer:
         return view
 
 
-def allocate(nbytes: int, device: torch.device) -> SymmetricBuffer:
-    """Allocate ``nbytes`` on every rank of the default process group; all ranks must call it.
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate uint8 [nbytes] that peers can map; concerns this rank alone.
 
-    Raises RuntimeError if memory or peer access is missing.
+    Raises RuntimeError if there is no memory for it.
     """
     os.environ.setdefault(_NO_MULTICAST, "1")  # torch reads it when it maps the first buffer
-    memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    memory: torch.Tensor = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return memory
+
+
+def map_peers(memory: torch.Tensor) -> SymmetricBuffer:
+    """Map what ``allocate`` returned on every rank of the default process group.
+
+    All ranks must call it, so all must have allocated. Raises RuntimeError if peer access is missing, or if the memory
+    does not begin where its mapping does: torch may take it from a pool, whose bases are what the peers map.
+    """
     assert dist.group.WORLD is not None
     handle = _symmetric_memory.rendezvous(memory, dist.group.WORLD)
-    return SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle)
+    addresses = tuple(handle.buffer_ptrs)
+    own = addresses[dist.get_rank()]
+    if own != memory.data_ptr():
+        raise RuntimeError(
+            f"symmetric memory lies {memory.data_ptr() - own} bytes behind the base that peers map"
+        )
+    return SymmetricBuffer(memory, addresses, handle)

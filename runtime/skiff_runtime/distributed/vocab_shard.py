@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.kernels.constants import vocab_shard_size
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
     """Token ids ``start`` to ``stop`` of ``vocab_size``, in ``size`` columns on each rank.
 
-    All ranks have equally many columns. Where the vocabulary is not divisible, those behind ``stop`` on the last ranks
-    are padding: their logits belong to no token, and every consumer must ignore them.
+    All ranks have equally many columns. Where the vocabulary is not divisible into aligned shards, those behind
+    ``stop`` on the last ranks are padding: their logits belong to no token, and every consumer must ignore them.
     """
 
     group: TensorParallelGroup
@@ -21,7 +22,7 @@ class VocabShard:
     @property
     def size(self) -> int:
         """The columns of a rank, padding included."""
-        return -(-self.vocab_size // self.group.tp_size)
+        return vocab_shard_size(self.vocab_size, self.group.tp_size)
 
     @property
     def start(self) -> int:

@@ -42,7 +42,7 @@ class GraphPart(NamedTuple):
     size: int
     """The padded number of rows."""
     shared: bool = False
-    """Whether rows share prefixes."""
+    """True if rows share prefixes."""
 
 
 def decode_capture_sizes(rows: int) -> list[int]:
@@ -83,10 +83,10 @@ class DecodeGraphRunner:
         self._largest = largest
         self._logits = forward_pass.empty_logits(largest + sampler.is_sharded)
         """Shared by all graphs: with 256 rows of a vocabulary of 150,000, separate buffers would take a gigabyte. With
-        tensor parallelism the last row belongs to no row of a step: it pads the filtered rows."""
+        tensor parallelism the last one is a padding row of the filtered rows."""
         self._filtered_columns = torch.empty(3 * largest, dtype=torch.int32, device=forward_pass.device)
         self._tokens = torch.zeros(largest + 1, dtype=torch.int32, device=forward_pass.device)
-        """With tensor parallelism, the tokens of both draws; the last one belongs to no row, as above."""
+        """With tensor parallelism, the tokens of both draws; the last one is of the padding row."""
         self._graphs: dict[GraphPart, torch.cuda.CUDAGraph] = {}
         self._results: dict[GraphPart, torch.Tensor] = {}
         self._memory_pool: Any = None

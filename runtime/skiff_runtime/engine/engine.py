@@ -1,6 +1,5 @@
 """The engine of one rank: runs planned steps in order, on a thread of its own."""
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -32,9 +31,9 @@ from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
-COLLECTIVE_TIMEOUT_SECONDS: Final = 15.0
-"""Most time that a rank waits for another one within a step, once all have started: they launch the same steps at the
-same time. At most half the time of the step watchdog, so that this error, which names the cause, comes first."""
+MIN_COLLECTIVE_TIMEOUT_SECONDS: Final = 30.0
+"""Least limit on a rank's wait for another one within a collective: a rank may compile a kernel, for some ten seconds or
+more, that another one finds in the cache."""
 WARMUP_SAMPLING: Final = SamplingSpec(
     max_tokens=2,
     seed=0,
@@ -87,7 +86,7 @@ class Engine:
         """Load the model and allocate the KV cache; ``on_phase`` is called with each start phase and its progress."""
         self._on_phase = on_phase
         self._group = group
-        self._collective_timeout = min(COLLECTIVE_TIMEOUT_SECONDS, (config.watchdog_timeout or math.inf) / 2)
+        self._collective_timeout = collective_timeout(config)
         self._page_size = config.page_size
         self._is_sharded = group.tp_size > 1
         if group.device.type == "cpu" and config.dtype != "float32":
@@ -179,7 +178,7 @@ class Engine:
             for capture in captures:
                 self._thread.submit(capture).result()
             log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
-        # During the start one rank may compile a kernel that another one finds in the cache.
+        # During the start one rank may compile many kernels that another one finds in the cache.
         self._group.set_timeout(self._collective_timeout)
 
     def close(self) -> None:
@@ -214,6 +213,15 @@ class Engine:
             return self._runner.forward_selected(batch.inputs, batch.attention, batch.logits_indices), ()
         prompts = self._logprobs.compute_prompts(plan, counts, hidden, self._runner, self._tables.tokens)
         return hidden.select(batch.logits_indices), prompts
+
+
+def collective_timeout(config: Config) -> float:
+    """Return the seconds that a rank waits for another one in a peer-to-peer collective of a step.
+
+    All ranks launch the same steps at the same time, so this is half the limit on the step itself: the error that names
+    the collective comes before the step watchdog's, but for a limit that is too short for both.
+    """
+    return max(MIN_COLLECTIVE_TIMEOUT_SECONDS, (config.watchdog_timeout or 0.0) / 2)
 
 
 def _plan_row(

@@ -16,3 +16,14 @@ INT4_WORDS: Final = INT4_UNIT // 8
 """The words of a unit."""
 DEQUANTIZED_BYTES: Final = 64 << 20
 """Bound of the part of an int4 weight that is dequantized at a time, before it is multiplied."""
+VOCAB_SHARD_MULTIPLE: Final = 8
+"""Columns of a rank's shard of the vocabulary come in multiples of it, so that rows of logits in a type of 16 bits begin at
+multiples of 16 bytes: kernels that load or store as much at a time, cuBLAS's among them, need that."""
+
+
+def vocab_shard_size(vocab_size: int, tp_size: int) -> int:
+    """Return the columns of each rank's shard of the vocabulary, padding included; one rank has none."""
+    if tp_size == 1:
+        return vocab_size
+    columns = -(-vocab_size // tp_size)
+    return -(-columns // VOCAB_SHARD_MULTIPLE) * VOCAB_SHARD_MULTIPLE

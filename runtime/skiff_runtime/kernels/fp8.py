@@ -166,7 +166,10 @@ def _spread(scales: torch.Tensor, width: int) -> torch.Tensor:
 def _gpu_block_product(
     x: QuantizedActivations, weight: BlockFP8Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply by the GEMV for one token, by stream-K for few, and for many by the library or in tiles."""
+    """Multiply by the GEMV for one token, by stream-K for few, and for many by the library or in tiles.
+
+    The library rounds before a bias is added, and the sum is rounded again; the other kernels round once.
+    """
     from skiff_runtime.kernels.triton.fp8 import block_fp8_gemm
     from skiff_runtime.kernels.triton.fp8.block_fp8_gemv import block_fp8_gemv
 
@@ -175,7 +178,7 @@ def _gpu_block_product(
     if block_fp8_gemm.is_stream_k_profitable(x, weight):
         return block_fp8_gemm.block_fp8_stream_k_gemm(x, weight, bias)
     if block_fp8_gemm.is_library_usable(x, weight):
-        product = block_scaled_mm(x.values, weight.values.T, x.scales, weight.scales.T).to(x.dtype)
+        product = block_scaled_mm(x.values, weight.values.T, x.scales, weight.scales.T)
         return product if bias is None else product + bias
     return block_fp8_gemm.block_fp8_gemm(x, weight, bias)
 

@@ -16,6 +16,7 @@ __all__ = [
     "block_scaled_mm",
     "profiler_settings",
     "scaled_mm",
+    "supports_block_scaled_mm",
 ]
 
 NEEDED: Final[Shape] = {
@@ -32,8 +33,21 @@ with borrowed("torch", NEEDED):
     _ExperimentalConfig: Any = torch._C._profiler._ExperimentalConfig
 
 
-HAS_BLOCK_SCALED_MM: Final = hasattr(torch.nn.functional, "scaled_mm")
-"""Whether this torch, 2.10 or later, multiplies block FP8."""
+BLOCK_SCALED_MM_CUDA: Final = (12, 9)
+"""The first version of CUDA whose cuBLASLt has the scaling modes of block FP8."""
+
+
+def supports_block_scaled_mm(cuda_version: str | None) -> bool:
+    """Return whether this torch, built for this version of CUDA, multiplies block FP8: torch 2.10 has the function."""
+    numbers = (cuda_version or "").split(".")[:2]
+    return (
+        hasattr(torch.nn.functional, "scaled_mm")
+        and all(number.isdecimal() for number in numbers)
+        and tuple(map(int, numbers)) >= BLOCK_SCALED_MM_CUDA
+    )
+
+
+HAS_BLOCK_SCALED_MM: Final = supports_block_scaled_mm(torch.version.cuda)
 
 
 def block_scaled_mm(

@@ -9,7 +9,7 @@ from typing import Final
 
 from skiff_runtime.attention.workspace import GATHER_WORKSPACE_BYTES
 from skiff_runtime.config import AUTO, Config, QuantizationOption
-from skiff_runtime.kernels.constants import DEQUANTIZED_BYTES
+from skiff_runtime.kernels.constants import DEQUANTIZED_BYTES, vocab_shard_size
 from skiff_runtime.layers.projections import Projection
 from skiff_runtime.layers.weight_format import Fp8Format, Int4Format, WeightFormat, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
@@ -83,7 +83,7 @@ def count_parameters(
     rank. With expert parallelism a rank has whole experts, otherwise some columns of each.
     """
     hidden, layers = model.hidden_size, model.num_layers
-    vocabulary = -(-model.vocab_size // tp_size)
+    vocabulary = vocab_shard_size(model.vocab_size, tp_size)
     sparse, moe = num_sparse_layers(model), model.moe
     attention = _attention_matrices(model, tp_size)
     mlp = _mlp_matrices(model, tp_size)

@@ -41,7 +41,8 @@ class EngineClient:
     """Spawns the ranks, and takes the places of their tokenizer, detokenizer and supervisor.
 
     No wait is unbounded: a rank that ends, or sends no heartbeat for ``rank_heartbeat_timeout_seconds`` during a wait,
-    is an error, which ends the other ranks, too. ``close``, or the end of this process, ends all child processes and removes their files.
+    is an error, which ends the other ranks, too. ``close``, or the end of this process, ends all child processes and
+    removes their files.
     """
 
     def __init__(

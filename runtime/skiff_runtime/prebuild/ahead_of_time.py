@@ -155,10 +155,8 @@ class _FakeRank:
         self._sampler.draw(logits, slots, positions)
         whole = self._sampler.gather(logits)
         own = whole.float()
-        for each in (
-            whole,
-            own,
-        ):  # filtered rows are sampled from the model's dtype, special ones from float32
+        # Filtered rows are sampled from the model's dtype, special ones from float32.
+        for each in (whole, own):
             sample_tokens(each, slots, positions, *self._sampler.parameters)
         indices = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)

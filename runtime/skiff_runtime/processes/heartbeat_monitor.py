@@ -1,6 +1,6 @@
 """The heartbeat monitor: by it the parent of a service's processes notices that one of them hangs or is stopped.
 
-A rank has a shorter limit than the other processes. Its main loop plans steps and waits for them, but computes
+On GPUs a rank has a shorter limit than the other processes. Its main loop plans steps and waits for them, but computes
 nothing, so it is never busy for long; a tokenizer may be, with a long prompt. While a rank is silent, the other ranks
 wait for it inside a collective, and every request of the service waits with them.
 """
@@ -54,7 +54,8 @@ class HeartbeatMonitor:
         """Return a sentence about the first of ``processes`` that has been silent for too long; None if none has."""
         for process in processes:
             name = "rank_heartbeat_timeout_seconds" if _is_rank(process) else "heartbeat_timeout_seconds"
-            limit: float = getattr(self._config, name)
+            limit: float | None = getattr(self._config, name)
+            assert limit is not None, "the configuration is resolved"
             if self._now - self._paused_until[process] > limit:
                 return f"{process} has been silent for {limit:g} s ({flag(name)})"
         return None

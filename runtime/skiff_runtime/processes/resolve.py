@@ -29,6 +29,9 @@ WATCHDOG_SECONDS: Final = {"cpu": 600.0, "cuda": 120.0}
 A CPU may need minutes for a large model's chunk of 2,048 tokens. A GPU needs some ten seconds for 16,384 tokens of a 70B
 model, and as long for the compilation of a kernel that was not prebuilt.
 """
+RANK_HEARTBEAT_SECONDS: Final = {"cpu": 60.0, "cuda": 10.0}
+"""Default of ``--rank-heartbeat-timeout-seconds`` by device: on a CPU a rank's main loop shares the cores with its engine
+and with the other ranks."""
 
 
 def resolve(config: Config) -> tuple[Config, ModelConfig]:
@@ -63,6 +66,8 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
+        rank_heartbeat_timeout_seconds=config.rank_heartbeat_timeout_seconds
+        or RANK_HEARTBEAT_SECONDS[device],
         watchdog_timeout=config.watchdog_timeout or WATCHDOG_SECONDS[device],
     )
     return resolved, model
@@ -104,17 +109,21 @@ def _default_name(uri: str) -> str:
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Return the number of GPUs that CUDA shows to this process: the device files, as ``CUDA_VISIBLE_DEVICES`` limits them."""
+    """Return the number of GPUs that CUDA shows to this process: the device files, as ``CUDA_VISIBLE_DEVICES`` limits them.
+
+    An entry that occurs twice ends the list, as one that names no GPU: CUDA shows each GPU at most once.
+    """
     files = len(list(devices.glob("nvidia[0-9]*")))
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None or not files:
         return files
-    return len(list(itertools.takewhile(lambda entry: _names_gpu(entry, files), listed.split(","))))
+    entries = [entry.strip() for entry in listed.split(",")]
+    fresh = (_names_gpu(entry, files) and entry not in entries[:at] for at, entry in enumerate(entries))
+    return len(list(itertools.takewhile(bool, fresh)))
 
 
 def _names_gpu(entry: str, files: int) -> bool:
     """Return whether an entry of ``CUDA_VISIBLE_DEVICES`` names a GPU, by index or UUID; CUDA stops at one that does not."""
-    entry = entry.strip()
     return int(entry) < files if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
 
 

@@ -243,7 +243,9 @@ class Supervisor:
             return EXIT_OK
         if exits:
             return self._fail_after(exits)
-        silence = self._heartbeats.describe_silence(self._children.running)
+        # A drain has a limit of its own; only a silent rank, for which all requests wait, need not be waited for.
+        ranks = [name for name in self._children.running if name.startswith(Role.RANK)]
+        silence = self._heartbeats.describe_silence(ranks)
         if silence is not None:
             return self._fail(silence)
         if self._signals > 1 or time.monotonic() > self._drain_deadline:

@@ -72,9 +72,12 @@ class LeaderChannel(Channel):
         self._should_stop = should_stop
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
-        """Return what arrived for this turn, after sending it to every other rank."""
+        """Return what arrived for this turn, after sending it to every other rank.
+
+        The profiler starts and ends before anything is sent, so the other ranks have launched nothing further.
+        """
+        self._profiler.before_turn(idle=wait)
         if wait:
-            self._profiler.finish()
             self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_POLL_SECONDS) * 1000))
         arrived = self._drain_inbox()
         items: list[SchedulerInput] = [*self._gate.admit(arrived)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
 from skiff_runtime.config import Config
-from skiff_runtime.distributed import all_reduce
+from skiff_runtime.distributed import all_reduce, symmetric_memory
 from skiff_runtime.distributed.all_reduce import (
     Algorithm,
     PeerMemoryUnavailable,
     PeerToPeerAllReduce,
     choose_algorithm,
+    make_peer_memory,
 )
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import CollectiveTimeout, ConfigError
@@ -79,10 +81,14 @@ def test_failed_allocation_is_the_reason_on_the_rank_and_a_hint_on_the_others(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
 
-    def allocate(nbytes: int, device: torch.device) -> Any:
+    def fail(*_: object) -> Any:
         raise RuntimeError("CUDA error: out of memory\nand much more")
 
-    monkeypatch.setattr(all_reduce, "allocate", allocate)
+    def map_peers(_: torch.Tensor) -> Any:
+        pytest.fail("no rank may wait for the others, one of which has no memory")
+
+    monkeypatch.setattr(all_reduce, "allocate", fail)
+    monkeypatch.setattr(all_reduce, "map_peers", map_peers)
     with pytest.raises(PeerMemoryUnavailable, match=r"^CUDA error: out of memory$"):
         PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), agree=votes(True), timeout_seconds=1)
     monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
@@ -90,6 +96,50 @@ def test_failed_allocation_is_the_reason_on_the_rank_and_a_hint_on_the_others(
         PeerToPeerAllReduce.connect(
             0, 2, torch.device("cuda", 0), agree=votes(True, False), timeout_seconds=1
         )
+
+
+def test_failed_mapping_is_agreed_on_after_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr(all_reduce, "allocate", lambda *_: None)
+    monkeypatch.setattr(all_reduce, "map_peers", fail)
+    with pytest.raises(PeerMemoryUnavailable, match="RuntimeError"):
+        PeerToPeerAllReduce.connect(0, 2, torch.device("cuda", 0), agree=votes(True, True), timeout_seconds=1)
+    monkeypatch.setattr(all_reduce, "map_peers", lambda *_: None)
+    with pytest.raises(PeerMemoryUnavailable, match="another rank"):
+        PeerToPeerAllReduce.connect(
+            0, 2, torch.device("cuda", 0), agree=votes(True, True, False), timeout_seconds=1
+        )
+
+
+def test_memory_that_does_not_begin_at_its_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may allocate from a pool, whose bases are what the peers map."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    handle = SimpleNamespace(buffer_ptrs=[7, memory.data_ptr()])
+    monkeypatch.setattr(
+        symmetric_memory, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=()), get_rank=lambda: 1)
+    )
+    monkeypatch.setattr(symmetric_memory, "_symmetric_memory", SimpleNamespace(rendezvous=lambda *_: handle))
+    assert symmetric_memory.map_peers(memory).addresses == (7, memory.data_ptr())
+    with pytest.raises(RuntimeError, match="lies 32 bytes behind the base"):
+        symmetric_memory.map_peers(memory[32:])
+
+
+def test_new_memory_has_its_limit() -> None:
+    """A limit of 0 would let each wait before ``set_timeout`` fail at once."""
+    memory = make_peer_memory((0, 0), 0, 0, torch.device("cpu"), timeout=5)
+    assert memory.control.tolist() == [0, 5]
+
+
+def test_no_message_samples_an_algorithm_without_limits() -> None:
+    peers = PeerToPeerAllReduce.detached(4, torch.device("cpu"))
+    peers._limits = LIMITS
+    assert peers.sample_sizes() == [1 << 10, 2 << 10, 4 << 10]
+    peers._limits = LIMITS[:1]
+    assert peers.sample_sizes() == []
 
 
 def test_too_many_ranks_are_refused() -> None:

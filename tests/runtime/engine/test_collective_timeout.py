@@ -1,39 +1,22 @@
-"""A step whose collective has timed out raises, when its result is read and while it is waited for."""
-
-from concurrent.futures import Future
+"""The limit on a rank's wait for another one in a collective follows the step watchdog's."""
 
 import pytest
-import torch
 
-from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
-from skiff_runtime.engine.engine import _LaunchedStep
-from skiff_runtime.engine.step_output import StepOutput
-from skiff_runtime.errors import CollectiveTimeout
+from skiff_runtime.config import Config
+from skiff_runtime.engine.engine import MIN_COLLECTIVE_TIMEOUT_SECONDS, collective_timeout
+from skiff_runtime.processes.resolve import WATCHDOG_SECONDS
 
 
-class LonelyGroup(TensorParallelGroup):
-    """A group whose collective has given up."""
-
-    def check(self) -> None:
-        raise CollectiveTimeout("one-shot all-reduce")
-
-
-def finished() -> "Future[StepOutput]":
-    future: Future[StepOutput] = Future()
-    future.set_result(StepOutput(torch.tensor([7])))
-    return future
-
-
-def test_result_of_a_failed_collective_is_not_returned() -> None:
-    assert _LaunchedStep(finished(), TensorParallelGroup()).result().tokens.tolist() == [7]
-    step = _LaunchedStep(finished(), LonelyGroup())
-    for read in (step.result, lambda: step.wait(1.0)):
-        with pytest.raises(CollectiveTimeout):
-            read()
-
-
-def test_step_that_never_ends_behind_a_failed_collective_raises_while_it_is_waited_for() -> None:
-    unfinished: Future[StepOutput] = Future()
-    assert not _LaunchedStep(unfinished, TensorParallelGroup()).wait(0.01)
-    with pytest.raises(CollectiveTimeout):
-        _LaunchedStep(unfinished, LonelyGroup()).wait(0.01)
+@pytest.mark.parametrize(
+    ("watchdog_timeout", "seconds"),
+    [
+        (WATCHDOG_SECONDS["cuda"], 60.0),
+        (600.0, 300.0),
+        (20.0, MIN_COLLECTIVE_TIMEOUT_SECONDS),
+        (None, MIN_COLLECTIVE_TIMEOUT_SECONDS),
+    ],
+)
+def test_limit_is_half_of_the_watchdogs_but_outlasts_a_compilation(
+    watchdog_timeout: float | None, seconds: float
+) -> None:
+    assert collective_timeout(Config(watchdog_timeout=watchdog_timeout)) == seconds

@@ -230,6 +230,10 @@ def test_shards_have_the_same_size_and_cover_the_vocabulary() -> None:
         for tp_size in (1, 2, 3, 4, 8):
             shards = [VocabShard(DetachedRank(rank, tp_size), vocab) for rank in range(tp_size)]
             assert len({shard.size for shard in shards}) == 1
+            assert tp_size == 1 or shards[0].size % 8 == 0, (
+                "rows of logits must begin at multiples of 16 bytes"
+            )
+            assert -(-vocab // tp_size) <= shards[0].size < -(-vocab // tp_size) + 8
             edges = [shard.start for shard in shards] + [shards[-1].stop]
             assert edges[0] == 0 and edges[-1] == vocab
             assert edges[1:] == [shard.stop for shard in shards]

@@ -1,10 +1,11 @@
 """All-reduce over peer memory by Triton's interpreter: each rank is a process, and all map the same files."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from all_reduce_ranks import fuse, sum_in_every_way, wait_in_vain
+from all_reduce_ranks import come_late, fuse, sum_in_every_way, wait_in_vain, wait_state_kernel
 from rank_processes import on_ranks
 
 from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
@@ -15,6 +16,8 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     MAX_RANKS,
     SLOT_LINES,
     STAGES,
+    TIMED_OUT,
+    WAITING,
     allocation_bytes,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_capacity
@@ -54,6 +57,33 @@ def test_rank_that_waits_in_vain_gives_up_and_reports(tmp_path: Path, kind: str,
     assert first == {"failed": True, "collective": collective}
     assert collective in COLLECTIVES
     assert second == {"failed": False, "collective": 0}
+
+
+@pytest.mark.parametrize(("kind", "completed"), [("words", 1), ("one-shot", 1), ("two-shot", 0)])
+def test_rank_that_comes_late_completes_what_was_sent_in_whole_and_times_out(
+    tmp_path: Path, kind: str, completed: int
+) -> None:
+    """It finds nothing of the later calls that the other rank has run meanwhile, and reports as well."""
+    first, second = on_ranks(2, tmp_path, come_late, str(tmp_path), kind)
+    assert first == [{"right": False, "failed": True}] * 3
+    assert second[:completed] == [{"right": True, "failed": False}] * completed
+    assert second[completed:] == [{"right": False, "failed": True}] * (3 - completed)
+
+
+@pytest.mark.parametrize("stale", itertools.product((0, 1), repeat=2))
+@pytest.mark.parametrize("late", itertools.product((0, 1), repeat=2))
+def test_wait_is_over_only_if_nothing_is_stale_whichever_thread_is_late(
+    stale: tuple[int, int], late: tuple[int, int]
+) -> None:
+    state = torch.zeros(1, dtype=torch.int32)
+    wait_state_kernel[(1,)](
+        torch.tensor(stale, dtype=torch.int32), torch.tensor(late, dtype=torch.int32), state, count=2
+    )
+    if not any(stale):
+        assert int(state) not in (WAITING.value, TIMED_OUT.value)
+    else:
+        expired = any(map(all, zip(stale, late, strict=True)))
+        assert int(state) == (TIMED_OUT.value if expired else WAITING.value)
 
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))

@@ -1,5 +1,7 @@
 """The block FP8 kernels against float64 and their reference: quantization in groups, GEMV, stream-K and tiled GEMM."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
@@ -15,6 +17,7 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_groups,
     quantize_rows,
 )
+from skiff_runtime.kernels.torch_internals import supports_block_scaled_mm
 from skiff_runtime.kernels.triton.fp8 import block_fp8_gemm
 from skiff_runtime.kernels.triton.fp8 import quantize as quantize_kernels
 from skiff_runtime.kernels.triton.fp8 import quantize_groups as kernels
@@ -184,10 +187,26 @@ def test_tiled_gemm_equals_the_product_of_any_sizes(
 def test_product_is_chosen_by_shape_and_gpu(
     tokens: int, outputs: int, inputs: int, stream_k: bool, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, (weight, _) = quantize_several(tokens, inputs, HALF), make_weight(outputs, inputs)
+    x, (weight, _) = quantize_several(tokens, inputs, torch.bfloat16), make_weight(outputs, inputs)
+    x_float16 = replace(x, dtype=torch.float16)
     monkeypatch.setattr(block_fp8_gemm, "HAS_BLOCK_SCALED_MM", True)
     for capability, shared, fits in ((90, 227, True), (100, 227, True), (120, 50, False), (88, 227, False)):
         monkeypatch.setattr(block_fp8_gemm, "compute_capability", lambda _, found=capability: found)
         monkeypatch.setattr(block_fp8_gemm, "max_shared_memory_bytes", lambda _, found=shared: found << 10)
         assert block_fp8_gemm.is_stream_k_profitable(x, weight) is (stream_k and fits)
         assert block_fp8_gemm.is_library_usable(x, weight) is (library and capability == 90)
+        assert not block_fp8_gemm.is_library_usable(x_float16, weight), "the library would round to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "supported"),
+    [("12.9", True), ("13.0", True), ("12.8", False), ("12.6", False), ("12", False), (None, False)],
+)
+def test_library_needs_the_cuda_version_of_its_scaling_modes(
+    cuda_version: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has the function in its builds for older versions, too, where it raises."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda: None, raising=False)
+    assert supports_block_scaled_mm(cuda_version) is supported
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    assert not supports_block_scaled_mm(cuda_version)

@@ -9,6 +9,8 @@ from compiling import run_compiling
 from tiny_models import make_model
 from tiny_tokenizer import VOCAB_SIZE
 
+from skiff_runtime.kernels.constants import vocab_shard_size
+
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
 LAUNCHES = """
@@ -111,9 +113,8 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
     assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
     assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
     if tp_size > 1:
-        assert constants(own, "sample_shard_kernel", "VOCAB", "SHARD") == {
-            (VOCAB_SIZE, -(-VOCAB_SIZE // tp_size))
-        }
+        shard = vocab_shard_size(VOCAB_SIZE, tp_size)
+        assert constants(own, "sample_shard_kernel", "VOCAB", "SHARD") == {(VOCAB_SIZE, shard)}
     assert constants(own, "sample_blocks_kernel", "VOCAB") == {(VOCAB_SIZE,)}
 
 

@@ -12,7 +12,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.monitor = HeartbeatMonitor(Config(), clock=lambda: self.now)
+        self.monitor = HeartbeatMonitor(Config(rank_heartbeat_timeout_seconds=10), clock=lambda: self.now)
         self.beat(*PROCESSES)
 
     def beat(self, *processes: str, pause_seconds: float = 0.0) -> None:

@@ -18,6 +18,8 @@ from skiff_runtime.processes.resolve import count_gpus, resolve
         ("2,3", 2),
         ("1, 0", 2),
         ("0,9,1", 1),
+        ("0,0", 1),
+        ("1, 0,1", 2),
         ("-1", 0),
         ("NoDevFiles", 0),
         ("GPU-8f6d,GPU-77aa,", 2),
@@ -46,3 +48,19 @@ def test_watchdog_timeout_depends_on_the_device(
 ) -> None:
     monkeypatch.setattr(module, "count_gpus", lambda: gpus)
     assert resolve(Config(**options))[0].watchdog_timeout == seconds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "seconds"),
+    [
+        (0, {}, 60.0),
+        (1, {}, 10.0),
+        (1, {"device": "cpu"}, 60.0),
+        (1, {"rank_heartbeat_timeout_seconds": 7}, 7),
+    ],
+)
+def test_limit_on_the_silence_of_ranks_depends_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], seconds: float
+) -> None:
+    monkeypatch.setattr(module, "count_gpus", lambda: gpus)
+    assert resolve(Config(**options))[0].rank_heartbeat_timeout_seconds == seconds  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """``skiff bench prefill-interference``: inter-token latency of decoding requests while a long prompt is computed."""
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -211,10 +212,19 @@ class _OtherRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        for process in self._processes:
-            if error is not None:
-                process.kill()
-            process.wait(END_SECONDS)
+        codes = [self._end(process, kill=error is not None) for process in self._processes]
+        failed = [rank for rank, code in enumerate(codes, 1) if code]
+        if error is None and failed:
+            raise SkiffError(f"rank {failed[0]} ended with code {codes[failed[0] - 1]}; see its log above")
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]", *, kill: bool) -> int:
+        """Wait for a process, and kill it at once or after END_SECONDS; return its exit code."""
+        if not kill:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(END_SECONDS)
+        process.kill()
+        return process.wait()
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """End this process if the rank's fails: its main thread may be in a collective that can never end."""

@@ -28,6 +28,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     is_refresh,
     load_peers,
     load_rank,
+    may_store,
     own_memory,
     receive_words,
     sort_by_rank,
@@ -81,15 +82,15 @@ def low_latency_all_reduce_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    tiles = tl.cdiv(lines, LINES)
-    _push_tiles(x, peers, rank, channel, epoch, tiles, lines, LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    tiles = tl.cdiv(lines, LINES)
+    _push_tiles(x, peers, rank, channel, epoch, limit, tiles, lines, LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for tile in range(channel, tiles, tl.num_programs(0)):
-        summed, inside, places, waited = _receive_tile(
+        summed, inside, word_indices, waited = _receive_tile(
             x, own, rank, channel, epoch, tile, lines, limit, LINES, LINES, RANKS, PTX
         )
-        tl.store(x.to(tl.pointer_type(tl.int64)) + places, summed, inside)
+        tl.store(x.to(tl.pointer_type(tl.int64)) + word_indices, summed, inside)
         state = tl.maximum(state, waited)
         limit = tl.where(waited == TIMED_OUT, -1, limit)
     end_call(state, epochs, channel, epoch, control, table, _COLLECTIVE, RANKS)
@@ -139,8 +140,8 @@ def all_reduce_add_rms_norm_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    _push_tiles(x, peers, rank, channel, epoch, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -191,8 +192,8 @@ def all_reduce_add_rms_norm_quantize_kernel(
     own = own_memory(table, rank)
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
-    _push_tiles(x, peers, rank, channel, epoch, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     limit = wait_limit(control)
+    _push_tiles(x, peers, rank, channel, epoch, limit, rows, rows * ROW_LINES, ROW_LINES, LINES, RANKS, PTX)
     state = tl.full((), 0, tl.int32)
     for row in range(channel, rows, tl.num_programs(0)):
         waited = _receive_row(
@@ -213,6 +214,7 @@ def _push_tiles(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
+    limit: tl.tensor,
     tiles: tl.tensor,
     lines: tl.tensor,
     TILE_LINES: tl.constexpr,
@@ -223,19 +225,20 @@ def _push_tiles(
     """Store this program's tiles of a message of ``lines`` lines in the memory of every peer; tiles of TILE_LINES lines.
 
     The two words of a line go to the two halves of a tile's memory, so that one store of a warp covers addresses
-    without a gap. In a refresh all words of the channel are stored, those without data as zeros.
+    without a gap. In a refresh all words of the channel are stored, those without data as zeros; nothing is stored once
+    a wait has timed out.
     """
     programs = tl.num_programs(0)
     refresh = is_refresh(epoch)
     offset = words_offset(epoch, rank, channel, RANKS)
-    mine = tl.where(refresh, _SLOT_LINES // LINES, tl.cdiv(tiles - channel, programs))
-    for count in range(mine):
+    own_tiles = tl.where(refresh, _SLOT_LINES // LINES, tl.cdiv(tiles - channel, programs))
+    for count in range(tl.where(may_store(limit), own_tiles, 0)):
         tile = channel + count * programs
-        inside, places, slots = _tile_places(tile, count, lines, TILE_LINES, LINES)
-        words = tl.load(x.to(tl.pointer_type(tl.int64)) + places, inside, 0)
+        inside, word_indices, slot_offsets = _tile_offsets(tile, count, lines, TILE_LINES, LINES)
+        words = tl.load(x.to(tl.pointer_type(tl.int64)) + word_indices, inside, 0)
         active = inside | refresh
         for step in tl.static_range(RANKS - 1):
-            store_words(peers[step] + offset + slots, words, epoch, active, PTX)
+            store_words(peers[step] + offset + slot_offsets, words, epoch, active, PTX)
 
 
 @triton.jit
@@ -253,14 +256,14 @@ def _receive_tile(
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """Return (sums of a tile over all ranks, int64 [LINES, 2], which of them exist, their places in x, the state)."""
+    """Return (sums of a tile over all ranks, int64 [LINES, 2], which of them exist, their indices in x, the state)."""
     count = (tile - channel) // tl.num_programs(0)
-    inside, places, slots = _tile_places(tile, count, lines, TILE_LINES, LINES)
-    mine = tl.load(x.to(tl.pointer_type(tl.int64)) + places, inside, 0)
+    inside, word_indices, slot_offsets = _tile_offsets(tile, count, lines, TILE_LINES, LINES)
+    own_words = tl.load(x.to(tl.pointer_type(tl.int64)) + word_indices, inside, 0)
     first = own + words_offset(epoch, 0, channel, RANKS)
-    received, state = receive_words(first + slots, rank, epoch, inside, limit, RANKS, PTX)
-    ordered = sort_by_rank(received, mine, rank, RANKS)
-    return sum_words(ordered, x.dtype.element_ty, RANKS), inside, places, state
+    received, state = receive_words(first + slot_offsets, rank, epoch, inside, limit, RANKS, PTX)
+    ordered = sort_by_rank(received, own_words, rank, RANKS)
+    return sum_words(ordered, x.dtype.element_ty, RANKS), inside, word_indices, state
 
 
 @triton.jit
@@ -281,19 +284,21 @@ def _receive_row(
     PTX: tl.constexpr,
 ) -> tl.tensor:
     """Store the sum of a row over all ranks and the residual in ``total``; return the state. All threads can read it."""
-    summed, inside, places, state = _receive_tile(
+    summed, inside, word_indices, state = _receive_tile(
         x, own, rank, channel, epoch, row, rows * ROW_LINES, limit, ROW_LINES, LINES, RANKS, PTX
     )
-    added = tl.load(residual.to(tl.pointer_type(tl.int64)) + places, inside, 0)
+    added = tl.load(residual.to(tl.pointer_type(tl.int64)) + word_indices, inside, 0)
     tl.store(
-        total.to(tl.pointer_type(tl.int64)) + places, add_words(summed, added, x.dtype.element_ty), inside
+        total.to(tl.pointer_type(tl.int64)) + word_indices,
+        add_words(summed, added, x.dtype.element_ty),
+        inside,
     )
     tl.debug_barrier()
     return state
 
 
 @triton.jit
-def _tile_places(
+def _tile_offsets(
     tile: tl.tensor, count: tl.tensor, lines: tl.tensor, TILE_LINES: tl.constexpr, LINES: tl.constexpr
 ) -> tl.tensor:
     """Return (lines of a tile that exist [LINES, 1], their 8-byte words' indices in the message and offsets in the slot).
@@ -302,9 +307,9 @@ def _tile_places(
     """
     line, half = tl.arange(0, LINES)[:, None], tl.arange(0, 2)[None, :]
     inside = (line < TILE_LINES) & (tile * TILE_LINES + line < lines)
-    places = (tile * TILE_LINES + line) * 2 + half
-    slots = ((count * 2 + half) * LINES + line) * 16
-    return inside, places, slots
+    word_indices = (tile * TILE_LINES + line) * 2 + half
+    slot_offsets = ((count * 2 + half) * LINES + line) * 16
+    return inside, word_indices, slot_offsets
 
 
 def low_latency_all_reduce(x: torch.Tensor, memory: PeerMemory) -> None:

@@ -35,7 +35,15 @@ orders the reads of the one before the writes of the other.
 
 **Bounded waiting.** A rank that waits longer than ``control[TIMEOUT]`` stores the number of its collective in
 ``control[FAILED]`` and in the host's memory, and goes on with wrong data; all later waits then end at once. The host
-looks before it uses the results of a step.
+looks before it uses the results of a step. A wait that timed out breaks rule 2, and with it the invariant, so a third
+rule holds:
+
+3. a rank sets no flag behind a wait that timed out, and in later calls it stores nothing at all in the memory of its
+   peers.
+
+Otherwise a peer that is only late could find the data of a later call behind flags that are large enough. By this rule
+it completes the call that the rank has still sent in whole, and then times out and reports, too. Data without a flag
+may still be stored in the call that timed out: its buffers are free, since the call before has ended by rule 2.
 """
 
 from dataclasses import dataclass
@@ -77,9 +85,9 @@ _SOURCE_BYTES = tl.constexpr(CHANNELS * SLOT_LINES * 2 * LINE_BYTES)
 _FLAGS_SIZE = tl.constexpr(FLAGS_BYTES)
 _REFRESH_PERIOD = tl.constexpr(1 << 30)
 _LOW_HALF = tl.constexpr(0xFFFFFFFF)
-WAITING = tl.constexpr(1)
+WAITING = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(3)
-"""States of a wait: 0 or 2, everything has arrived; 1, something has not; 3, nor will it be waited for any longer."""
+"""States of a wait: 0 or 1, everything has arrived; 2, something has not; 3, nor will it be waited for any longer."""
 
 
 def allocation_bytes(ranks: int) -> int:
@@ -139,6 +147,15 @@ def wait_limit(control: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def may_store(limit: tl.tensor) -> tl.tensor:
+    """Return whether rule 3 allows this call to store in the memory of peers; ``limit`` is that at its start.
+
+    All programs of a launch see the same: they start long before one of them can time out.
+    """
+    return limit >= 0
+
+
+@triton.jit
 def words_offset(epoch: tl.tensor, source: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
     """Return the offset of a channel's LL words from rank ``source``, of the epoch's parity."""
     slot = ((epoch % 2) * RANKS + source) * _CHANNELS + channel
@@ -176,11 +193,11 @@ def rewrite_words(
 ) -> None:
     """Store this call's mark in all of the channel's LL words, LINES of 16 bytes at a time, for a call without data there."""
     offsets = words_offset(epoch, rank, channel, RANKS) + tl.arange(0, LINES) * _WORD_BYTES
-    nothing = tl.zeros((LINES,), tl.int64)
+    zero_words = tl.zeros((LINES,), tl.int64)
     for start in range(0, _SLOT_LINES * 2, LINES):
         for step in tl.static_range(RANKS - 1):
             addresses = peers[step] + offsets + start * _WORD_BYTES
-            store_words(addresses, nothing, epoch, nothing == 0, PTX)
+            store_words(addresses, zero_words, epoch, zero_words == 0, PTX)
 
 
 @triton.jit
@@ -280,8 +297,11 @@ def release(PTX: tl.constexpr) -> None:
 
 
 @triton.jit
-def store_flag(address: tl.tensor, epoch: tl.tensor, PTX: tl.constexpr) -> None:
-    """Set one flag, int64 at ``address``, behind ``release``, by the thread that ran the fence."""
+def store_flag(address: tl.tensor, epoch: tl.tensor, active: tl.tensor, PTX: tl.constexpr) -> None:
+    """Set one flag, int64 at ``address``, behind ``release``, by the thread that ran the fence, if it is active there.
+
+    Where threads disagree, this thread's view is right: it is also the one that reports a timeout.
+    """
     if PTX:
         tl.inline_asm_elementwise(
             """{
@@ -289,17 +309,18 @@ def store_flag(address: tl.tensor, epoch: tl.tensor, PTX: tl.constexpr) -> None:
             .reg .b32 thread;
             mov.u32 thread, %tid.x;
             setp.eq.u32 first, thread, 0;
+            setp.ne.and.b32 first, $3, 0, first;
             @first st.relaxed.sys.global.b64 [$1], $2;
             mov.b32 $0, 0;
             }""",
-            "=r,l,l,~{memory}",
-            [address, epoch],
+            "=r,l,l,r,~{memory}",
+            [address, epoch, active.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(address.to(tl.pointer_type(tl.int64)), epoch)
+        tl.store(address.to(tl.pointer_type(tl.int64)), epoch, active)
 
 
 @triton.jit
@@ -333,14 +354,15 @@ def set_flags(
     channel: tl.tensor,
     epoch: tl.tensor,
     stage: tl.tensor,
+    active: tl.tensor,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """Let every peer know that what this program has stored in its memory is complete."""
+    """Let every peer know that what this program has stored in its memory is complete, if it is ``active``."""
     release(PTX)
     offset = flags_offset(channel, stage) + rank * _FLAG_BYTES
     for step in tl.static_range(RANKS - 1):
-        store_flag(peers[step] + offset, epoch, PTX)
+        store_flag(peers[step] + offset, epoch, active, PTX)
 
 
 @triton.jit
@@ -360,11 +382,11 @@ def wait_for_flags(
     addresses = own + flags_offset(channel, stage) + sources * _FLAG_BYTES
     polls = tl.full((), 0, tl.int64)
     started = read_clock(polls, PTX)
-    state = tl.max((load_flags(addresses, active, epoch, PTX) < epoch).to(tl.int32), 0)
+    state = wait_state((load_flags(addresses, active, epoch, PTX) < epoch)[:, None], 0)
     while state == WAITING:
         polls += 1
         late = (read_clock(polls, PTX) - started > limit).to(tl.int32)
-        state = tl.max((load_flags(addresses, active, epoch, PTX) < epoch).to(tl.int32) + 2 * late, 0)
+        state = wait_state((load_flags(addresses, active, epoch, PTX) < epoch)[:, None], late)
     tl.debug_barrier()  # a thread has acquired some flags; behind the barrier that holds for all threads
     return state
 
@@ -405,8 +427,7 @@ def _load_peer_words(
 ) -> tl.tensor:
     """Load the LL words of all peers once: (tuple of int64 tensors, state).
 
-    ``late`` is part of the reduction because each thread reads the clock for itself, and all must leave the loop
-    together.
+    ``late`` is part of the state because each thread reads the clock for itself, and all must leave the loop together.
     """
     word, stale = load_words(own + find_source(0, rank) * _SOURCE_BYTES, epoch, active, PTX)
     words = (word,)
@@ -414,7 +435,17 @@ def _load_peer_words(
         word, old = load_words(own + find_source(step, rank) * _SOURCE_BYTES, epoch, active, PTX)
         words = words + (word,)  # noqa: RUF005
         stale |= old
-    return words, tl.max(tl.max((stale != 0).to(tl.int32) + 2 * late, 1), 0)
+    return words, wait_state(stale != 0, late)
+
+
+@triton.jit
+def wait_state(stale: tl.tensor, late: tl.tensor) -> tl.tensor:
+    """Return the state of a wait, from elements [N, M] that have not arrived, and int32 1 where the limit has passed.
+
+    Threads differ in ``late`` when the limit passes between their reads of the clock. Hence the larger bit is that of
+    ``stale``: the maximum shows a stale element, whichever thread is late, and no wait that times out looks complete.
+    """
+    return tl.max(tl.max(2 * stale.to(tl.int32) + late, 1), 0)
 
 
 @triton.jit

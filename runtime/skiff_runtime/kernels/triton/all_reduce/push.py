@@ -25,6 +25,7 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     is_refresh,
     load_peers,
     load_rank,
+    may_store,
     own_memory,
     plain_offset,
     rewrite_words,
@@ -84,6 +85,7 @@ def push_all_reduce_kernel(
     wait_for_dependencies(PDL)
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
+    stores = may_store(limit)
     state = tl.full((), 0, tl.int32)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)
@@ -92,7 +94,7 @@ def push_all_reduce_kernel(
     chunk = channel * piece_lines * pieces
     own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
     stages = tl.cdiv(piece_lines, stage_lines)
-    if is_refresh(epoch):
+    if is_refresh(epoch) & stores:
         rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
 
     for stage in range(stages):
@@ -100,10 +102,10 @@ def push_all_reduce_kernel(
         for start in range(stage * stage_lines, end, LINES):
             for step in tl.static_range(RANKS - 1):
                 target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
-                places, inside = _places(chunk + target, start, end, lines, LINES)
-                words = tl.load(message + places, inside, 0)
-                _store_plain(peers[step] + buffer + rank * region, start, words, inside, LINES)
-        set_flags(peers, rank, channel, epoch, stage, RANKS, PTX)
+                word_indices, inside = _word_indices(chunk + target, start, end, lines, LINES)
+                words = tl.load(message + word_indices, inside, 0)
+                _store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
+        set_flags(peers, rank, channel, epoch, stage, stores, RANKS, PTX)
 
     for stage in range(stages):
         waited = wait_for_flags(own, rank, channel, epoch, stage, limit, RANKS, PTX)
@@ -111,21 +113,23 @@ def push_all_reduce_kernel(
         limit = tl.where(waited == TIMED_OUT, -1, limit)
         end = tl.minimum((stage + 1) * stage_lines, piece_lines)
         for start in range(stage * stage_lines, end, LINES):
-            places, inside = _places(own_piece, start, end, lines, LINES)
-            mine = tl.load(message + places, inside, 0)
+            word_indices, inside = _word_indices(own_piece, start, end, lines, LINES)
+            own_words = tl.load(message + word_indices, inside, 0)
             received = ()
             for step in tl.static_range(RANKS - 1):
                 source = find_source(step, rank)
                 words = _load_plain(own + buffer + source * region, start, inside, LINES)
                 received = received + (words,)  # noqa: RUF005
-            ordered = sort_by_rank(received, mine, rank, RANKS)
+            ordered = sort_by_rank(received, own_words, rank, RANKS)
             summed = sum_words(ordered, x.dtype.element_ty, RANKS)
-            tl.store(message + places, summed, inside)
+            tl.store(message + word_indices, summed, inside)
             if TWO_SHOT:
+                region_offset = buffer + (RANKS + rank) * region
                 for step in tl.static_range(RANKS - 1):
-                    _store_plain(peers[step] + buffer + (RANKS + rank) * region, start, summed, inside, LINES)
+                    _store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
         if TWO_SHOT:
-            set_flags(peers, rank, channel, epoch, _STAGES + stage, RANKS, PTX)
+            is_complete = stores & (state != TIMED_OUT)
+            set_flags(peers, rank, channel, epoch, _STAGES + stage, is_complete, RANKS, PTX)
 
     if TWO_SHOT:
         for stage in range(stages):
@@ -136,15 +140,17 @@ def push_all_reduce_kernel(
             for start in range(stage * stage_lines, end, LINES):
                 for step in tl.static_range(RANKS - 1):
                     source = find_source(step, rank)
-                    places, inside = _places(chunk + source * piece_lines, start, end, lines, LINES)
+                    word_indices, inside = _word_indices(
+                        chunk + source * piece_lines, start, end, lines, LINES
+                    )
                     summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
-                    tl.store(message + places, summed, inside)
+                    tl.store(message + word_indices, summed, inside)
     collective: tl.constexpr = 3 if TWO_SHOT else 2
     end_call(state, epochs, channel, epoch, control, table, collective, RANKS)
 
 
 @triton.jit
-def _places(
+def _word_indices(
     first: tl.tensor, start: tl.tensor, end: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
 ) -> tl.tensor:
     """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist [LINES, 1]).

@@ -188,11 +188,12 @@ def is_stream_k_profitable(x: QuantizedActivations, weight: BlockFP8Weight) -> b
 
 
 def is_library_usable(x: QuantizedActivations, weight: BlockFP8Weight) -> bool:
-    """Return whether cuBLASLt supports this product."""
+    """Return whether cuBLASLt supports this product; its results are bfloat16, so only for models of that type."""
     (tokens, (outputs, inputs)), device = (x.values.shape[0], weight.values.shape), x.values.device
     whole_blocks = outputs % FP8_BLOCK == 0 and inputs % FP8_BLOCK == 0
     return (
         HAS_BLOCK_SCALED_MM
+        and x.dtype is torch.bfloat16
         and whole_blocks
         and tokens % LIBRARY_TOKENS_MULTIPLE == 0
         and compute_capability(device) == LIBRARY_CAPABILITY

@@ -53,8 +53,8 @@ def gate_up_gemv_kernel(
 
     x                   [tokens, INPUTS], rows ``x_stride`` apart; pair p is of token p // TOP_K
     weight              [EXPERTS, 2 * OUTPUTS, INPUTS]: of each expert the rows of gate, then those of up
-    topk_ids            int32 [pairs]; the experts here are EXPERTS from ``first_expert`` on
-    output              [pairs, OUTPUTS], written; rows of experts elsewhere are not
+    topk_ids            int32 [pairs]; the local experts are EXPERTS from ``first_expert`` on
+    output              [pairs, OUTPUTS], written; rows of other ranks' experts are not
     COLUMNS             columns of one iteration
     """
     wait_for_dependencies(PDL)
@@ -106,7 +106,7 @@ def down_gemv_kernel(
     x                   [tokens, TOP_K, INPUTS]
     weight              [EXPERTS, OUTPUTS, INPUTS]
     topk_weights        float32 [tokens, TOP_K]
-    topk_ids            int32 [tokens, TOP_K]; the experts here are EXPERTS from ``first_expert`` on, others count 0
+    topk_ids            int32 [tokens, TOP_K]; the local experts are EXPERTS from ``first_expert`` on, others count 0
     output              [tokens, OUTPUTS], written
     """
     token = tl.program_id(1)

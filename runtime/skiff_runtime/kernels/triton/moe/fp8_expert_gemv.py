@@ -76,8 +76,8 @@ def fp8_gate_up_gemv_kernel(
     x_scales            float32 [tokens, 1], or [tokens, INPUTS / 128] with HAS_BLOCKS; tokens are ``token_stride``
                         apart and groups ``group_stride``
     scales              float32 [EXPERTS, 2 * OUTPUTS], or [EXPERTS, 2 * OUTPUTS / 128, INPUTS / 128] with HAS_BLOCKS
-    topk_ids            int32 [pairs]; the experts here are EXPERTS from ``first_expert`` on
-    output              [pairs, OUTPUTS], written, in the type of the model; rows of experts elsewhere are not
+    topk_ids            int32 [pairs]; the local experts are EXPERTS from ``first_expert`` on
+    output              [pairs, OUTPUTS], written, in the type of the model; rows of other ranks' experts are not
     COLUMNS             columns of one iteration
     """
     wait_for_dependencies(PDL)
@@ -164,7 +164,7 @@ def fp8_down_gemv_kernel(
                         and groups ``group_stride``
     scales              float32 [EXPERTS, OUTPUTS], or [EXPERTS, OUTPUTS / 128, INPUTS / 128] with HAS_BLOCKS
     topk_weights        float32 [tokens, TOP_K]
-    topk_ids            int32 [tokens, TOP_K]; the experts here are EXPERTS from ``first_expert`` on, others count 0
+    topk_ids            int32 [tokens, TOP_K]; the local experts are EXPERTS from ``first_expert`` on, others count 0
     output              [tokens, OUTPUTS], written, in the type of the model
     """
     token = tl.program_id(1)

@@ -32,7 +32,8 @@ from skiff_runtime.kernels.tuning import GroupedGemmTile
 
 NO_SCALES: Final = tl.constexpr(0)
 CHANNEL_SCALES: Final = tl.constexpr(1)
-"""One scale for each row of x and for each output."""
+"""One scale for each row of x and for each output. FP8 products of all inputs are then added up inside the tensor cores,
+which keep fewer bits of a sum than float32 has; the products of dense layers accept the same (fast accumulation)."""
 BLOCK_SCALES: Final = tl.constexpr(2)
 """One scale for each row of x and 128 inputs, and for each 128 outputs and 128 inputs."""
 SCALE_BLOCK: Final = tl.constexpr(128)
@@ -143,7 +144,7 @@ def gate_up_kernel(
     pair_ids            int32 [blocks, ROWS_BLOCK], ``pairs`` in rows without a pair; pair p is of token p // TOP_K
     expert_ids          int32 [blocks]
     num_blocks          int32 [1]: the row blocks in use
-    output              [pairs, OUTPUTS], written, in the type of the model; rows of experts elsewhere are not
+    output              [pairs, OUTPUTS], written, in the type of the model; rows of other ranks' experts are not
     SWAP                whether the weights are the first operand of the tensor cores
     STAGES              of the software pipeline
     """
@@ -238,7 +239,7 @@ def down_kernel(
     scales              float32 [EXPERTS, OUTPUTS] with CHANNEL_SCALES, [EXPERTS, OUTPUTS / 128, INPUTS / 128] with
                         BLOCK_SCALES, else not read
     topk_weights        float32 [pairs]
-    output              [pairs, OUTPUTS], written, in the type of the model; rows of experts elsewhere are not
+    output              [pairs, OUTPUTS], written, in the type of the model; rows of other ranks' experts are not
 
     The other arguments are those of ``gate_up_kernel``.
     """

@@ -32,8 +32,8 @@ def moe_sum_kernel(
 
     Grid: (tokens, blocks of BLOCK columns).
 
-    x                   [tokens * TOP_K, WIDTH]: weighted outputs; rows of experts elsewhere are not read
-    topk_ids            int32 [tokens, TOP_K]: the experts here are EXPERTS from ``first_expert`` on
+    x                   [tokens * TOP_K, WIDTH]: weighted outputs; rows of other ranks' experts are not read
+    topk_ids            int32 [tokens, TOP_K]: the local experts are EXPERTS from ``first_expert`` on
     output              [tokens, WIDTH], written, in the type of x
     """
     launch_dependents(PDL)
