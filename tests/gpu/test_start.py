@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from serving_engine import Served, serve_on_rank
 from skiff_runtime.engine import engine as engine_module
 from skiff_runtime.engine import memory_profile
 from skiff_runtime.engine.engine import Engine
+from skiff_runtime.engine.graph_captures import CaptureTask
 from skiff_runtime.engine.graph_memory import GraphMemory, MemoryProfile
 from skiff_runtime.engine.memory_profile_cache import FOLDER
 from skiff_runtime.messages import GenerateRequest, SamplingSpec
@@ -142,7 +144,7 @@ def test_profile_of_another_step_is_measured_anew(
     assert abs(profile_of(tmp_path).activations - true.activations) < 0.05 * true.activations
 
 
-def test_profile_that_promises_too_little_leads_to_a_new_one_and_to_no_error(
+def test_profile_that_promises_too_little_leads_to_no_error(
     model: Path, tmp_path: Path, measured: list[str]
 ) -> None:
     """Graphs that take nothing, by the kept profile: the KV cache takes their memory, so they lack it."""
@@ -163,23 +165,19 @@ def test_profile_that_promises_too_little_leads_to_a_new_one_and_to_no_error(
     assert measured == ["graphs"]
 
 
-def note_captures(engine: Engine) -> None:
-    """Note on the engine's class which sizes it captures, for ``assert_all_captured``."""
-    Engine.seen = engine  # type: ignore[attr-defined]
+def note_captures(captured: list[int], engine: Engine) -> None:
+    """Append the size of each capture of the engine to ``captured``."""
+    captures, run_task = engine._captures, engine._captures._run
+
+    def record(task: CaptureTask) -> None:
+        run_task(task)
+        captured.append(task.size)
+
+    captures._run = record  # type: ignore[method-assign]
 
 
-def captured_sizes() -> tuple[int, int]:
-    """Return how many sizes of decode and of prefill graphs the last noted engine has captured."""
-    engine = Engine.seen  # type: ignore[attr-defined]
-    decode = {(part.size, part.shared) for part in engine._decode_graphs._graphs if part.kind == "model"}
-    sizes = len(decode), len(engine._prefill_graphs._graphs)
-    assert sizes[0] <= len(engine._decode_graphs.graph_keys)
-    assert sizes[1] <= len(engine._prefill_graphs.sizes)
-    return sizes
-
-
-def run(model: Path, **changes: Any) -> Served:
-    return serve(model, make_requests(), prepare=note_captures, **{**OPTIONS, **changes})
+def run(model: Path, captured: list[int], **changes: Any) -> Served:
+    return serve(model, make_requests(), prepare=partial(note_captures, captured), **{**OPTIONS, **changes})
 
 
 @pytest.mark.parametrize("interval", [1, 7])
@@ -187,45 +185,47 @@ def test_tokens_are_the_same_while_graphs_are_captured(
     model: Path, interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture_schedule, "CAPTURE_INTERVAL_STEPS", interval)
-    expected = run(model)
-    total = captured_sizes()
-    served = run(model, defer_captures=True)
-    assert served.graphs_pending[0] > 20
+    all_sizes: list[int] = []
+    captured: list[int] = []
+    expected = run(model, all_sizes)
+    served = run(model, captured, defer_captures=True)
+    assert served.graphs_pending[0] > 10
     assert served.graphs_pending[-1] < served.graphs_pending[0]
+    assert captured == all_sizes[: len(captured)]
     if interval == 1:
         assert served.graphs_pending[-1] == 0
-        assert captured_sizes() == total
+        assert captured == all_sizes
     assert served.replies == expected.replies
     assert served.lost_pages == 0
 
 
-def test_only_small_decode_graphs_and_the_largest_are_captured_before_ready(model: Path) -> None:
+def test_only_the_largest_and_small_decode_graphs_are_captured_before_ready(model: Path) -> None:
+    captured: list[int] = []
     engine = make_engine(model, **SETTINGS, **OPTIONS)
+    note_captures(captured, engine)
     engine.warmup(defer_captures=True)
-    note_captures(engine)
-    decode, prefill = captured_sizes()
-    assert engine._decode_graphs is not None
-    kinds = len({shared for _, shared in engine._decode_graphs.graph_keys})
-    assert 5 <= decode <= 5 + 4 * (kinds - 1)
-    assert prefill == 0
-    assert engine.num_deferred_graphs > 20
+    pending = engine.num_deferred_graphs
     engine.close()
+    assert captured[0] == ROWS
+    assert sorted(set(captured[1:])) == [1, 2, 4, 8]
+    assert pending > 10
 
 
 def test_lack_of_memory_while_serving_gives_captures_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_schedule, "CAPTURE_INTERVAL_STEPS", 1)
-    expected = run(model)
+    expected = run(model, [])
     calls: list[int] = []
+    captured: list[int] = []
     real = engine_module.allocatable_bytes
 
     def shrinking(device: torch.device) -> int:
         calls.append(1)
-        return real(device) if len(calls) < 6 else 0
+        return real(device) if len(calls) < 5 else 0
 
     monkeypatch.setattr(engine_module, "allocatable_bytes", shrinking)
-    served = run(model, defer_captures=True)
-    decode, prefill = captured_sizes()
-    assert decode < 20 and prefill <= 1
+    served = run(model, captured, defer_captures=True)
+    assert len([size for size in captured if 8 < size < ROWS]) <= 4
+    assert len(calls) == 5
     assert served.replies == expected.replies
 
 
