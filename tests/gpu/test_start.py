@@ -150,7 +150,7 @@ def test_profile_that_promises_too_little_leads_to_no_error(
     """Graphs that take nothing, by the kept profile: the KV cache takes their memory, so they lack it."""
     options = {"mem_fraction_static": 0.99, "max_running_requests": 256, "max_num_batched_tokens": 8192}
     start(model, tmp_path, **options).close()
-    nothing = {"largest": 0, "further": 0, "count": 1}
+    nothing = {"runner": 0, "largest": 0, "further": 0, "count": 1}
     change_profile(tmp_path, decode_graphs=nothing, prefill_graphs=nothing)
     served = serve(
         model,

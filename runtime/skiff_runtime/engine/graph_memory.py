@@ -9,8 +9,9 @@ FRAGMENTATION: Final = 0.1
 
 
 class GraphMemory(Struct, frozen=True):
-    """Bytes of one kind of graphs: of the largest one with the tensors of its runner, and of each of ``count`` - 1 others."""
+    """Bytes of one kind of graphs: of the tensors of its runner, of the largest graph, and of each of ``count`` - 1 others."""
 
+    runner: int = 0
     largest: int = 0
     further: int = 0
     count: int = 0
@@ -18,7 +19,7 @@ class GraphMemory(Struct, frozen=True):
     @property
     def total(self) -> int:
         """Bytes of all of them."""
-        return self.largest + self.further * max(0, self.count - 1)
+        return self.runner + self.largest + self.further * max(0, self.count - 1)
 
 
 NO_GRAPH_MEMORY: Final = GraphMemory()

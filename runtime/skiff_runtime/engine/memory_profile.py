@@ -174,6 +174,7 @@ def _measure_graphs(
     """
     seen = [_read_memory()]
     runner = make_runner()
+    seen.append(_read_memory())
     tasks = runner.capture_tasks()
     for task in tasks[:2]:
         if not config.disable_cuda_graph:
@@ -183,7 +184,7 @@ def _measure_graphs(
     for (free, reserved), (free_after, reserved_after) in pairwise(seen):
         ours = reserved_after - reserved
         taken.append(ours + min(max(0, free - free_after - ours), max_driver_bytes))
-    return GraphMemory(taken[0], sum(taken[1:]), len(tasks))
+    return GraphMemory(taken[0], taken[1], sum(taken[2:]), len(tasks))
 
 
 def _read_memory() -> tuple[int, int]:

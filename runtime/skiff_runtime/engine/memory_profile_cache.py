@@ -103,8 +103,8 @@ class MemoryProfileCache:
     def _is_plausible(self, profile: MemoryProfile) -> bool:
         graphs = profile.decode_graphs, profile.prefill_graphs
         sizes = [profile.activations, profile.sampling]
-        sizes += [size for each in graphs for size in (each.largest, each.further, each.count, each.total)]
-        return all(0 <= size <= self._max_bytes for size in sizes)
+        sizes += [size for each in graphs for size in (each.runner, each.largest, each.further, each.count)]
+        return all(0 <= size <= self._max_bytes for size in (*sizes, profile.reserved_bytes))
 
     def _make_room(self) -> None:
         """Delete the oldest files, also partial ones of starts that were killed, so that one more may be written."""

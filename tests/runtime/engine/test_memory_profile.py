@@ -52,7 +52,9 @@ def test_memory_of_other_processes_is_bounded(
     assert measured.total == expected * MIB
 
 
-KEPT = MemoryProfile(4 * GIB, GraphMemory(600 * MIB, 30 * MIB, 20), GraphMemory(300 * MIB, 20 * MIB, 25), GIB)
+KEPT = MemoryProfile(
+    4 * GIB, GraphMemory(0, 600 * MIB, 30 * MIB, 20), GraphMemory(0, 300 * MIB, 20 * MIB, 25), GIB
+)
 
 
 class Start:
@@ -97,7 +99,7 @@ def test_first_start_measures_everything_and_the_second_one_a_step_alone(tmp_pat
 @pytest.mark.parametrize("activations", [3 * GIB, 4 * GIB - 100 * MIB, 4 * GIB + 100 * MIB, 9 * GIB])
 def test_kept_profile_of_another_step_is_replaced(tmp_path: Path, activations: int) -> None:
     make_cache(tmp_path).store(KEPT)
-    true = MemoryProfile(activations, GraphMemory(900 * MIB, 50 * MIB, 20), KEPT.prefill_graphs, GIB)
+    true = MemoryProfile(activations, GraphMemory(0, 900 * MIB, 50 * MIB, 20), KEPT.prefill_graphs, GIB)
     start = Start(make_cache(tmp_path), activations, true)
     assert start.run() == true
     assert start.order == ["step", "graphs"]

@@ -21,7 +21,7 @@ from skiff_runtime.engine.memory_profile_cache import (
 from skiff_runtime.models.config import ModelConfig, read_model_config
 
 GIB: Final = 1 << 30
-PROFILE: Final = MemoryProfile(3 * GIB, GraphMemory(GIB, 1 << 20, 23), GraphMemory(GIB, 2 << 20, 29), 7)
+PROFILE: Final = MemoryProfile(3 * GIB, GraphMemory(0, GIB, 1 << 20, 23), GraphMemory(0, GIB, 2 << 20, 29), 7)
 GPU: Final[dict[str, Any]] = {"name": "NVIDIA H200", "total_memory": 141 * GIB, "driver": "580.1"}
 
 
@@ -80,8 +80,8 @@ def test_file_of_another_start_counts_as_absent(tmp_path: Path) -> None:
     [
         MemoryProfile(-1, PROFILE.decode_graphs, PROFILE.prefill_graphs, 0),
         MemoryProfile(81 * GIB, PROFILE.decode_graphs, PROFILE.prefill_graphs, 0),
-        MemoryProfile(0, GraphMemory(0, GIB, 1 << 20), PROFILE.prefill_graphs, 0),
-        MemoryProfile(0, PROFILE.decode_graphs, GraphMemory(0, -1, 2), 0),
+        MemoryProfile(0, GraphMemory(0, 0, GIB, 1 << 20), PROFILE.prefill_graphs, 0),
+        MemoryProfile(0, PROFILE.decode_graphs, GraphMemory(0, 0, -1, 2), 0),
     ],
 )
 def test_impossible_profile_counts_as_absent(tmp_path: Path, wrong: MemoryProfile) -> None:
