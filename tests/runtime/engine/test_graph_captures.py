@@ -33,7 +33,7 @@ def test_engine_of_few_rows_defers_no_decode_graph(rows: list[int], expected: in
 
 def test_deferred_captures_run_one_by_one_until_none_is_left() -> None:
     done: list[int] = []
-    captures = GraphCaptures(make_tasks([9], done), make_tasks([5, 7], done), has_room=always, agree=always)
+    captures = GraphCaptures(make_tasks([9], done), make_tasks([5, 7], done), has_room=always, agree=bool)
     assert (captures.num_early, captures.num_deferred) == (1, 2)
     captures.capture_early()
     for _ in range(4):
@@ -46,7 +46,7 @@ def test_captures_are_given_up_for_good_where_memory_lacks() -> None:
     done: list[int] = []
     free = 1005
     captures = GraphCaptures(
-        [], make_tasks([5, 7, 3], done, 1000), has_room=lambda needed: needed <= free, agree=always
+        [], make_tasks([5, 7, 3], done, 1000), has_room=lambda needed: needed <= free, agree=bool
     )
     assert captures.deferred_bytes == 3015
     captures.capture_deferred()
