@@ -1,7 +1,7 @@
 """Serves requests by scheduler and engine without other processes, alone or as one rank of several in lockstep."""
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -32,11 +32,14 @@ class Served:
     hit_tokens: int = 0
     lost_pages: int = -1
     checksum: int = 0
+    graphs_pending: list[int] = field(default_factory=list)
+    """CUDA graphs that were not captured yet, after each step."""
 
     def take(self, batch: TokenBatch) -> None:
         self.replies.take(batch)
         self.preempted += batch.stats.preempted
         self.hit_tokens += batch.stats.hit_tokens
+        self.graphs_pending.append(batch.stats.graphs_pending)
         self.lost_pages = batch.stats.pages_total - batch.stats.pages_free
 
 
@@ -60,17 +63,21 @@ def serve(
     group: TensorParallelGroup | None = None,
     aborted: Collection[int] = (),
     new_token_ratio: float = admission.INITIAL_NEW_TOKEN_RATIO,
+    defer_captures: bool = False,
+    prepare: Callable[[Engine], None] = lambda engine: None,
     **changes: Any,
 ) -> Served:
     """Serve requests that arrive at once; abort the ``aborted`` in the turn after their first token; flush the cache.
 
-    A small ``new_token_ratio`` admits more requests than there is memory for, so that some are preempted.
+    A small ``new_token_ratio`` admits more requests than there is memory for, so that some are preempted. ``prepare`` is
+    called before the warm-up, after which ``defer_captures`` leaves graphs to be captured.
     """
     if group is not None:
         changes["tp_size"] = group.tp_size
     config = make_config(path, **{"log_level": "debug", **changes})
     engine = make_engine(path, group, **changes)
-    engine.warmup()
+    prepare(engine)
+    engine.warmup(defer_captures=defer_captures)
     try:
         with mock.patch.object(admission, "INITIAL_NEW_TOKEN_RATIO", new_token_ratio):
             return _serve(config, engine, requests, aborted)
@@ -88,6 +95,7 @@ def _serve(
         num_pages=engine.num_pages,
         engine=_RecordingEngine(engine, served),
         channel=channel,
+        num_deferred_graphs=engine.num_deferred_graphs,
     )
     channel.arriving.extend(requests)
     while channel.arriving or not scheduler.is_idle:

@@ -53,6 +53,10 @@ class AttentionBackend(ABC):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
+    def describe(self) -> str:
+        """Return the names of the implementations that were chosen."""
+        return type(self).__name__
+
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:
         """Plan one step; called once, before the ``forward`` of its layers."""

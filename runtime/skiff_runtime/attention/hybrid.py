@@ -43,6 +43,9 @@ class HybridAttention(AttentionBackend):
         self.needs_block_table = decode.needs_block_table
         self.shared_prefix_rows = decode.shared_prefix_rows
 
+    def describe(self) -> str:
+        return f"{type(self._prefill).__name__},{type(self._decode).__name__}"
+
     def prepare(self, batch: AttentionBatch) -> None:
         self._decode_rows = batch.decode_rows
         if batch.decode_rows:

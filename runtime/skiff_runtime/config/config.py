@@ -220,6 +220,18 @@ class Config:
         "Engine",
         "do not group decode rows that share a prefix; each row reads the whole of its own context",
     )
+    disable_deferred_graph_capture: bool = option(
+        False,
+        "Engine",
+        "capture all CUDA graphs before the service is ready; by default those of more than 8 rows, and those of prompts, "
+        "are captured once it is, while it is idle or between steps",
+    )
+    disable_memory_profile_cache: bool = option(
+        False,
+        "Engine",
+        "measure the memory of CUDA graphs at every start, instead of keeping it in --kernel-cache-dir; the memory of "
+        "the largest step is measured in any case",
+    )
     kernel_cache_dir: str | None = option(
         None,
         "Engine",

@@ -10,7 +10,6 @@ draw for all rows, which exchanges one key a row, and one for the rows whose fil
 of its own. The host chooses them by what the rows request, which is the same on every rank.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
@@ -20,6 +19,8 @@ from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
+from skiff_runtime.engine.graph_captures import CaptureTask
+from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs, write_cells
@@ -135,13 +136,24 @@ class DecodeGraphRunner:
             parts.append(GraphPart("draw_whole", size))
         return parts
 
-    def capture_tasks(self) -> list[Callable[[], None]]:
-        """Return the tasks that capture the graphs, the largest first.
+    def capture_tasks(self, memory: GraphMemory = NO_GRAPH_MEMORY) -> list[CaptureTask]:
+        """Return the tasks that capture the graphs, the largest first; they need the profiled ``memory``.
 
-        All of them must run on one stream, which must not be the default one. The largest comes first because the
+        All of them must run on one stream, which must not be the default one. The largest must run first, because the
         others then fit into its memory.
         """
-        return [partial(self._capture, *key) for key in sorted(self.graph_keys, reverse=True)]
+        keys = sorted(self.graph_keys, reverse=True)
+        return [
+            CaptureTask(key[0], partial(self._capture, *key), memory.further if at else memory.largest)
+            for at, key in enumerate(keys)
+        ]
+
+    def release_graphs(self) -> None:
+        """Release all graphs and their memory; steps then launch their kernels one by one."""
+        self._results.clear()
+        self._graphs.clear()
+        self._memory_pool = None
+        torch.cuda.empty_cache()
 
     def _capture(self, size: int, shared: bool) -> None:
         no_rows = np.empty(0, np.int32)

@@ -2,10 +2,11 @@
 
 The mask of a row's next token is filled on a thread as soon as the token before it is known, while the model's next
 forward pass runs, and is waited for just before the next token is sampled. A grammar is loaded on another thread, before
-its request is admitted. xgrammar is imported there, too (on a GPU while the model loads), because many small services
-never need it.
+its request is admitted. xgrammar is imported there, too (on a GPU once the service is ready), because many small services
+never need it, and its import, of which transformers takes most, would delay the start.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,7 +64,7 @@ class GrammarMaskManager:
 
     def prepare(self) -> None:
         """Start to import xgrammar and to read the vocabulary, so that the first grammar need not wait for it."""
-        self._loader.submit(self._open_cache)
+        self._loader.submit(self._prepare)
 
     def load(self, grammar: CompiledGrammar) -> "Future[None] | None":
         """Start to load a grammar before a slot opens with it; None if it is in the cache.
@@ -125,6 +126,11 @@ class GrammarMaskManager:
         if pending is not None:
             pending.result()
         return self._matchers[slot]
+
+    def _prepare(self) -> None:
+        self._open_cache()
+        gc.collect()
+        gc.freeze()  # as ``Child.report_ready`` does: no later collection scans the objects of transformers
 
     def _load(self, grammar: CompiledGrammar) -> None:
         with suppress(*_LOAD_ERRORS):

@@ -7,13 +7,11 @@ from types import TracebackType
 from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.json_file import read_json
 from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.layers.sharding import WeightShard
+from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
-INDEX_FILE: Final = "model.safetensors.index.json"
-SINGLE_FILE: Final = "model.safetensors"
 FP8_DTYPE: Final = "F8_E4M3"
 SCALE_DTYPES: Final = ("F32", "BF16", "F16")
 _UNQUANTIZED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -109,13 +107,7 @@ class Checkpoint:
     def _read_index(self) -> dict[str, str]:
         """Return the file name of each tensor."""
         if (self._path / INDEX_FILE).exists():
-            files = read_json(self._path / INDEX_FILE).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ModelError(f"{self._path / INDEX_FILE}: 'weight_map' must give the file of each tensor")
-            for file in files.values():
-                if Path(file).name != file:  # a path could lead out of the model directory
-                    raise ModelError(f"{self._path / INDEX_FILE}: {file!r} is not a plain file name")
-            return files
+            return read_weight_map(self._path)
         if (self._path / SINGLE_FILE).exists():
             return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise ModelError(

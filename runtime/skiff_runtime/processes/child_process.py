@@ -31,7 +31,7 @@ _MAINS: Final[dict[Role, tuple[str, str]]] = {
     Role.API: ("skiff_runtime.api.server", "run"),
     Role.TOKENIZER: ("skiff_runtime.tokenizer.tokenizer_worker", "run"),
     Role.DETOKENIZER: ("skiff_runtime.tokenizer.detokenizer", "run"),
-    Role.RANK: ("skiff_runtime.worker.rank", "run"),
+    Role.RANK: ("skiff_runtime.worker.rank_start", "run"),
 }
 
 

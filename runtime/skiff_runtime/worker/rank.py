@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import torch
+
+from skiff_runtime.attention.selector import import_ahead
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
@@ -146,6 +149,8 @@ def run(child: Child) -> None:
     child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
+    if config.device == "cuda":
+        import_ahead(config.attention_backend, torch.device("cuda", child.index))
     group = TensorParallelGroup.start(
         tp_rank=child.index,
         tp_size=config.tp_size,
@@ -156,7 +161,7 @@ def run(child: Child) -> None:
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)
-    engine.warmup()
+    engine.warmup(defer_captures=not config.disable_deferred_graph_capture)
     _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
     group.close()
@@ -195,8 +200,10 @@ def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfile
         num_pages=engine.num_pages,
         engine=profiler.wrap(watchdog),
         channel=channel,
+        num_deferred_graphs=engine.num_deferred_graphs,
     )
     child.report_phase("ready")
     child.report_ready(kv_tokens=engine.num_pages * config.page_size)
+    engine.prepare_grammars()
     while scheduler.turn():
         child.beat()

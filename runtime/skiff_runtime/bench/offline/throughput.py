@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -150,7 +150,7 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
         type=positive_int,
         default=3,
         metavar="N",
-        help="number of rounds (default: %(default)s)",
+        help="number of rounds; before more than one, all CUDA graphs are captured (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
@@ -171,6 +171,9 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the figures, and return the exit code."""
     config = build_config(arguments)
+    if arguments.rounds > 1:
+        # One round shows a start; several show the throughput, in which no graph should be captured.
+        config = replace(config, disable_deferred_graph_capture=True)
     log.configure("bench", config.log_level)
     resolved, model = resolve(config)
     workload = _make_workload(arguments, resolved, model)
