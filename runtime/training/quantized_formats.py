@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from skiff_runtime.json_file import read_json
-from skiff_runtime.models.checkpoint import INDEX_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE
 
 E4M3: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
@@ -188,7 +188,7 @@ def pack_words(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(ra
     """Pack eight consecutive integers along ``dim`` into an int32: ``order[i]`` of them into the four bits i."""
     moved = values.movedim(dim, -1).to(torch.int64)
     moved = F.pad(moved, (0, -moved.shape[-1] % 8))
-    eights = moved.unflatten(-1, (-1, 8))
+    eights = torch.unflatten(moved, -1, (-1, 8))
     words = sum(eights[..., number] << (4 * i) for i, number in enumerate(order))
     assert isinstance(words, torch.Tensor)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words)

@@ -74,9 +74,9 @@ def test_xqa_decode_of_each_layer_has_its_window() -> None:
     for layer, window in enumerate(windows):
         attended = torch.full_like(q, torch.nan)
         decode.forward(layer, q, attended)
-        for row, context in enumerate(contexts):
+        for row, (keys, values) in enumerate(contexts):
             one = slice(row, row + 1)
-            expected = causal_attention(q[one], *context, window)
+            expected = causal_attention(q[one], keys, values, window)
             assert error(attended[one], expected) < 2 * TOLERANCE[DTYPE], (window, LENGTHS[row])
 
 

@@ -83,8 +83,8 @@ def test_prefill_of_each_layer_has_its_window(page_size: int, split_kv: bool) ->
             attended = torch.full_like(queries, torch.nan)
             prefill.forward(layer, queries, attended)
             found = torch.split(attended, lengths[rows])
-            for one, part, context in zip(found, parts, contexts[rows], strict=True):
-                expected = causal_attention(part, *context, window)
+            for one, part, (keys, values) in zip(found, parts, contexts[rows], strict=True):
+                expected = causal_attention(part, keys, values, window)
                 assert error(one, expected) < TOLERANCE[DTYPE], (window, len(part))
 
 

@@ -4,7 +4,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from gpu_memory import check_released, read_free_mib
@@ -95,7 +95,7 @@ def test_slow_start_is_no_silence(tmp_path: Path) -> None:
 def test_too_few_gpus_are_refused_before_any_process_starts(tmp_path: Path) -> None:
     found = count_gpus()
     ranks = next(tp for tp in (1, 2, 4, 8, 16) if tp > found)
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16}
     model = make_model(tmp_path, **heads)
     with running_service(model, "--device", "cuda", "--tp", str(ranks), ready=False) as service:
         assert service.wait_exit() == EXIT_USAGE

@@ -21,6 +21,7 @@ from serving_engine import Served, serve_on_rank
 from skiff_runtime.engine import engine as engine_module
 from skiff_runtime.engine import memory_profile
 from skiff_runtime.engine.engine import Engine
+from skiff_runtime.engine.free_memory import allocatable_bytes
 from skiff_runtime.engine.graph_captures import CaptureTask
 from skiff_runtime.engine.graph_memory import GraphMemory, MemoryProfile
 from skiff_runtime.engine.memory_profile_cache import FOLDER
@@ -216,11 +217,10 @@ def test_lack_of_memory_while_serving_gives_captures_up(model: Path, monkeypatch
     expected = run(model, [])
     calls: list[int] = []
     captured: list[int] = []
-    real = engine_module.allocatable_bytes
 
     def shrinking(device: torch.device) -> int:
         calls.append(1)
-        return real(device) if len(calls) < 5 else 0
+        return allocatable_bytes(device) if len(calls) < 5 else 0
 
     monkeypatch.setattr(engine_module, "allocatable_bytes", shrinking)
     served = run(model, captured, defer_captures=True)

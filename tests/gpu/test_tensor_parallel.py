@@ -120,7 +120,7 @@ def test_ranks_sample_with_every_parameter_like_one_rank(tmp_path: Path, tp_size
     path = make_model(tmp_path / "model", "qwen3", seed=11, num_key_value_heads=2)
     with RankPool(tp_size, tmp_path) as pool:
         for exchange_min_rows in (1, 1000):
-            arguments = (path, 12, exchange_min_rows, {})
+            arguments: tuple[Path, int, int, dict[str, Any]] = (path, 12, exchange_min_rows, {})
             found = pool.run(sampled_with_every_parameter, *arguments)
             assert all(each == found[0] for each in found)
             alone = sampled_with_every_parameter(single_rank(), *arguments)

@@ -85,7 +85,7 @@ def _compare_replays(group: TensorParallelGroup) -> list[str]:
 
     for each in static:
         each.zero_()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         compute()
     torch.cuda.synchronize()

@@ -148,7 +148,7 @@ def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dic
     return outcomes
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def wait_state_kernel(stale: tl.tensor, late: tl.tensor, state: tl.tensor, count: tl.constexpr) -> None:
     """Store the state of a wait for ``count`` elements, each of which has a clock of its own: int32 [count] both."""
     element = tl.arange(0, count)[:, None]

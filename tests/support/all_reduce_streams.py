@@ -46,7 +46,7 @@ class StreamRank:
     def __init__(self, rank: int, ranks: int, peer: SimulatedPeer) -> None:
         self._ranks = ranks
         self.peer = peer
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self._messages: dict[tuple[int, int], torch.Tensor] = {}
         self._expected: dict[tuple[int, int], torch.Tensor] = {}
@@ -80,7 +80,7 @@ class StreamRank:
 
     def delay(self, cycles: int) -> None:
         """Let the stream do nothing for a while."""
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
         """Return a graph of these calls."""
@@ -157,10 +157,11 @@ def wait_in_vain() -> dict[str, Any]:
     first, _ = allocate_on_gpu(2, timeout_seconds=0.2)
     x = torch.ones((12, WIDTH), dtype=DTYPE, device="cuda")
     reported = []
-    for launch in (
+    launches: tuple[Callable[[], None], ...] = (
         lambda: low_latency_all_reduce(x.view(-1), first.memory),
         lambda: push_all_reduce(x.view(-1), first.memory, two_shot=True),
-    ):
+    )
+    for launch in launches:
         launch()
         torch.cuda.synchronize()
         reported.append(int(first.status.item()))

@@ -60,5 +60,6 @@ def normalize(width: int, ranks: int = 2) -> None:
 
 if __name__ == "__main__":
     kind, number = sys.argv[1], int(sys.argv[2])
-    case = {"sum": sum_messages, "normalize": normalize}[kind]
+    cases: dict[str, Callable[[int], None]] = {"sum": sum_messages, "normalize": normalize}
+    case = cases[kind]
     print(json.dumps(record_kernels(lambda: case(number))))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import edit_json
 
 from skiff_runtime.kernels.fp8_tensors import quantize_rows
-from skiff_runtime.models.checkpoint import INDEX_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9] * 17, list(range(100, 40, -1))]
 SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}

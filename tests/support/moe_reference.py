@@ -1,7 +1,7 @@
 """Experts and float64 references for tests of the kernels of mixture of experts."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def _quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def take_window(experts: ExpertWeights, first: int, count: int) -> ExpertWeights:
     """Return the experts that one rank of an expert-parallel group holds."""
-    parts = {
+    parts: dict[str, Any] = {
         name: None if (value := getattr(experts, name)) is None else value[first : first + count].contiguous()
         for name in ("gate_up", "down", "gate_up_scales", "down_scales")
     }
@@ -93,7 +93,7 @@ def _multiply_pairs(
 ) -> torch.Tensor:
     """Return row p of x times the weight of expert ``ids[p]``, [pairs, outputs]; 0 where it is not here."""
     product = torch.zeros(ids.numel(), weight.shape[1], dtype=torch.float64)
-    for expert in ids.unique().tolist():
+    for expert in torch.unique(ids).tolist():
         if 0 <= expert < len(weight):
             rows = ids.flatten().cpu() == expert
             scale = None if scales is None else scales[expert]

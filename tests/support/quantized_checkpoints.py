@@ -16,7 +16,7 @@ from quantized_formats import Format, Quantize, Tensors
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, load_reference, oracle_choices, oracle_logits
 
-from skiff_runtime.models.checkpoint import INDEX_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE
 
 RELATIVE_ERROR: Final = 1e-6
 """Of each activation: several roundings of a sum in float32."""

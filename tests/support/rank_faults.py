@@ -72,9 +72,9 @@ def _hang(trigger: Path) -> None:
 
     run = Engine._run
 
-    def run_or_hang(engine: Engine, plan: Any) -> Any:
+    def run_or_hang(self: Engine, plan: Any) -> Any:
         _wait_while(trigger.exists)
-        return run(engine, plan)
+        return run(self, plan)
 
     Engine._run = run_or_hang  # type: ignore[method-assign]
 
@@ -85,10 +85,10 @@ def _diverge(trigger: Path) -> None:
     plan = StepPlanner.plan
     lost: list[Any] = []
 
-    def plan_otherwise(planner: StepPlanner) -> Any:
+    def plan_otherwise(self: StepPlanner) -> Any:
         if not lost and trigger.exists():
-            lost.append(planner._kv_cache._pool.allocate(1))
-        return plan(planner)
+            lost.append(self._kv_cache._pool.allocate(1))
+        return plan(self)
 
     StepPlanner.plan = plan_otherwise  # type: ignore[method-assign]
 
@@ -100,13 +100,13 @@ def _exhaust_memory(trigger: Path) -> None:
 
     load = ModelRunner._load
 
-    def load_without_memory(runner: ModelRunner, *arguments: Any) -> Any:
+    def load_without_memory(self: ModelRunner, *arguments: Any, **options: Any) -> Any:
         if torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(1e-6)
         else:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        return load(runner, *arguments)
+        return load(self, *arguments, **options)
 
     ModelRunner._load = load_without_memory  # type: ignore[method-assign]
 
@@ -116,9 +116,9 @@ def _join_late(trigger: Path) -> None:
 
     join = tensor_parallel._join
 
-    def join_late(*arguments: Any) -> None:
+    def join_late(*arguments: Any, **options: Any) -> None:
         _wait_while(lambda: not trigger.exists())
-        join(*arguments)
+        join(*arguments, **options)
 
     tensor_parallel._join = join_late
 

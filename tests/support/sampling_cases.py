@@ -102,7 +102,7 @@ def _parameters(random: Generator, vocab: int, *, filtered: bool) -> SamplingSpe
         max_tokens=1,
         seed=seed,
         temperature=temperature,
-        top_k=int(random.choice([0, 0, 1, 2, random.integers(1, vocab + 1), vocab, vocab + 1])),
+        top_k=int(random.choice([0, 0, 1, 2, int(random.integers(1, vocab + 1)), vocab, vocab + 1])),
         top_p=float(random.choice(TOP_PS)),
         min_p=float(random.choice(MIN_PS)),
     )

@@ -146,7 +146,7 @@ class PeerToPeerAllReduce:
             return x
         two_shot = algorithm is Algorithm.TWO_SHOT
         capacity = push_capacity(self._memory.ranks, two_shot=two_shot)
-        for part in x.view(-1).split(capacity // x.itemsize):
+        for part in torch.split(x.view(-1), capacity // x.itemsize):
             push_all_reduce(part, self._memory, two_shot=two_shot)
         return x
 

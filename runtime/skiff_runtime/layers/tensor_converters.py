@@ -214,7 +214,8 @@ class StoredShape(TensorConverter):
 
 def typical_scale(inputs: int, largest: float = FP8_MAX) -> float:
     """Return the scale with which weights up to ``largest`` have a variance of about 1 / inputs."""
-    return (3.0 / inputs) ** 0.5 / largest
+    scale: float = (3.0 / inputs) ** 0.5 / largest
+    return scale
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

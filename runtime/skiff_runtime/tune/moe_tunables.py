@@ -50,14 +50,18 @@ MIXTRAL: Final = _Shape("Mixtral 8x7B", 8, 2, 4096, 14_336)
 def _make_experts(shape: _Shape, weight_format: WeightFormat, device: torch.device) -> ExpertWeights:
     sizes = (shape.experts, 2 * shape.inner, shape.hidden), (shape.experts, shape.hidden, shape.inner)
     if weight_format == "bfloat16":
-        return ExpertWeights(*(torch.randn(size, dtype=DTYPE, device=device) for size in sizes))
-    values = [torch.empty(size, dtype=E4M3, device=device) for size in sizes]
-    for each in values:
+        gate_up, down = (torch.randn(size, dtype=DTYPE, device=device) for size in sizes)
+        return ExpertWeights(gate_up, down)
+    gate_up, down = (torch.empty(size, dtype=E4M3, device=device) for size in sizes)
+    for each in (gate_up, down):
         each.view(torch.uint8).random_(0, 0x70)  # finite numbers, none of them negative
     parts = 1 if weight_format == "FP8" else SCALE_BLOCK
     shapes = [size[:2] if parts == 1 else (size[0], size[1] // parts, size[2] // parts) for size in sizes]
-    scales = [torch.full(each, 1e-3, dtype=torch.float32, device=device) for each in shapes]
-    return ExpertWeights(*values, *scales, block_shape=None if parts == 1 else (parts, parts))
+    gate_up_scales, down_scales = (
+        torch.full(each, 1e-3, dtype=torch.float32, device=device) for each in shapes
+    )
+    block_shape = None if parts == 1 else (parts, parts)
+    return ExpertWeights(gate_up, down, gate_up_scales, down_scales, block_shape=block_shape)
 
 
 def _route(shape: _Shape, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -175,11 +175,11 @@ def test_window_bounds_what_is_gathered_and_multiplied(monkeypatch: pytest.Monke
     widths = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def record(q: torch.Tensor, k: torch.Tensor, *sides: torch.Tensor, **options: Any) -> torch.Tensor:
+    def record(q: torch.Tensor, k: torch.Tensor, *sides: Any, **options: Any) -> torch.Tensor:
         widths.append(k.shape[2])
         return attend(q, k, *sides, **options)
 
-    monkeypatch.setattr(torch_sdpa.F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     torch.testing.assert_close(case.attend(0, backend), case.expected())
     assert max(widths) <= 2 * 24
 
@@ -245,9 +245,9 @@ def test_decode_rows_share_prefixes_in_layers_with_full_attention() -> None:
     for layer, window in enumerate((None, 20)):
         out = torch.full_like(q, torch.nan)
         decode.forward(layer, q, out)
-        for row, context in enumerate(contexts):
+        for row, (keys, values) in enumerate(contexts):
             one = slice(row, row + 1)
-            assert kernel_device.error(out[one], causal_attention(q[one], *context, window)) < 1e-5
+            assert kernel_device.error(out[one], causal_attention(q[one], keys, values, window)) < 1e-5
 
 
 class Recorder(PhaseAttention):

@@ -101,7 +101,8 @@ def test_windows_bound_what_is_computed_and_read(
     windows: list[int | None], requests: list[RequestShape]
 ) -> None:
     """Against counting each token of each layer; only the last token of a prompt needs the last layer."""
-    cost = ModelCost(0, 0, 0, kv_bytes=len(windows), attended_flops=len(windows), windows=tuple(windows))
+    layers = len(windows)
+    cost = ModelCost(0, 0, 0, 0, 0, kv_bytes=layers, attended_flops=layers, windows=tuple(windows))
     found = estimate_roofline(cost, requests, max_running=9, peaks=DevicePeaks(1, 1))
     read = sum(
         min(context, window or context)
@@ -121,7 +122,7 @@ def test_windows_bound_what_is_computed_and_read(
 
 def test_shared_prefix_is_read_once_as_far_as_windows_reach() -> None:
     """Two rows of 12 and 10 tokens share the first 8 and have a window of 5: one reads from token 7 on, one from 5."""
-    cost = ModelCost(0, 0, 0, kv_bytes=1, attended_flops=0, windows=(5,))
+    cost = ModelCost(0, 0, 0, 0, 0, kv_bytes=1, attended_flops=0, windows=(5,))
     requests = [RequestShape(11, 2, 8, 0), RequestShape(9, 2, 8, 0)]
     found = estimate_roofline(cost, requests, max_running=2, peaks=DevicePeaks(1, 1))
     assert found.decode_seconds == (12 - 8) + (10 - 8) + (8 - 5)

@@ -67,7 +67,7 @@ def test_exchanged_rows_are_whole(tp_size: int) -> None:
         own[:, : shard.stop - shard.start] = whole[:, shard.start : shard.stop]
         return shard.exchange_rows(own)
 
-    assert torch.equal(torch.cat(on_threads(tp_size, exchange)), whole)
+    assert torch.equal(torch.cat(list(on_threads(tp_size, exchange))), whole)
 
 
 def test_rank_without_peers_raises_after_timeout(tmp_path: Path) -> None:

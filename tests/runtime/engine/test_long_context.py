@@ -51,7 +51,8 @@ def test_tokens_equal_transformers_beyond_the_original_context(
     model: Path, page_size: int, by_option: bool
 ) -> None:
     """The settings of the checkpoint and those of ``--rope-scaling`` are the same."""
-    crowd, options = long_prompts(), {"rope_scaling": json.dumps(YARN)} if by_option else {}
+    crowd = long_prompts()
+    options: dict[str, Any] = {"rope_scaling": json.dumps(YARN)} if by_option else {}
     if not by_option:
         scale(model)
     engine = make_engine(model, page_size=page_size, max_model_len=4 * ORIGINAL, **options)

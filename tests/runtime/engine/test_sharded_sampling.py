@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -85,9 +85,14 @@ def test_plain_rows_exchange_eight_bytes_each(tp_size: int) -> None:
 def test_whole_rows_are_exchanged_for_filtered_rows_alone(tp_size: int) -> None:
     """Seven of 20 rows have filters that drop tokens of a draw; the last of them is repeated for the ranks to be even."""
     case = make_case(4, 20, 999, filtered=False)
-    filters = [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}] * 2 + [{"top_k": 998}]
-    harmless = [{"top_k": 1}, {"top_k": 999}, {"top_k": 1 << 40}, {"top_p": 0.5, "temperature": 0.0}]
-    changes = filters + harmless
+    filters: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+    harmless: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": 999},
+        {"top_k": 1 << 40},
+        {"top_p": 0.5, "temperature": 0.0},
+    ]
+    changes = [*filters, *filters, {"top_k": 998}, *harmless]
     samplings = [
         SamplingSpec(**{"max_tokens": 1, "seed": at, "temperature": 0.8, **change})
         for at, change in enumerate(changes)

@@ -72,7 +72,7 @@ class Paged:
         """Return the attention of each row's tokens from ``starts`` on, row after row; q is [T, heads, d]."""
         counts = [context.shape[1] - start for context, start in zip(self.contexts, starts, strict=True)]
         rows = zip(torch.split(q, counts), self.contexts, strict=True)
-        return torch.cat([causal_attention(row, *context, window) for row, context in rows])
+        return torch.cat([causal_attention(row, keys, values, window) for row, (keys, values) in rows])
 
 
 def decode(queries: torch.Tensor, pool: LayerKV, *tables: Any, **options: Any) -> torch.Tensor:

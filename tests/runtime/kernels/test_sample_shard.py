@@ -1,7 +1,7 @@
 """The kernels that sample from shards, against the kernels for whole rows: in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, TypedDict
 
 import pytest
 import torch
@@ -29,6 +29,13 @@ pytestmark = [
 ]
 
 
+class Tokens(TypedDict):
+    """The arguments of ``find_best_keys`` that say which tokens the logits are of."""
+
+    first_token: int
+    vocab_size: int
+
+
 def make_rows(vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, Columns]:
     """Return logits of every kind, and the slots, positions, seeds and parameters of rows without filters."""
     case = make_case(5, ROWS, vocab, filtered=False)
@@ -45,8 +52,7 @@ def shards(vocab: int, tp_size: int) -> Iterator[VocabShard]:
         yield VocabShard(DetachedRank(rank, tp_size, DEVICE), vocab)
 
 
-def tokens_of(shard: VocabShard) -> dict[str, int]:
-    """Return the arguments of ``find_best_keys`` that say which tokens the logits are of."""
+def tokens_of(shard: VocabShard) -> Tokens:
     return {"first_token": shard.start, "vocab_size": shard.vocab_size}
 
 

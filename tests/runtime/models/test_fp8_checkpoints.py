@@ -23,7 +23,7 @@ from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.layers.projections import PACKED_MODULES
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
-from skiff_runtime.models.checkpoint import INDEX_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE
 from skiff_runtime.models.config import ModelConfig, read_model_config
 from skiff_runtime.models.footprint import estimate_weight_bytes
 from skiff_runtime.models.registry import make_model as build

@@ -28,7 +28,7 @@ from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
-from skiff_runtime.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 from skiff_runtime.models.footprint import (
     count_active_parameters,

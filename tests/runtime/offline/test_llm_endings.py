@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -106,7 +107,11 @@ def test_close_continues_after_one_of_its_steps_has_failed(
 )
 def test_lost_rank_is_an_error_and_no_rank_is_left(model: Path, fault: signal.Signals, reason: str) -> None:
     """The other rank waits inside a collective, where it could end by SIGKILL alone."""
-    options = {"max_total_tokens": 1024, "cpu_threads": 1, "rank_heartbeat_timeout_seconds": 3}
+    options: dict[str, Any] = {
+        "max_total_tokens": 1024,
+        "cpu_threads": 1,
+        "rank_heartbeat_timeout_seconds": 3,
+    }
     with LLM(str(model), device=DEVICE, tp_size=2, **options) as llm:
         assert llm.generate([1], max_tokens=1, ignore_eos=True)
         ranks = ranks_of(llm)

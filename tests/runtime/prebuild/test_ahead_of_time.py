@@ -130,7 +130,7 @@ def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[
 
 def test_attention_kernels_are_compiled_for_each_window(tmp_path: Path) -> None:
     """A step of a model with windows in some layers launches both variants; only full attention shares prefixes."""
-    options = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
     (mixed,) = launches(make_model(tmp_path / "mixed", "qwen3", **options), (1, 0))
     for kernel in ("decode_attention_kernel", "prefill_attention_kernel"):
         assert constants(mixed, kernel, "WINDOW") == {(0,), (48,)}, kernel

@@ -128,7 +128,7 @@ def load_peers(table: tl.tensor, rank: tl.tensor, RANKS: tl.constexpr) -> tl.ten
 
     All ranks push at the same time; in this order no two of them push to the same one.
     """
-    peers = ()
+    peers: tl.tuple = ()
     for step in tl.static_range(RANKS - 1):
         peers = peers + (tl.multiple_of(tl.load(table + (rank + 1 + step) % RANKS), 16),)  # noqa: RUF005
     return peers
@@ -430,7 +430,7 @@ def _load_peer_words(
     ``late`` is part of the state because each thread reads the clock for itself, and all must leave the loop together.
     """
     word, stale = load_words(own + find_source(0, rank) * _SOURCE_BYTES, epoch, active, PTX)
-    words = (word,)
+    words: tl.tuple = (word,)
     for step in tl.static_range(1, RANKS - 1):
         word, old = load_words(own + find_source(step, rank) * _SOURCE_BYTES, epoch, active, PTX)
         words = words + (word,)  # noqa: RUF005
@@ -457,7 +457,7 @@ def find_source(step: tl.tensor, rank: tl.tensor) -> tl.tensor:
 @triton.jit
 def sort_by_rank(words: tl.tensor, own: tl.tensor, rank: tl.tensor, RANKS: tl.constexpr) -> tl.tensor:
     """Insert this rank's words into a tuple of the other ranks'."""
-    ordered = ()
+    ordered: tl.tuple = ()
     for each in tl.static_range(RANKS):
         below = words[each] if each < RANKS - 1 else words[RANKS - 2]
         above = words[each - 1] if each > 0 else words[0]

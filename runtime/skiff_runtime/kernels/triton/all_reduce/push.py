@@ -115,7 +115,7 @@ def push_all_reduce_kernel(
         for start in range(stage * stage_lines, end, LINES):
             word_indices, inside = _word_indices(own_piece, start, end, lines, LINES)
             own_words = tl.load(message + word_indices, inside, 0)
-            received = ()
+            received: tl.tuple = ()
             for step in tl.static_range(RANKS - 1):
                 source = find_source(step, rank)
                 words = _load_plain(own + buffer + source * region, start, inside, LINES)

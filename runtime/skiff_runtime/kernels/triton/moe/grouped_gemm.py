@@ -389,7 +389,8 @@ def down(
 
 
 def _num_programs(sorted_pairs: SortedPairs, outputs: int, tile: GroupedGemmTile) -> int:
-    return len(sorted_pairs.expert_ids) * triton.cdiv(outputs, tile.outputs)
+    column_blocks: int = triton.cdiv(outputs, tile.outputs)
+    return len(sorted_pairs.expert_ids) * column_blocks
 
 
 def _scales_or(

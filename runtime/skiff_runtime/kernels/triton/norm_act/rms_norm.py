@@ -69,7 +69,8 @@ def normalize_row(
 
 def row_warps(width: int) -> int:
     """Return the warps of a program that holds a row of ``width`` elements."""
-    return min(16, max(1, triton.next_power_of_2(width) // 512))
+    warps: int = min(16, max(1, triton.next_power_of_2(width) // 512))
+    return warps
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
