@@ -40,6 +40,9 @@ FILTERED: Final[list[dict[str, Any]]] = [
     {"temperature": 1.0, "top_p": 0.8, "logit_bias": ((4, 2.0),), "frequency_penalty": 1.0},
     {"temperature": 1.0, "top_k": 3, "logprobs": 4, "repetition_penalty": 1.5},
 ]
+RANKED: Final = REQUESTS + FILTERED + REQUESTS[::-1]
+FILTERED_ALONE: Final = [4, 6, 7, 8, 12]
+"""The rows of RANKED with filters that request nothing more."""
 KNOWN: Final = 7
 """Number of known tokens of each row."""
 
@@ -87,6 +90,23 @@ class Bench:
         return cells
 
 
+def draw_like_graph(bench: Bench, logits: torch.Tensor) -> torch.Tensor:
+    """Return the tokens int32[S] that the decode graphs of a rank draw from its shard, and write them to the table.
+
+    One draw is for all rows, the other one for the rows that need whole logits and are not sampled again.
+    """
+    rows, sampler = bench.rows, bench.sampler
+    tokens = sampler.draw(logits, rows.slots, rows.positions, bench.tables.tokens).int()
+    filtered = bench.pipeline.find_filtered(rows.host_slots)
+    assert filtered.tolist() == FILTERED_ALONE
+    indices = torch.from_numpy(filtered)
+    part = rows.select(filtered, indices)
+    whole = sampler.draw_whole(logits[indices], part.slots, part.positions)
+    bench.tables.append(part, whole)
+    tokens[indices] = whole.int()
+    return tokens
+
+
 def test_resample_changes_special_rows_alone(config: ModelConfig) -> None:
     """The tokens that a graph sampled for plain rows stay, whatever they are."""
     logits = torch.randn(len(REQUESTS), config.vocab_size, generator=torch.Generator().manual_seed(4))
@@ -113,21 +133,19 @@ def test_resample_changes_special_rows_alone(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("tp_size", [2, 3, 8])
 def test_ranks_sample_and_resample_like_one_rank(config: ModelConfig, tp_size: int) -> None:
-    """After a graph's draw from shards, special and filtered rows are sampled again, alike on every rank."""
-    requests = REQUESTS + FILTERED + REQUESTS[::-1]
-    whole = torch.randn(len(requests), config.vocab_size, generator=torch.Generator().manual_seed(6)) * 3
-    alone = Bench(config, requests)
+    """Whether in one call, or after a decode graph's two draws and with special rows again; alike on every rank."""
+    whole = torch.randn(len(RANKED), config.vocab_size, generator=torch.Generator().manual_seed(6)) * 3
+    alone = Bench(config, RANKED)
     expected = alone.pipeline.sample(alone.rows, whole.clone(), ()).result()
     assert expected.logprobs is not None
 
     def sample(group: ThreadRank) -> list[tuple[Bench, StepResult]]:
         shard = VocabShard(group, config.vocab_size)
-        first, again = Bench(config, requests, shard), Bench(config, requests, shard)
+        first, again = Bench(config, RANKED, shard), Bench(config, RANKED, shard)
         own = shard_logits(whole, shard)
-        drawn = again.sampler.draw(own, again.rows.slots, again.rows.positions, again.tables.tokens)
         return [
             (first, first.pipeline.sample(first.rows, own.clone(), ()).result()),
-            (again, again.pipeline.resample(again.rows, own.clone(), drawn.int()).result()),
+            (again, again.pipeline.resample(again.rows, own.clone(), draw_like_graph(again, own)).result()),
         ]
 
     for rank in on_threads(tp_size, sample):
