@@ -22,6 +22,7 @@ from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.input_batch import SlotTables
 from skiff_runtime.engine.staging_buffers import Columns, StagingBuffers
+from skiff_runtime.kernels.constants import vocab_shard_size
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.kernels.sampling_keys import LOWEST_KEY, NAN_KEY, decode_tokens, encode_keys
 from skiff_runtime.kernels.step_inputs import StepInputs
@@ -98,7 +99,8 @@ def test_whole_rows_are_exchanged_for_filtered_rows_alone(tp_size: int) -> None:
         for at, change in enumerate(changes)
     ]
     case = SamplingCase(case.logits, samplings + case.samplings[len(samplings) :], case.positions)
-    expected, shard = [sample_case(case, OWN_DEVICE)] * tp_size, -(-999 // tp_size) * 4
+    expected = [sample_case(case, OWN_DEVICE)] * tp_size
+    shard = 4 * vocab_shard_size(999, tp_size)
     with overridden(GATHERED):
         found, exchanged = sample_on_threads(case, tp_size)
     assert found == expected
