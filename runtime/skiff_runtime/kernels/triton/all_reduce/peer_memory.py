@@ -130,14 +130,14 @@ def load_peers(table: tl.tensor, rank: tl.tensor, RANKS: tl.constexpr) -> tl.ten
     """
     peers: tl.tuple = ()
     for step in tl.static_range(RANKS - 1):
-        peers = peers + (tl.multiple_of(tl.load(table + (rank + 1 + step) % RANKS), 16),)  # noqa: RUF005
+        peers = peers + (tl.load(table + (rank + 1 + step) % RANKS),)  # noqa: RUF005
     return peers
 
 
 @triton.jit
 def own_memory(table: tl.tensor, rank: tl.tensor) -> tl.tensor:
     """Return the address of this rank's allocation."""
-    return tl.multiple_of(tl.load(table + rank), 16)
+    return tl.load(table + rank)
 
 
 @triton.jit

@@ -167,15 +167,21 @@ def _store_plain(
     region: tl.tensor, start: tl.tensor, words: tl.tensor, inside: tl.tensor, LINES: tl.constexpr
 ) -> None:
     """Store lines of a piece in a region of a peer's plain buffer."""
-    offsets = (start + tl.arange(0, LINES)[:, None]) * 2 + tl.arange(0, 2)[None, :]
-    tl.store(region.to(tl.pointer_type(tl.int64)) + offsets, words, inside)
+    tl.store(_line_pointers(region, start, LINES), words, inside)
 
 
 @triton.jit
 def _load_plain(region: tl.tensor, start: tl.tensor, inside: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
     """Load lines that a peer has stored, from L2: L1 may hold what was there before."""
-    offsets = (start + tl.arange(0, LINES)[:, None]) * 2 + tl.arange(0, 2)[None, :]
-    return tl.load(region.to(tl.pointer_type(tl.int64)) + offsets, inside, 0, cache_modifier=".cg")
+    return tl.load(_line_pointers(region, start, LINES), inside, 0, cache_modifier=".cg")
+
+
+@triton.jit
+def _line_pointers(region: tl.tensor, start: tl.tensor, LINES: tl.constexpr) -> tl.tensor:
+    """Return pointers to the 8-byte words [LINES, 2] of the lines from ``start`` on in a region of a plain buffer."""
+    words = (start + tl.arange(0, LINES)[:, None]) * 2 + tl.arange(0, 2)[None, :]
+    # Triton forgets that an address is aligned where it becomes a pointer, and would load and store 8 bytes at a time.
+    return tl.multiple_of(region.to(tl.pointer_type(tl.int64)), 16) + words
 
 
 def push_all_reduce(x: torch.Tensor, memory: PeerMemory, *, two_shot: bool) -> None:
