@@ -1,8 +1,10 @@
 """Quantized checkpoints edited, transformers with their weights dequantized, and our tokens compared with its own.
 
 Where activations are quantized, a sum that differs in its last bit may be rounded to another number, and few tokens
-differ for it. How near two logits must be for that is measured: by the same model, whose activations are perturbed by
-the rounding errors of sums before they are quantized.
+differ for it. Which ones may is measured: by the same model, whose activations are perturbed by the rounding errors of
+sums before they are quantized. Most logits hardly change by that, and some change much, where a rounded activation or
+one of an earlier token is at the edge between two numbers. So a token is right if its logit is near the largest one by
+the usual change, or if it is the choice of a perturbed model.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from tiny_models import edit_json, load_reference, oracle_choices, oracle_logits
 
 from skiff_runtime.models.checkpoint_files import INDEX_FILE
 
+PERTURBATIONS: Final = 8
 RELATIVE_ERROR: Final = 1e-6
 """Of each activation: several roundings of a sum in float32."""
 MAX_DIFFERENT: Final = 1 / 16
@@ -71,24 +74,27 @@ def _stack_experts(prefix: str, weights: Tensors) -> tuple[torch.Tensor, torch.T
 def assert_greedy(
     plain: Path, weights: Tensors, kind: Format, prompts: Sequence[Sequence[int]], outputs: list[list[int]]
 ) -> None:
-    """Check that ``outputs`` are the greedy tokens of these weights in transformers, but for near ties of ``kind``."""
+    """Check that ``outputs`` are the greedy tokens of these weights in transformers, but for rounding errors of ``kind``."""
     oracle = load_dequantized_reference(plain, weights, kind.activations)
     if kind.activations is None:
         assert oracle_choices(oracle, prompts, outputs) == outputs
         return
     perturbed = load_dequantized_reference(plain, weights, _perturb(kind.activations))
     with torch.inference_mode():
-        exact, other = (
-            torch.cat(oracle_logits(each, prompts, outputs)).double() for each in (oracle, perturbed)
+        exact, *others = (
+            torch.cat(oracle_logits(each, prompts, outputs)).double()
+            for each in (oracle, *[perturbed] * PERTURBATIONS)
         )
     chosen = torch.tensor(outputs).flatten()
     gaps = (exact.amax(-1) - exact.gather(1, chosen[:, None]).squeeze(1)) / exact.abs().amax(-1)
-    assert float(gaps.max()) <= tie_of(error_of(other, exact))
+    tie = tie_of(error_of(torch.cat(others), exact.repeat(PERTURBATIONS, 1)))
+    is_chosen = torch.stack([other.argmax(-1) == chosen for other in others]).any(0)
+    assert bool((is_chosen | (gaps <= tie)).all())
     assert float((gaps > 0).double().mean()) <= MAX_DIFFERENT
 
 
 def _perturb(activations: Quantize) -> Quantize:
-    """Return the quantization of activations with seeded rounding errors."""
+    """Return the quantization of activations with rounding errors, other ones in each call; their seed is fixed."""
     generator = torch.Generator().manual_seed(0)
 
     def quantize(x: torch.Tensor) -> torch.Tensor:
