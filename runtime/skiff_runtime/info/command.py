@@ -231,7 +231,8 @@ def _fit_columns(found: GpuFit) -> tuple[str, str, str]:
 def _table(heads: tuple[str, ...], rows: list[Any], justify: Any) -> Table:
     table = Table(box=rich.box.SIMPLE_HEAD if any(heads) else None, show_header=any(heads))
     for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index == 0 else justify)
+        # Long values wrap, but not what a line is about.
+        table.add_column(head, justify="left" if index == 0 else justify, no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     return table

@@ -171,24 +171,27 @@ def test_cpu_needs_working_memory_to_dequantize_integers(
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "bytes_each"),
+    ("name", "method", "bytes_each", "index_bytes"),
     [
-        ("block-fp8", "fp8", 1 + 4 / (128 * 128)),
-        ("tensor-fp8-static", "fp8", 1),
-        ("compressed-int4", "compressed-tensors", 0.5 + 2 / 128),
-        ("awq", "awq", 0.5 + 4 / 128),
-        ("gptq-desc-act", "gptq", 0.5 + 2 / 32),
+        ("block-fp8", "fp8", 1 + 4 / (128 * 128), 0),
+        ("tensor-fp8-static", "fp8", 1, 0),
+        ("compressed-int4", "compressed-tensors", 0.5 + 2 / 128, 0),
+        ("awq", "awq", 0.5 + 4 / 128, 0),
+        ("gptq-desc-act", "gptq", 0.5 + 2 / 32, 4),
     ],
 )
 def test_quantized_checkpoint_shows_its_method_and_its_bytes(
-    tmp_path: Path, name: str, method: str, bytes_each: float
+    tmp_path: Path, name: str, method: str, bytes_each: float, index_bytes: int
 ) -> None:
+    """``bytes_each`` are those of a weight with its part of a scale, ``index_bytes`` those of an input's index in the order."""
     path = describe(tmp_path, LLAMA_8B | {"quantization_config": FORMATS[name].config})
     model = read_model_config(Path(path))
     need = estimate_memory(make_config(tmp_path, dtype="bfloat16"), model, "bfloat16")
     matrices = 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
     others = need.parameters.total - matrices
-    assert need.weight_bytes - 2 * others == pytest.approx(matrices * bytes_each, rel=1e-3)
+    inputs = 32 * (4096 * 6 + 14336)  # of q, k, v, o, gate and up, and of down
+    expected = matrices * bytes_each + inputs * index_bytes
+    assert need.weight_bytes - 2 * others == pytest.approx(expected, rel=1e-3)
     shown = info(path, "--max-model-len", "8192")
     assert shown.returncode == 0 and f"weights in {method} and bfloat16" in shown.stdout, shown.stderr
     report = json.loads(info(path, "--json").stdout)
