@@ -12,10 +12,12 @@ from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import CollectiveTimeout
 from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
 from skiff_runtime.kernels.rms_norm import add_rms_norm
+from skiff_runtime.kernels.tuning import AllReduceLimits
 
 WIDTH: Final = 5120
 ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 7000)
-"""With 10 KB a row: both sides of every limit for two ranks, and more than one slice."""
+LIMITS: Final = AllReduceLimits(ranks=8, low_latency=512 << 10, one_shot=16 << 20, two_shot=64 << 20)
+"""Every algorithm sums some of ROWS, which have 10 KB each: both sides of every limit, and more than one slice."""
 DTYPE: Final = torch.bfloat16
 EPS: Final = 1e-6
 REPLAYS: Final = 20
@@ -25,6 +27,7 @@ def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
     """Compare sums of all sizes, fused norms and graph replays with sums in rank order; return what differs."""
     peers = group._peers
     assert peers is not None, "the GPUs have no peer access"
+    peers._limits = (LIMITS,)
     wrong, algorithms, digest = [], [], hashlib.sha256()
     for number, rows in enumerate(ROWS):
         shape = rows, WIDTH

@@ -369,11 +369,12 @@ HOPPER_MOE: Final = MoETuning(
     # untuned.
     max_chunk=4096,
     gemv=ExpertGemvTuning(
-        # untuned: ``gemv.edge_tile``, which is the best for pairs of rows of 2,048 columns.
+        # 8 experts of 768 outputs by 2,048 inputs, 1 token: 12.9 us; other tiles up to 17.4, 4 tokens: 44.5 to 61.
         gate_up=ExpertGemvTile(columns=1024, warps=4),
-        # untuned: with one warp, a whole product of 2,048 outputs by 8 experts of 768 is one wave of programs.
         short_inputs=4096,
-        down=ExpertGemvTile(columns=512, warps=1),
+        # A warp for each of 8 experts of 768 inputs, 1 token: 7.54 us; 4 warps 8.71, 2 warps 9.03; 512 columns 9.50.
+        # 4 tokens: 23.1, 24.3, 25.5 and 31.9 us.
+        down=ExpertGemvTile(columns=256, warps=8),
         # untuned: ``gemv.tile``.
         long_down=ExpertGemvTile(columns=2048, warps=4),
     ),
@@ -635,12 +636,12 @@ HOPPER: Final = Tuning(
         max_tokens=1024,
         long_context=4096,
     ),
-    # Untuned. LL words cost their bytes twice, flags cost a round trip: at 400 GB/s and 1.3 µs both take as long for
-    # 520 KB leaving a rank. The rest are SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 16 MB, 384 KB, 128
-    # KB for 2, 4, 8 ranks; two-shot to 128 MB and 32 MB), for two ranks and two-shot vLLM's (64 MB, any algorithm of
-    # its own).
+    # Two ranks, 10 KB a row: LL fused with the norm against one-shot and the norm behind it takes 6.2 and 6.4 us for 32
+    # rows, 7.9 and 8.3 for 64, 13.4 and 11.2 for 128. One-shot against NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3
+    # for 512; NCCL is ahead from 2,048 on. Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2:
+    # one-shot to 384 KB and 128 KB for 4 and 8 ranks; two-shot to 128 MB and 32 MB).
     all_reduce=(
-        AllReduceLimits(ranks=2, low_latency=512 << 10, one_shot=16 << 20, two_shot=64 << 20),
+        AllReduceLimits(ranks=2, low_latency=640 << 10, one_shot=12 << 20, two_shot=12 << 20),
         AllReduceLimits(ranks=4, low_latency=160 << 10, one_shot=384 << 10, two_shot=128 << 20),
         AllReduceLimits(ranks=8, low_latency=64 << 10, one_shot=128 << 10, two_shot=32 << 20),
     ),
