@@ -1,14 +1,13 @@
 """All-reduce over peer memory by Triton's interpreter: each rank is a process, and all map the same files."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from all_reduce_ranks import KINDS, SIZES, come_late, fuse, sum_in_every_way, wait_in_vain, wait_state_kernel
-from rank_processes import RankPool
+from rank_processes import Pools, rank_pools
 
 from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
@@ -29,22 +28,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu com
 REFRESH = 1 << 30
 WRAP = 1 << 32
 
-Pools = Callable[[int], RankPool]
-
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    """The processes of each number of ranks, started once; each test maps files of its own."""
-    made: list[RankPool] = []
-
-    @cache
-    def pool_of(ranks: int) -> RankPool:
-        made.append(RankPool(ranks, tmp_path_factory.mktemp("ranks")))
-        return made[-1]
-
-    yield pool_of
-    for pool in made:
-        pool.close()
+    """The processes of the ranks; each test maps files of its own."""
+    with rank_pools(tmp_path_factory.mktemp("pools")) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
