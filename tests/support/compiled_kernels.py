@@ -1,12 +1,13 @@
 """Compiles what a function launches, for an architecture whose GPU need not be there; run by ``run_compiling``.
 
-python tests/support/compiled_kernels.py CASE prints, as JSON, the PTX and TTGIR of each kernel that a case below
-launches, by the kernel's name.
+For each line of JSON, the name of a case below and its number, it prints as JSON the PTX and TTGIR of each kernel that
+the case launches, by the kernel's name.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -59,7 +60,7 @@ def normalize(width: int, ranks: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    kind, number = sys.argv[1], int(sys.argv[2])
     cases: dict[str, Callable[[int], None]] = {"sum": sum_messages, "normalize": normalize}
-    case = cases[kind]
-    print(json.dumps(record_kernels(lambda: case(number))))
+    for line in sys.stdin:
+        kind, number = json.loads(line)
+        print(json.dumps(record_kernels(partial(cases[kind], number))), flush=True)

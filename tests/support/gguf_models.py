@@ -2,9 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -105,10 +108,20 @@ def load_gguf_reference(path: Path, config: Path | None = None) -> Any:
     dimension and the scaling of Llama 3.1.
     """
     options = {} if config is None else {"config": AutoConfig.from_pretrained(config)}
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager", **options
-    )
+    with _read_once():
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager", **options
+        )
     return model.eval()
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Let transformers parse a file and build the map of its tensors' names once: it does so twice and for each module."""
+    with ExitStack() as stack:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            stack.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
+        yield
 
 
 def permute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

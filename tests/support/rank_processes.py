@@ -3,8 +3,10 @@
 import gc
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
@@ -105,6 +107,16 @@ class RankPool:
                 if failure is not None:
                     raise RuntimeError(f"rank {rank} failed:\n{failure}")
         return [results[rank] for rank in range(self._tp_size)]
+
+
+Pools = Callable[[int], RankPool]
+
+
+@contextmanager
+def rank_pools(directory: Path, device: str = DEVICE) -> Iterator[Pools]:
+    """A pool of each number of ranks that is asked for, whose processes run the functions of several tests."""
+    with ExitStack() as stack:
+        yield cache(lambda ranks: stack.enter_context(RankPool(ranks, directory / str(ranks), device)))
 
 
 def on_ranks(

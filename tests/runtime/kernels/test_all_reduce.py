@@ -1,12 +1,13 @@
 """All-reduce over peer memory by Triton's interpreter: each rank is a process, and all map the same files."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from all_reduce_ranks import come_late, fuse, sum_in_every_way, wait_in_vain, wait_state_kernel
-from rank_processes import on_ranks
+from all_reduce_ranks import KINDS, SIZES, come_late, fuse, sum_in_every_way, wait_in_vain, wait_state_kernel
+from rank_processes import Pools, rank_pools
 
 from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
@@ -28,32 +29,43 @@ REFRESH = 1 << 30
 WRAP = 1 << 32
 
 
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    """The processes of the ranks; each test maps files of its own."""
+    with rank_pools(tmp_path_factory.mktemp("pools")) as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("ranks", "dtype", "first_epoch"),
     [(2, "float32", 1), (2, "float16", WRAP - 3), (3, "bfloat16", REFRESH - 2), (4, "float32", 1)],
 )
 def test_sums_are_those_of_rank_order_bit_for_bit(
-    tmp_path: Path, ranks: int, dtype: str, first_epoch: int
+    pools: Pools, tmp_path: Path, ranks: int, dtype: str, first_epoch: int
 ) -> None:
     """Also where all words are rewritten, and where the marks of LL words begin again at 0."""
-    rounds = 24
-    results = on_ranks(ranks, tmp_path, sum_in_every_way, str(tmp_path), dtype, rounds, first_epoch)
+    rounds = len(KINDS) * len(SIZES)
+    results = pools(ranks).run(sum_in_every_way, str(tmp_path), dtype, first_epoch)
     assert all(result == results[0] for result in results)
     assert results[0]["wrong"] == [] and not results[0]["failed"]
     assert results[0]["epochs"][0] == rounds, "the first channel takes part in every message"
     assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_fused_kernels_equal_the_kernels_that_they_fuse(tmp_path: Path, dtype: str) -> None:
-    for result in on_ranks(2, tmp_path, fuse, str(tmp_path), dtype):
-        assert len(result) == 4
+@pytest.mark.parametrize(("dtype", "shapes"), [("float32", 4), ("float16", 3)])
+def test_fused_kernels_equal_the_kernels_that_they_fuse(
+    pools: Pools, tmp_path: Path, dtype: str, shapes: int
+) -> None:
+    for result in pools(2).run(fuse, str(tmp_path), dtype):
+        assert len(result) == shapes
         assert all(all(equal) for equal in result.values()), result
 
 
 @pytest.mark.parametrize(("kind", "collective"), [("words", 1), ("one-shot", 2), ("two-shot", 3)])
-def test_rank_that_waits_in_vain_gives_up_and_reports(tmp_path: Path, kind: str, collective: int) -> None:
-    first, second = on_ranks(2, tmp_path, wait_in_vain, str(tmp_path), kind)
+def test_rank_that_waits_in_vain_gives_up_and_reports(
+    pools: Pools, tmp_path: Path, kind: str, collective: int
+) -> None:
+    first, second = pools(2).run(wait_in_vain, str(tmp_path), kind)
     assert first == {"failed": True, "collective": collective}
     assert collective in COLLECTIVES
     assert second == {"failed": False, "collective": 0}
@@ -61,10 +73,10 @@ def test_rank_that_waits_in_vain_gives_up_and_reports(tmp_path: Path, kind: str,
 
 @pytest.mark.parametrize(("kind", "completed"), [("words", 1), ("one-shot", 1), ("two-shot", 0)])
 def test_rank_that_comes_late_completes_what_was_sent_in_whole_and_times_out(
-    tmp_path: Path, kind: str, completed: int
+    pools: Pools, tmp_path: Path, kind: str, completed: int
 ) -> None:
     """It finds nothing of the later calls that the other rank has run meanwhile, and reports as well."""
-    first, second = on_ranks(2, tmp_path, come_late, str(tmp_path), kind)
+    first, second = pools(2).run(come_late, str(tmp_path), kind)
     assert first == [{"right": False, "failed": True}] * 3
     assert second[:completed] == [{"right": True, "failed": False}] * completed
     assert second[completed:] == [{"right": False, "failed": True}] * (3 - completed)

@@ -1,12 +1,13 @@
 """The all-reduce kernels as compiled for an H100: scopes and widths of their accesses, and the layout of the fused norm."""
 
-import json
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import pytest
-from compiling import run_compiling
+from compiling import CompilingProcess
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -18,10 +19,20 @@ Kernels = dict[str, dict[str, str]]
 
 def compile_case(kind: str, number: int) -> Kernels:
     """Return PTX and TTGIR of the kernels of a case of ``compiled_kernels``."""
-    done = run_compiling(SCRIPT, kind, str(number))
-    assert done.returncode == 0, done.stderr
-    found: Kernels = json.loads(done.stdout.splitlines()[-1])
+    found: Kernels = _compiler().ask([kind, number])
     return found
+
+
+@cache
+def _compiler() -> CompilingProcess:
+    return CompilingProcess(SCRIPT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_compiler() -> Iterator[None]:
+    yield
+    _compiler().close()
+    _compiler.cache_clear()
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8])

@@ -1,5 +1,6 @@
 """Mixtures of experts: configuration, weights, sharding of both kinds, sizes, FP8, and tokens against transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpus import needs_gpus
 from quantized_checkpoints import assert_greedy
 from quantized_formats import FORMATS, write_checkpoint
 from rank_functions import generated_greedy
-from rank_processes import on_ranks
+from rank_processes import Pools, rank_pools
 from safetensors.torch import load_file, save_file
 from tiny_models import MOE_FAMILIES, edit_json, load_reference, make_model, oracle_choices
 
@@ -534,13 +535,21 @@ def test_fp8_tokens_equal_transformers_with_the_same_rounding(tmp_path: Path, fa
     assert oracle_choices(plain, PROMPTS, outputs) != outputs
 
 
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    with rank_pools(tmp_path_factory.mktemp("pools")) as made:
+        yield made
+
+
 @FAMILY
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=needs_gpus(count)) for count in (2, 4)])
-def test_ranks_generate_the_tokens_of_transformers(tmp_path: Path, family: str, ranks: int) -> None:
+def test_ranks_generate_the_tokens_of_transformers(
+    pools: Pools, tmp_path: Path, family: str, ranks: int
+) -> None:
     """Experts are sharded by columns and by experts; four ranks hold copies of two KV heads."""
     path = make_model(tmp_path / "model", family, seed=11, num_key_value_heads=2)
     settings = [{"tp_size": ranks, "expert_parallel": each} for each in (False, True)]
-    first, *others = on_ranks(ranks, tmp_path, generated_greedy, path, PROMPTS, COUNT, settings)
+    first, *others = pools(ranks).run(generated_greedy, path, PROMPTS, COUNT, settings)
     assert all(other == first for other in others)
     reference = load_reference(path)
     for outputs in first:

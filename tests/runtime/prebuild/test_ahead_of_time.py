@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compiling import run_compiling
+from compiling import CompilingProcess
 from tiny_models import make_model
 from tiny_tokenizer import VOCAB_SIZE
 
@@ -34,27 +36,28 @@ def launch(kernel, *given, grid, warmup, **options):
     seen.add((kernel.fn.__name__, constants, str(grid), str(described)))
 triton.JITFunction.run = launch
 
-path, quantization, expert_parallel, *ranks = sys.argv[1:]
 group = ahead_of_time.DetachedRank
 sizes = {"max_running_requests": 17, "max_model_len": 512}
-found = []
-for tp, rank in (map(int, each.split("/")) for each in ranks):
-    seen = set()
-    ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
-    config, model = resolve(
-        Config(
-            model=path,
-            device="cpu",
-            dtype="bfloat16",
-            quantization=quantization,
-            tp_size=tp,
-            expert_parallel=expert_parallel == "experts",
-            **sizes,
+for line in sys.stdin:
+    path, quantization, expert_parallel, ranks = json.loads(line)
+    found = []
+    for tp, rank in ranks:
+        seen = set()
+        ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
+        config, model = resolve(
+            Config(
+                model=path,
+                device="cpu",
+                dtype="bfloat16",
+                quantization=quantization,
+                tp_size=tp,
+                expert_parallel=expert_parallel,
+                **sizes,
+            )
         )
-    )
-    ahead_of_time.compile_ahead_of_time(config, model, 90)
-    found.append(sorted(seen))
-print(json.dumps(found))
+        ahead_of_time.compile_ahead_of_time(config, model, 90)
+        found.append(sorted(seen))
+    print(json.dumps(found), flush=True)
 """
 
 SHARDED = {"sample_shard_kernel", "max_sampling_keys_kernel", "take_sampled_tokens_kernel"}
@@ -69,14 +72,22 @@ def launches(
     model: Path, *ranks: tuple[int, int], quantization: str = "none", expert_parallel: bool = False
 ) -> list[list[Launch]]:
     """Return (kernel, constants, grid, arguments) of each distinct launch, for each (number of ranks, rank)."""
-    named = [f"{tp_size}/{rank}" for tp_size, rank in ranks]
-    split = "experts" if expert_parallel else "columns"
-    done = run_compiling("-c", LAUNCHES, str(model), quantization, split, *named)
-    assert done.returncode == 0, done.stderr
     return [
         [(name, json.loads(constants), *rest) for name, constants, *rest in found]
-        for found in json.loads(done.stdout)
+        for found in _compiler().ask([str(model), quantization, expert_parallel, ranks])
     ]
+
+
+@cache
+def _compiler() -> CompilingProcess:
+    return CompilingProcess("-c", LAUNCHES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_compiler() -> Iterator[None]:
+    yield
+    _compiler().close()
+    _compiler.cache_clear()
 
 
 def constants(found: list[Launch], kernel: str, *names: str) -> set[tuple[Any, ...]]:

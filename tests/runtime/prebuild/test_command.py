@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,6 @@ def kernels(directory: Path) -> list[str]:
 
 SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 256,
-    "intermediate_size": 384,
     "head_dim": 64,
     "num_hidden_layers": 1,
 }
@@ -45,41 +45,78 @@ BLOCK_FP8: Final = (
 INT4: Final = ("int4_gemv_kernel", "int4_stream_k_kernel", "dequantize_int4_kernel")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("block-fp8", BLOCK_FP8),
-        (
-            "compressed-tensor-fp8-static",
-            ("quantize_static_kernel", "fp8_gemv_kernel", "stream_k_gemm_kernel"),
-        ),
-        ("awq", INT4),
-        ("gptq-asymmetric", INT4),
-    ],
-)
-def test_kernels_of_quantized_checkpoints_are_compiled(
-    tmp_path: Path, name: str, expected: tuple[str, ...]
-) -> None:
-    model = make_model(tmp_path / "model", "qwen3", **SHAPE)
-    edit_json(model / "config.json", quantization_config=FORMATS[name].config)
-    done = prebuild(model, tmp_path / "kernels")
-    assert done.returncode == 0, done.stderr
-    found = kernels(tmp_path / "kernels")
-    assert set(expected) <= set(found), found
+QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
+    "block-fp8": BLOCK_FP8,
+    "compressed-tensor-fp8-static": ("quantize_static_kernel", "fp8_gemv_kernel", "stream_k_gemm_kernel"),
+    "awq": INT4,
+    "gptq-asymmetric": INT4,
+}
+"""The kernels of each format."""
+BUILDS: Final = """
+import sys
+from skiff_runtime.__main__ import main
+
+for model in sys.argv[3:]:
+    print("model", model, file=sys.stderr)
+    assert main(["prebuild", "--model-config", model, *sys.argv[1].split(), sys.argv[2]]) == 0
+"""
 
 
-def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
-    """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it.
+@dataclass(frozen=True)
+class Build:
+    """A finished build, and the kernels in its directory at that time: others are built into it later."""
+
+    model: Path
+    directory: Path
+    stderr: str
+    kernels: list[str]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The kernels of a model of one layer in FP8.
 
     Heads have sixteen dimensions: the FP8 attention loop reads pairs of them, so products would have only eight, too
     few for tensor cores.
     """
-    model = make_model(tmp_path / "model", "qwen3", num_hidden_layers=1, head_dim=16)
-    directory = tmp_path / "kernels"
-    done = prebuild(model, directory, "--quantization", "fp8")
+    folder = tmp_path_factory.mktemp("build")
+    model = make_model(folder / "model", "qwen3", num_hidden_layers=1, head_dim=16)
+    done = prebuild(model, folder / "kernels", "--quantization", "fp8")
     assert done.returncode == 0, done.stderr
-    found = kernels(directory)
-    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", done.stderr)) == found
+    return Build(model, folder / "kernels", done.stderr, kernels(folder / "kernels"))
+
+
+@pytest.fixture(scope="module")
+def compiled(build: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The kernels that are compiled for each format, by one process and into the directory of ``build``.
+
+    What does not differ for a format is compiled once. The models differ in a size, so each has products of its own.
+    """
+    folder = tmp_path_factory.mktemp("quantized")
+    for number, name in enumerate(QUANTIZED):
+        model = make_model(folder / name, "qwen3", **SHAPE, intermediate_size=384 + 128 * number)
+        edit_json(model / "config.json", quantization_config=FORMATS[name].config)
+    flags = "--dtype bfloat16 --max-running-requests 1 --kernel-cache-dir"
+    models = [str(folder / name) for name in QUANTIZED]
+    done = run_compiling("-c", BUILDS, flags, str(build.directory), *models)
+    assert done.returncode == 0, done.stderr
+    written = set(kernels(build.directory))
+    found = {}
+    for part in re.split("^model ", done.stderr, flags=re.MULTILINE)[1:]:
+        found[Path(part.splitlines()[0]).name] = set(re.findall(r"kernel_compiled kernel=(\w+) ", part))
+    assert set().union(*found.values()) <= written
+    return found
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_kernels_of_quantized_checkpoints_are_compiled(compiled: dict[str, set[str]], name: str) -> None:
+    assert set(QUANTIZED[name]) <= compiled[name], compiled[name]
+
+
+def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
+    """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it."""
+    model, directory, found = build.model, build.directory, build.kernels
+    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", build.stderr)) == found
     for name in (
         "decode_attention_kernel",
         "prefill_attention_kernel",

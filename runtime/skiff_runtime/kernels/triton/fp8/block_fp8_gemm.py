@@ -169,7 +169,7 @@ def block_fp8_gemm_kernel(
         column_inside = group * _BLOCK + column < INPUTS
         x_values = tl.load(x_block + group * _BLOCK, token_inside[:, None] & column_inside[None, :], 0.0)
         weights = tl.load(rows + group * _BLOCK, row_inside[None, :] & column_inside[:, None], 0.0)
-        scale = tl.load(x_scales + group.to(tl.int64) * tokens + token, token_inside, 0.0)
+        scale = tl.load(x_scales + tl.cast(group, tl.int64) * tokens + token, token_inside, 0.0)
         acc += tl.dot(x_values, weights) * (scale * tl.load(scales + group))[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + row, row_inside, 0.0).to(tl.float32)[None, :]
