@@ -70,4 +70,7 @@ def _mend_interpreter() -> None:
 
 
 if DEVICE.type == "cpu":
+    from fast_interpreter import speed_up_interpreter
+
     _mend_interpreter()
+    speed_up_interpreter()
