@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -14,6 +16,26 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 """The same examples each time, however slow the machine; ``--hypothesis-profile default`` looks for new ones."""
+
+
+OPERATOR_TESTS: Final = "tests/operator/"
+
+
+class OperatorOnOneWorker(LoadFileScheduling):  # type: ignore[misc]
+    """Run one file at a time on each worker, and all files of the operator on the same worker.
+
+    They mostly wait for a control plane, which each worker would start for itself.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return OPERATOR_TESTS if file.startswith(OPERATOR_TESTS) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OperatorOnOneWorker | None:
+    """Replace the schedule of ``--dist loadfile``."""
+    return OperatorOnOneWorker(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture

@@ -2,15 +2,23 @@
 
 import inspect
 import math
-from typing import Any
+from typing import Any, Final
 
+import triton
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+KNOWN_VERSION: Final = "3.6."
+
 
 def speed_up_interpreter() -> None:
-    """Replace what takes most of the time of a kernel's instructions, which have only a few numbers each here."""
+    """Replace what takes most of the time of a kernel's instructions, which have only a few numbers each here.
+
+    Other versions of Triton than the one whose internals this knows stay as they are.
+    """
+    if not triton.__version__.startswith(KNOWN_VERSION):
+        return
     # The sums that would detect overflow are made but not looked at: kernels are not compiled for debugging.
     assert not interpreter.interpreter_builder.options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
