@@ -116,6 +116,8 @@ GEMV_TILES: Final = tuple(
     ExpertGemvTile(columns, warps)
     for columns, warps in (
         (256, 1),
+        (256, 4),
+        (256, 8),
         (512, 1),
         (512, 2),
         (1024, 1),
