@@ -32,8 +32,10 @@ def kernels(directory: Path) -> list[str]:
 SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 256,
     "head_dim": 64,
+    "intermediate_size": 384,
     "num_hidden_layers": 1,
 }
+"""Of all models here, so that what does not differ between formats is compiled once."""
 BLOCK_FP8: Final = (
     "block_fp8_gemv_kernel",
     "block_fp8_stream_k_kernel",
@@ -47,11 +49,10 @@ INT4: Final = ("int4_gemv_kernel", "int4_stream_k_kernel", "dequantize_int4_kern
 
 QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "block-fp8": BLOCK_FP8,
-    "compressed-tensor-fp8-static": ("quantize_static_kernel", "fp8_gemv_kernel", "stream_k_gemm_kernel"),
+    "compressed-tensor-fp8-static": ("quantize_static_kernel",),
     "awq": INT4,
-    "gptq-asymmetric": INT4,
 }
-"""The kernels of each format."""
+"""The kernels that only this format has."""
 BUILDS: Final = """
 import sys
 from skiff_runtime.__main__ import main
@@ -74,13 +75,9 @@ class Build:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The kernels of a model of one layer in FP8.
-
-    Heads have sixteen dimensions: the FP8 attention loop reads pairs of them, so products would have only eight, too
-    few for tensor cores.
-    """
+    """The kernels of a model of one layer in FP8."""
     folder = tmp_path_factory.mktemp("build")
-    model = make_model(folder / "model", "qwen3", num_hidden_layers=1, head_dim=16)
+    model = make_model(folder / "model", "qwen3", **SHAPE)
     done = prebuild(model, folder / "kernels", "--quantization", "fp8")
     assert done.returncode == 0, done.stderr
     return Build(model, folder / "kernels", done.stderr, kernels(folder / "kernels"))
@@ -88,13 +85,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="module")
 def compiled(build: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The kernels that are compiled for each format, by one process and into the directory of ``build``.
-
-    What does not differ for a format is compiled once. The models differ in a size, so each has products of its own.
-    """
+    """The kernels that are compiled for each format, by one process and into the directory of ``build``."""
     folder = tmp_path_factory.mktemp("quantized")
-    for number, name in enumerate(QUANTIZED):
-        model = make_model(folder / name, "qwen3", **SHAPE, intermediate_size=384 + 128 * number)
+    for name in QUANTIZED:
+        model = make_model(folder / name, "qwen3", **SHAPE)
         edit_json(model / "config.json", quantization_config=FORMATS[name].config)
     flags = "--dtype bfloat16 --max-running-requests 1 --kernel-cache-dir"
     models = [str(folder / name) for name in QUANTIZED]
