@@ -14,6 +14,8 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 BF16 = torch.bfloat16
+FP8_TOLERANCE = 2.5e-2
+"""A rounding error of an intermediate value may move it to the next FP8 number, which is 6% away."""
 TOKENS = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 100, 128, 256, 300, 512, 777, 1024, 2048, 3000)
 
 
@@ -36,7 +38,7 @@ def test_outputs_equal_the_reference(tokens: int, experts: ExpertWeights, weight
     some = torch.unique(torch.tensor([0, tokens // 3, tokens // 2, tokens - 1]))
     at = some.to(x.device)
     expected = exact_experts(x[at], experts, topk_weights[at], ids[at])
-    assert error(output[at], expected) < (2 * TOLERANCE[BF16] if weight_format == "model" else 2e-2)
+    assert error(output[at], expected) < (2 * TOLERANCE[BF16] if weight_format == "model" else FP8_TOLERANCE)
     assert not output.isnan().any()
 
 
@@ -87,7 +89,7 @@ def test_both_ways_agree(tokens: int, experts: ExpertWeights, weight_format: For
         table = tuning_for(x.device)
         with overridden(replace(table, moe=replace(table.moe, experts_per_pair=bound))):
             outputs.append(fused_experts(x, experts, *routing))
-    assert error(*outputs) < (TOLERANCE[BF16] if weight_format == "model" else 2e-2)
+    assert error(*outputs) < (TOLERANCE[BF16] if weight_format == "model" else FP8_TOLERANCE)
 
 
 @pytest.mark.parametrize("inner", [384, 192])
