@@ -48,6 +48,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(4, tmp_path_factory.mktemp("four")) as pool:
+        yield pool
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """One thread in this process, as in each rank: the order of sums does not depend on the machine."""
@@ -101,39 +107,42 @@ def test_ranks_with_whole_experts_generate_the_tokens_of_transformers(
 
 
 @needs_gpus(4)
-def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model", "qwen3", seed=9, num_key_value_heads=2)
+def test_four_ranks_replicate_two_kv_heads(four_ranks: RankPool, tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3", seed=9, num_key_value_heads=2)
     prompts = random_prompts(lengths=(40, 1, 17))
-    with RankPool(4, tmp_path) as pool:
-        first, *others = pool.run(generated, path, prompts, COUNT)
+    first, *others = four_ranks.run(generated, path, prompts, COUNT)
     assert others == [first] * 3
     assert first == generated(single_rank(), path, prompts, COUNT)
     assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
 
 
-@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs_gpus(4))])
-def test_ranks_sample_with_every_parameter_like_one_rank(tmp_path: Path, tp_size: int) -> None:
+@pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=needs_gpus(4))])
+def test_ranks_sample_with_every_parameter_like_one_rank(
+    request: pytest.FixtureRequest, tmp_path: Path, ranks: str
+) -> None:
     """Greedy rows and draws, filters, processors, grammars and log-probabilities stand beside each other.
 
     Filtered rows are divided among the ranks, or gathered on every rank.
     """
-    path = make_model(tmp_path / "model", "qwen3", seed=11, num_key_value_heads=2)
-    with RankPool(tp_size, tmp_path) as pool:
-        for exchange_min_rows in (1, 1000):
-            arguments: tuple[Path, int, int, dict[str, Any]] = (path, 12, exchange_min_rows, {})
-            found = pool.run(sampled_with_every_parameter, *arguments)
-            assert all(each == found[0] for each in found)
-            alone = sampled_with_every_parameter(single_rank(), *arguments)
-            assert found[0]["tokens"] == alone["tokens"]
-            assert found[0]["logprob_rows"] == alone["logprob_rows"]
-            for sharded, whole in zip(
-                found[0]["logprobs"] + [each[2] for each in found[0]["prompts"]],
-                alone["logprobs"] + [each[2] for each in alone["prompts"]],
-                strict=True,
-            ):
-                assert sharded[0] == whole[0]
-                for got, wanted in zip(sharded[1:], whole[1:], strict=True):
-                    np.testing.assert_allclose(got, wanted, atol=LOGPROB_ERROR)
+    path, pool = (
+        make_model(tmp_path, "qwen3", seed=11, num_key_value_heads=2),
+        request.getfixturevalue(ranks),
+    )
+    for exchange_min_rows in (1, 1000):
+        arguments: tuple[Path, int, int, dict[str, Any]] = (path, 12, exchange_min_rows, {})
+        found = pool.run(sampled_with_every_parameter, *arguments)
+        assert all(each == found[0] for each in found)
+        alone = sampled_with_every_parameter(single_rank(), *arguments)
+        assert found[0]["tokens"] == alone["tokens"]
+        assert found[0]["logprob_rows"] == alone["logprob_rows"]
+        for sharded, whole in zip(
+            found[0]["logprobs"] + [each[2] for each in found[0]["prompts"]],
+            alone["logprobs"] + [each[2] for each in alone["prompts"]],
+            strict=True,
+        ):
+            assert sharded[0] == whole[0]
+            for got, wanted in zip(sharded[1:], whole[1:], strict=True):
+                np.testing.assert_allclose(got, wanted, atol=LOGPROB_ERROR)
 
 
 def test_bfloat16_tokens_equal_transformers_but_for_near_ties(two_ranks: RankPool, tmp_path: Path) -> None:
