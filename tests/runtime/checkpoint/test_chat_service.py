@@ -1,9 +1,12 @@
-"""A service of a published checkpoint: structured output, tool calls, stop strings and streams of a model that knows words."""
+"""A service of a published checkpoint: structured output, tool calls, stop strings and streams of a model that knows words.
+
+``make test`` takes one test of each kind, ``make checkpoint`` all of them.
+"""
 
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -17,6 +20,7 @@ from tokenizers import Tokenizer
 from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 
+ONLY_WHOLE: Final = pytest.mark.checkpoint
 QUESTION = "What is the capital of France? Answer with one word."
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -95,6 +99,7 @@ def ask(client: openai.OpenAI, content: str, **options: Any) -> Any:
     return list(reply) if settings.get("stream") else reply.choices[0]
 
 
+@ONLY_WHOLE
 def test_greedy_text_is_that_of_transformers(client: openai.OpenAI) -> None:
     tokenizer = Tokenizer.from_file(
         str(find_or_convert_tokenizer(smollm2(), tokenizer_cache_dirs(None)) / "tokenizer.json")
@@ -116,7 +121,7 @@ def test_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
     assert len(chunks) > 10
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=ONLY_WHOLE), True])
 def test_stop_string_cuts_the_answer_before_it(client: openai.OpenAI, stream: bool) -> None:
     question = "Write three short sentences about the sea."
     whole = ask(client, question, max_tokens=24).message.content
@@ -132,7 +137,7 @@ def test_stop_string_cuts_the_answer_before_it(client: openai.OpenAI, stream: bo
     assert reason == "stop"
 
 
-@pytest.mark.parametrize(("temperature", "seeds"), [(0.0, 1), (1.0, 3)])
+@pytest.mark.parametrize(("temperature", "seeds"), [(0.0, 1), pytest.param(1.0, 3, marks=ONLY_WHOLE)])
 def test_structured_output_fits_its_schema(client: openai.OpenAI, temperature: float, seeds: int) -> None:
     """Answers of several seeds are made in one batch; greedy ones do not depend on the seed."""
     named = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
@@ -160,7 +165,10 @@ def test_unconstrained_answer_is_not_json_by_itself(client: openai.OpenAI) -> No
         json.loads(text)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+NAMED: Final = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=ONLY_WHOLE)])
 def test_tool_call_fits_the_parameters_of_its_function(client: openai.OpenAI, choice: Any) -> None:
     tools = [WEATHER] if isinstance(choice, dict) else [WEATHER, STOCKS]
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}

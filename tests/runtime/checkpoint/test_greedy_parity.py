@@ -1,6 +1,6 @@
 """Greedy answers of a published checkpoint (SmolLM2-135M-Instruct) equal those of transformers, near ties aside.
 
-``make test`` takes every twentieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads the same GGUF
+``make test`` takes every fiftieth of the 200 prompts, ``make checkpoint`` all of them. transformers reads the same GGUF
 file. Each token is compared with transformers' choice after the tokens before it. Where the two differ, it must be a
 near tie: models whose weights are perturbed by rounding errors choose both tokens there.
 """
@@ -21,7 +21,7 @@ from skiff_runtime import LLM
 TOKENS = 48
 BATCH = 10
 END_ID = 2
-FEW = slice(None, None, 20)
+FEW = slice(None, None, 50)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def check_prompts(llm: LLM, reference: Any, prompts: Sequence[str]) -> int:
     return len(ties)
 
 
-def test_greedy_answers_equal_transformers_on_ten_prompts(llm: LLM, reference: Any) -> None:
+def test_greedy_answers_equal_transformers_on_a_few_prompts(llm: LLM, reference: Any) -> None:
     assert check_prompts(llm, reference, read_prompts()[FEW]) <= 1
 
 
