@@ -70,7 +70,7 @@ test-latest: ## The same tests on the newest versions that pyproject.toml allows
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
-checkpoint: setup ## Greedy parity with transformers over 200 prompts on a published checkpoint, SmolLM2-135M-Instruct
+checkpoint: setup ## A published checkpoint, SmolLM2-135M-Instruct: 200 greedy answers against transformers, and all tests of its service
 	$(PYTEST) -m checkpoint $(PYTEST_ARGS)
 
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
