@@ -99,6 +99,11 @@ class Scheduler:
         return not (self._in_flight or len(self._queue) or self._slots.num_occupied)
 
     @property
+    def num_pending_captures(self) -> int:
+        """Number of CUDA graphs that are still to be captured while steps run."""
+        return self._captures.num_pending
+
+    @property
     def checksum(self) -> int:
         """Lockstep checksum of everything planned and retired; equal on all ranks after each turn."""
         return self._checksum.value
