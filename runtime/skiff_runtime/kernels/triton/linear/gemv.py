@@ -36,7 +36,9 @@ def gemv_kernel(
 ) -> None:
     """Multiply one token with one row of the weight, or with two adjacent ones.
 
-    Grid: (rows of the weight, or with PAIR pairs of them).
+    Grid: (rows of the weight, or with PAIR pairs of them). Products are added by explicit FMAs, so that the order of a
+    row's sum follows from COLUMNS and the warps alone: which of two products the compiler would round before it adds
+    them depends on the rest of the kernel.
 
     x                   [INPUTS], contiguous
     weight              [outputs, INPUTS], rows ``weight_stride`` apart
@@ -58,16 +60,18 @@ def gemv_kernel(
         other_added = tl.load(bias + other).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_dependencies(PDL)
     x_values = tl.load(x + run, inside, 0.0).to(tl.float32)
-    acc = x_values * first_weights
+    zeros = tl.zeros((COLUMNS,), tl.float32)
+    acc = tl.fma(x_values, first_weights, zeros)
     if PAIR:
-        other_acc = x_values * other_first_weights
+        other_acc = tl.fma(x_values, other_first_weights, zeros)
     for first in range(COLUMNS, INPUTS, COLUMNS):
         column = first + run
         inside = column < INPUTS
         x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
-        acc += x_values * tl.load(source + column, inside, 0.0).to(tl.float32)
+        acc = tl.fma(x_values, tl.load(source + column, inside, 0.0).to(tl.float32), acc)
         if PAIR:
-            other_acc += x_values * tl.load(other_source + column, inside, 0.0).to(tl.float32)
+            other_weights = tl.load(other_source + column, inside, 0.0).to(tl.float32)
+            other_acc = tl.fma(x_values, other_weights, other_acc)
     dtype = output.dtype.element_ty
     tl.store(output + row, (tl.sum(acc, 0) + added).to(dtype))
     if PAIR:
