@@ -27,6 +27,7 @@ from skiff_runtime.kernels.fp8_tensors import (
 )
 from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.torch_internals import block_scaled_mm, scaled_mm
+from skiff_runtime.kernels.tuning import tuning_for
 
 ALIGNMENT: Final = 16
 """The inputs and outputs of a weight must be multiples of it for a GPU's FP8 product."""
@@ -115,6 +116,27 @@ def fp8_linear(x: Activations, weight: FP8Weight, bias: torch.Tensor | None = No
         return _gpu_product(quantized, weight, bias)
     product = _multiply_in_float32(quantized, weight.values, weight.scales)
     return (product if bias is None else product + bias.float()).to(quantized.dtype)
+
+
+def can_fuse_silu_and_mul(x: Activations) -> bool:
+    """Return whether ``fused_fp8_linear_silu_and_mul`` computes the product of x, quantized or not yet, and fast."""
+    values = x.values if isinstance(x, QuantizedActivations) else x
+    if values.device.type != "cuda" or x.dtype == torch.float32 or len(values) != 1:
+        return False
+    return tuning_for(values.device).fp8_gemv.fuse_silu_and_mul
+
+
+def fused_fp8_linear_silu_and_mul(
+    x: QuantizedActivations, weight: FP8Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``silu_and_mul`` of ``fp8_linear`` of one token, bit for bit, by one kernel.
+
+    x [1, inputs], weight [2n, inputs] and bias [2n], those of gate before those of up: [1, n]. Only where
+    ``can_fuse_silu_and_mul``.
+    """
+    from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv_silu_and_mul
+
+    return fp8_gemv_silu_and_mul(x, weight, bias)
 
 
 def multiply_dequantized(x: QuantizedActivations, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

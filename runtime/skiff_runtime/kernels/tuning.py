@@ -88,6 +88,8 @@ class GemvTuning:
     """For those between, where its columns divide the weight's."""
     uneven_tile: GemvTile
     """For those between, where they do not."""
+    fuse_silu_and_mul: bool
+    """Whether the product with gate and up applies SwiGLU as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class FP8GemvTuning:
     tile: FP8GemvTile
     """For weights of at most ``short_inputs`` columns."""
     long_tile: FP8GemvTile
+    fuse_silu_and_mul: bool
+    """Whether the product with gate and up applies SwiGLU as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +348,8 @@ class Tuning:
     single_row_chunk: int
     single_row_warps: int
     """The elements of a single row that one program of ``silu_and_mul_quantize`` takes, and its warps."""
+    single_row_max_block: int
+    """A single row of more elements is quantized by many programs, ``single_row_chunk`` elements each."""
     sampling_block: int
     sampling_warps: int
     """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
@@ -537,6 +543,8 @@ HOPPER: Final = Tuning(
         # one 108.4; pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
         tile=GemvTile(columns=2048),
         uneven_tile=GemvTile(columns=1024),
+        # untuned: one launch fewer, for two rows a program instead of one where the tile is not of pairs.
+        fuse_silu_and_mul=True,
     ),
     fp8_gemv=FP8GemvTuning(
         short_inputs=8192,
@@ -545,6 +553,8 @@ HOPPER: Final = Tuning(
         tile=FP8GemvTile(columns=1024, warps=1),
         # The same: 5120 x 17408 31.1, 27.4, 30.6, 23.5; 4096 x 14336 19.5, 20.3, -, 17.2.
         long_tile=FP8GemvTile(columns=2048, warps=2),
+        # untuned: one launch fewer. Programs have two rows either way.
+        fuse_silu_and_mul=True,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;
@@ -595,6 +605,9 @@ HOPPER: Final = Tuning(
     # not compared.
     single_row_chunk=1024,
     single_row_warps=4,
+    # untuned: the inputs of output projections mostly stay with one program (1.7 µs for a row of Qwen3-14B); one for
+    # the 17,408 products of its MLP takes longer than two launches of many.
+    single_row_max_block=8192,
     # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67;
     # 4,096, 8 71; 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few
     # rows.

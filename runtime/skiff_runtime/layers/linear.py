@@ -57,6 +57,13 @@ class ColumnParallelLinear:
     def __call__(self, x: Activations) -> torch.Tensor:
         return self.weight.apply(x, self.bias)
 
+    def fused_silu_and_mul(self, x: Activations) -> torch.Tensor | None:
+        """Return SwiGLU's product [..., n] of the layer's two modules, gate and up, of n outputs each, by one kernel.
+
+        ``None`` where no kernel does both, or no faster one.
+        """
+        return self.weight.fused_silu_and_mul(x, self.bias)
+
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
         rows = itertools.accumulate(self.sizes, initial=0)

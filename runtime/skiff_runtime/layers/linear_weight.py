@@ -13,14 +13,16 @@ from skiff_runtime.kernels.fp8 import (
     ALIGNMENT,
     Activations,
     block_fp8_linear,
+    can_fuse_silu_and_mul,
     fp8_linear,
+    fused_fp8_linear_silu_and_mul,
     quantize_activations,
     quantize_grouped_activations,
     quantize_static_activations,
 )
 from skiff_runtime.kernels.fp8_tensors import BlockFP8Weight, QuantizedActivations, empty_fp8_weight
 from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
-from skiff_runtime.kernels.linear import linear
+from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear
 from skiff_runtime.kernels.w4a16 import int4_linear
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.layers.tensor_converters import (
@@ -79,6 +81,13 @@ class LinearWeight(ABC):
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [T, inputs] -> [T, outputs], in the model's dtype."""
 
+    def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return ``silu_and_mul`` of ``apply``, bit for bit, by one kernel; ``None`` where there is none, or no faster one.
+
+        The matrix is one of gate and up: [T, inputs] -> [T, outputs / 2].
+        """
+        return None
+
     @abstractmethod
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill the matrix.
@@ -97,6 +106,11 @@ class UnquantizedLinearWeight(LinearWeight):
         """Multiply ``x``, which must not be quantized."""
         assert isinstance(x, torch.Tensor)
         return linear(x, self.values, bias)
+
+    def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Multiply one token, which must not be quantized, by a GEMV."""
+        assert isinstance(x, torch.Tensor)
+        return fused_linear_silu_and_mul(x, self.values, bias)
 
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:
         """Yield the shards of the values; there are no scales."""
@@ -127,6 +141,12 @@ class Fp8LinearWeight(LinearWeight):
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply with scales; quantize ``x`` if it is not yet."""
         return fp8_linear(self._quantize(x), self.matrix, bias)
+
+    def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Multiply one token by a GEMV; quantize ``x`` if it is not yet."""
+        if not can_fuse_silu_and_mul(x):
+            return None
+        return fused_fp8_linear_silu_and_mul(self._quantize(x), self.matrix, bias)
 
     def _quantize(self, x: Activations) -> QuantizedActivations:
         if isinstance(x, QuantizedActivations):

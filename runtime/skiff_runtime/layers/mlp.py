@@ -47,6 +47,9 @@ class GatedMLP(MLP):
         )
 
     def __call__(self, x: Activations) -> LayerOutput:
+        product = self._gate_up_proj.fused_silu_and_mul(x)
+        if product is not None:
+            return self._down_proj(product if self._quantizer is None else self._quantizer.quantize(product))
         gate_up = self._gate_up_proj(x)
         if self._quantizer is not None:  # by the same kernel that applies the activation
             return self._down_proj(self._quantizer.silu_and_mul(gate_up))

@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
+from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.constants import FP8_BLOCK, INT4_UNIT
 from skiff_runtime.kernels.fp8 import (
+    can_fuse_silu_and_mul,
+    fp8_linear,
+    fused_fp8_linear_silu_and_mul,
     quantize_activations,
     quantize_grouped_activations,
     silu_and_mul_quantize,
@@ -29,6 +33,7 @@ from skiff_runtime.kernels.fp8_tensors import (
     empty_fp8_weight,
 )
 from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
+from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear
 from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
@@ -264,6 +269,45 @@ def _gemv_or_library(outputs: int, inputs: int) -> Workload:
             lambda: [gemv(x, weight) for weight in weights],
             lambda: [F.linear(x, weight) for weight in weights],
         ]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _gate_up(outputs: int, inputs: int) -> Workload:
+    """The product of one token with gate and up, SwiGLU's product, and that with the down-projection."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = zip(_weights(outputs, inputs, device), _weights(inputs, outputs // 2, device), strict=False)
+
+        def run(gate_up: torch.Tensor, down: torch.Tensor) -> None:
+            product = fused_linear_silu_and_mul(x, gate_up)
+            gemv(silu_and_mul(linear(x, gate_up)) if product is None else product, down)
+
+        launches = [partial(run, *pair) for pair in weights]
+        return lambda: launches
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _fp8_gate_up(outputs: int, inputs: int) -> Workload:
+    """The same with FP8 weights, and so with quantization of SwiGLU's product."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
+        weights = zip(
+            _fp8_weights(outputs, inputs, device), _fp8_weights(inputs, outputs // 2, device), strict=False
+        )
+
+        def run(gate_up: FP8Weight, down: FP8Weight) -> None:
+            if can_fuse_silu_and_mul(x):
+                quantized = quantize_activations(fused_fp8_linear_silu_and_mul(x, gate_up))
+            else:
+                quantized = silu_and_mul_quantize(fp8_linear(x, gate_up))
+            fp8_gemv(quantized, down)
+
+        launches = [partial(run, *pair) for pair in weights]
+        return lambda: launches
 
     return Workload(f"{outputs} x {inputs}", prepare)
 
@@ -590,12 +634,16 @@ TUNABLES: Final = (
         tuple(_gemv_or_library(count, 4096) for count in OUTPUT_COUNTS),
         True,
     ),
+    Tunable("gemv.fuse_silu_and_mul", (False, True), (_gate_up(28_672, 4096), _gate_up(25_600, 5120))),
     Tunable(
         "fp8_gemv.tile",
         FP8_GEMV_TILES,
         (_fp8_gemv(7168, 5120), _fp8_gemv(34_816, 5120), _fp8_gemv(6144, 4096)),
     ),
     Tunable("fp8_gemv.long_tile", FP8_GEMV_TILES, (_fp8_gemv(5120, 17_408), _fp8_gemv(4096, 14_336))),
+    Tunable(
+        "fp8_gemv.fuse_silu_and_mul", (False, True), (_fp8_gate_up(34_816, 5120), _fp8_gate_up(28_672, 4096))
+    ),
     *(
         Tunable(
             f"stream_k.rules.{index}.tile",

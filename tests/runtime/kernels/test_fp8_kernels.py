@@ -1,9 +1,11 @@
 """The FP8 kernels against float64 and their reference: quantization, GEMV and stream-K GEMM."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
 
 from skiff_runtime.kernels import fp8 as reference
@@ -17,8 +19,9 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_rows,
 )
 from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
-from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, tuning_for
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, fp8_gemv_silu_and_mul
+from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
+from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, overridden, tuning_for
 
 TYPES = (torch.float32, HALF)
 
@@ -62,6 +65,24 @@ def test_fp8_gemv_of_the_largest_numbers_does_not_overflow() -> None:
     weight = make_weight(16, 256)
     weight.values.copy_(torch.full((16, 256), FP8_MAX).to(E4M3))
     assert error(fp8_gemv(x, weight), 1e4 * 256 * FP8_MAX * weight.scales.T) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312), (3, 4096)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_fp8_gemv_has_the_bits_of_fp8_gemv_and_silu_and_mul(
+    outputs: int, inputs: int, bias: bool, dtype: torch.dtype
+) -> None:
+    x = quantize.quantize_activations(noise(1, inputs, dtype=dtype) * (2 / inputs**0.5))
+    weight = make_weight(2 * outputs, inputs)
+    added = noise(2 * outputs, dtype=dtype, seed=2) if bias else None
+    gate, up = exact_product(x, weight, added).chunk(2, -1)
+    for tile in (None, FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
+        product = fp8_gemv_silu_and_mul(x, weight, added, tile=tile)
+        assert product.shape == (1, outputs) and product.dtype == dtype
+        tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        assert error(product, F.silu(gate) * up) < 2 * tolerance
+        assert torch.equal(product, silu_and_mul(fp8_gemv(x, weight, added, tile=tile)))
 
 
 TILES = [
@@ -172,3 +193,22 @@ def test_bound_clamps_larger_rows_and_leaves_the_others_their_scale(rows: int) -
     values[1:] /= 10
     found = quantize.quantize_activations(values, 2.0)
     assert_quantized_alike(found, reference.quantize_activations(values.cpu().clamp(-2, 2)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("width", [64, SINGLE_ROW_CHUNK, 3 * SINGLE_ROW_CHUNK + 70])
+def test_a_row_is_quantized_alike_by_one_program_and_by_many(width: int, dtype: torch.dtype) -> None:
+    """Behind SwiGLU's product, fused or not, and whichever chunk has the largest magnitude."""
+    gate_up = noise(1, 2 * width, dtype=dtype)
+    tuning = tuning_for(DEVICE)
+    for position in (0, width // 2, width - 1):
+        gate_up[0, position] = gate_up[0, width + position] = 9 + position / width
+        x = silu_and_mul(gate_up)
+        for bound in (math.inf, 0.75):
+            expected = quantize.silu_and_mul_quantize(gate_up, bound)
+            for max_block in (width - 1, width):
+                with overridden(replace(tuning, single_row_max_block=max_block)):
+                    found = quantize.quantize_activations(x, bound)
+                assert found.dtype == expected.dtype and found.values.dtype == torch.float16
+                assert torch.equal(found.values, expected.values)
+                assert torch.equal(found.scales, expected.scales)

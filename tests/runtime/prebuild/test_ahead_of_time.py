@@ -125,6 +125,7 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
     assert constants(own, "prefill_attention_kernel", "KV", "HEADS") == {(kv_heads, 4 // tp_size)}
     hidden, attended, inner = 64, 64 // tp_size, 96 // tp_size
     assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
+    assert constants(own, "gemv_silu_and_mul_kernel", "INPUTS") == {(hidden,)}
     assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
     if tp_size > 1:
         shard = vocab_shard_size(VOCAB_SIZE, tp_size)

@@ -3,7 +3,8 @@
 The scale of a row is its largest magnitude / 448, the largest FP8 number, so a row's values can be quantized only
 when all of them are known. Most kernels here hold a whole row in the registers of one program. A single row would be
 the work of one program on an idle GPU: for SwiGLU it is cut into chunks, and quantized in a second launch, when the
-largest magnitude of every chunk is known.
+largest magnitude of every chunk is known. A single row that is in memory already is cut into chunks if it is wide; each
+of their programs reads the whole row, which is in the L2 cache, for its largest magnitude.
 
 The values of a single row are written as float16, though rounded to FP8 numbers: ``fp8_gemv``, which multiplies them,
 would only have to convert them back. They are divided by ``FP16_DOWNSCALE``, and the scale is multiplied by it.
@@ -211,6 +212,42 @@ def quantize_chunk_kernel(
 
 
 @triton.jit
+def quantize_row_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    bound: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one chunk of a single row, by the largest magnitude of the whole row, which each program reads.
+
+    Grid: (chunks of BLOCK elements).
+
+    x                   [WIDTH]
+    values              float16 [WIDTH], written
+    scales              float32 [1], written by the first program
+    bound               as ``quantize_kernel``
+    """
+    launch_dependents(PDL)
+    chunk = tl.program_id(0)
+    run = tl.arange(0, BLOCK)
+    columns = chunk * BLOCK + run
+    wait_for_dependencies(PDL)
+    value = tl.load(x + columns, columns < WIDTH, 0.0).to(tl.float32)
+    magnitudes = tl.abs(value)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        column = first + run
+        other = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
+        magnitudes = tl.maximum(magnitudes, tl.abs(other))
+    scale = _compute_scale(tl.max(magnitudes, 0), bound)
+    _store_values(value, scale, values, 0, columns, WIDTH)
+    if chunk == 0:
+        _store_scale(scale, values, scales, 0)
+
+
+@triton.jit
 def quantize_static_kernel(
     x: tl.tensor,
     input_scales: tl.tensor,
@@ -295,12 +332,19 @@ def store_row(
 
 def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """Do what ``kernels.fp8.quantize_activations`` does."""
-    quantized = empty_quantized(x, x.shape[1])
-    if x.shape[0]:
-        numbers = x.stride(0), bound
-        quantize_kernel[(x.shape[0],)](
-            x, quantized.values, quantized.scales, *numbers, **row_options(x, x.shape[1])
+    rows, width = x.shape
+    quantized, tuning = empty_quantized(x, width), tuning_for(x.device)
+    if rows == 1 and width > tuning.single_row_max_block:
+        quantize_row_kernel[(triton.cdiv(width, tuning.single_row_chunk),)](
+            *(x, quantized.values, quantized.scales, bound),
+            WIDTH=width,
+            BLOCK=tuning.single_row_chunk,
+            num_warps=tuning.single_row_warps,
+            **pdl_options(x.device),
         )
+    elif rows:
+        numbers = x.stride(0), bound
+        quantize_kernel[(rows,)](x, quantized.values, quantized.scales, *numbers, **row_options(x, width))
     return quantized
 
 
