@@ -16,7 +16,6 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     LINE_BYTES,
     MAX_RANKS,
     SLOT_LINES,
-    STAGES,
     TIMED_OUT,
     WAITING,
     allocation_bytes,
@@ -100,7 +99,7 @@ def test_wait_is_over_only_if_nothing_is_stale_whichever_thread_is_late(
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
 def test_capacities_fit_into_the_allocation(ranks: int) -> None:
-    flags = 2 * STAGES * CHANNELS * MAX_RANKS * 8
+    flags = 2 * CHANNELS * MAX_RANKS * 8
     words = 2 * ranks * CHANNELS * SLOT_LINES * 2 * LINE_BYTES
     for two_shot in (False, True):
         capacity = push_capacity(ranks, two_shot=two_shot)
