@@ -15,12 +15,14 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     COLLECTIVES,
     LINE_BYTES,
     MAX_RANKS,
+    SLOT_BYTES,
     SLOT_LINES,
     TIMED_OUT,
     WAITING,
     allocation_bytes,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_capacity
+from skiff_runtime.kernels.triton.all_reduce.push_norm import fits_push_rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares the compiled kernels")
 
@@ -51,16 +53,21 @@ def test_sums_are_those_of_rank_order_bit_for_bit(
     assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
 
 
-@pytest.mark.parametrize(("dtype", "shapes"), [("float32", 4), ("float16", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "shapes"), [(2, "float32", 4), (2, "float16", 3), (3, "float16", 3)]
+)
 def test_fused_kernels_equal_the_kernels_that_they_fuse(
-    pools: Pools, tmp_path: Path, dtype: str, shapes: int
+    pools: Pools, tmp_path: Path, ranks: int, dtype: str, shapes: int
 ) -> None:
-    for result in pools(2).run(fuse, str(tmp_path), dtype):
-        assert len(result) == shapes
+    """By LL words, and by one-shot with and without rows that are loaded ahead."""
+    for result in pools(ranks).run(fuse, str(tmp_path), dtype):
+        assert len(result) == 3 * shapes
         assert all(all(equal) for equal in result.values()), result
 
 
-@pytest.mark.parametrize(("kind", "collective"), [("words", 1), ("one-shot", 2), ("two-shot", 3)])
+@pytest.mark.parametrize(
+    ("kind", "collective"), [("words", 1), ("one-shot", 2), ("two-shot", 3), ("fused one-shot", 2)]
+)
 def test_rank_that_waits_in_vain_gives_up_and_reports(
     pools: Pools, tmp_path: Path, kind: str, collective: int
 ) -> None:
@@ -70,7 +77,9 @@ def test_rank_that_waits_in_vain_gives_up_and_reports(
     assert second == {"failed": False, "collective": 0}
 
 
-@pytest.mark.parametrize(("kind", "completed"), [("words", 1), ("one-shot", 1), ("two-shot", 0)])
+@pytest.mark.parametrize(
+    ("kind", "completed"), [("words", 1), ("one-shot", 1), ("two-shot", 0), ("fused one-shot", 1)]
+)
 def test_rank_that_comes_late_completes_what_was_sent_in_whole_and_times_out(
     pools: Pools, tmp_path: Path, kind: str, completed: int
 ) -> None:
@@ -114,3 +123,6 @@ def test_rows_that_fused_kernels_take() -> None:
     assert fits_rows(64, 10240) and fits_rows(128, 10240) and not fits_rows(129, 10240)
     assert not fits_rows(1, 10248), "a row must consist of whole lines"
     assert not fits_rows(1, 2 * SLOT_LINES * LINE_BYTES)
+    region = SLOT_BYTES // 2
+    assert fits_push_rows(CHANNELS, region, 2) and not fits_push_rows(CHANNELS + 1, region, 2)
+    assert not fits_push_rows(1, region, 3) and not fits_push_rows(1, 10248, 2)

@@ -94,14 +94,14 @@ def push_all_reduce_kernel(
     for start in range(0, piece_lines, LINES):
         for step in tl.static_range(RANKS - 1):
             target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
-            word_indices, inside = _word_indices(chunk + target, start, piece_lines, lines, LINES)
+            word_indices, inside = index_words(chunk + target, start, piece_lines, lines, LINES)
             words = tl.load(message + word_indices, inside, 0)
-            _store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
+            store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
     set_flags(peers, rank, channel, epoch, stores, 0, RANKS, PTX)
 
     state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
     for start in range(0, piece_lines, LINES):
-        word_indices, inside = _word_indices(own_piece, start, piece_lines, lines, LINES)
+        word_indices, inside = index_words(own_piece, start, piece_lines, lines, LINES)
         own_words = tl.load(message + word_indices, inside, 0)
         received: tl.tuple = ()
         for step in tl.static_range(RANKS - 1):
@@ -114,7 +114,7 @@ def push_all_reduce_kernel(
         if TWO_SHOT:
             region_offset = buffer + (RANKS + rank) * region
             for step in tl.static_range(RANKS - 1):
-                _store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
+                store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
 
     if TWO_SHOT:
         is_complete = stores & (state != TIMED_OUT)
@@ -125,7 +125,7 @@ def push_all_reduce_kernel(
         for start in range(0, piece_lines, LINES):
             for step in tl.static_range(RANKS - 1):
                 source = find_source(step, rank)
-                word_indices, inside = _word_indices(
+                word_indices, inside = index_words(
                     chunk + source * piece_lines, start, piece_lines, lines, LINES
                 )
                 summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
@@ -135,7 +135,7 @@ def push_all_reduce_kernel(
 
 
 @triton.jit
-def _word_indices(
+def index_words(
     first: tl.tensor, start: tl.tensor, end: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
 ) -> tl.tensor:
     """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist [LINES, 1]).
@@ -148,7 +148,7 @@ def _word_indices(
 
 
 @triton.jit
-def _store_plain(
+def store_plain(
     region: tl.tensor, start: tl.tensor, words: tl.tensor, inside: tl.tensor, LINES: tl.constexpr
 ) -> None:
     """Store lines of a piece in a region of a peer's plain buffer."""
