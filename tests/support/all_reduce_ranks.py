@@ -24,6 +24,7 @@ from skiff_runtime.kernels.triton.all_reduce.low_latency import (
 )
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
+    FLAGS_BYTES,
     LINE_BYTES,
     SLOT_BYTES,
     SLOT_LINES,
@@ -114,6 +115,23 @@ def sum_in_every_way(
         "epochs": (peer.memory.epochs - first_epoch + 1).tolist(),
         "failed": peer.has_failed,
     }
+
+
+def refresh(group: TensorParallelGroup, directory: str, kind: str, epoch: int) -> list[bool]:
+    """Sum a short message in call ``epoch``; return whether all LL words of the first two channels have its mark."""
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    age(peer, group.tp_rank, epoch)
+    group.all_reduce_min(0)
+    sum_by(kind, make_message(group.tp_rank, 0, (8,), torch.float32), peer)
+    group.all_reduce_min(0)
+    source = (epoch % 2) * group.tp_size + 1 - group.tp_rank
+    channel_bytes = SLOT_LINES * 2 * LINE_BYTES
+    marked = []
+    for channel in range(2):
+        start = FLAGS_BYTES + (source * CHANNELS + channel) * channel_bytes
+        words = peer.buffers[group.tp_rank][start : start + channel_bytes].view(torch.int64)
+        marked.append(bool((words >> 32 == epoch).all()))
+    return marked
 
 
 def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from all_reduce_ranks import KINDS, SIZES, come_late, fuse, sum_in_every_way, wait_in_vain, wait_state_kernel
+from all_reduce_ranks import (
+    KINDS,
+    SIZES,
+    come_late,
+    fuse,
+    refresh,
+    sum_in_every_way,
+    wait_in_vain,
+    wait_state_kernel,
+)
 from rank_processes import Pools, rank_pools
 
 from skiff_runtime.kernels.triton.all_reduce.low_latency import fits_rows, low_latency_capacity
@@ -51,6 +60,16 @@ def test_sums_are_those_of_rank_order_bit_for_bit(
     assert results[0]["wrong"] == [] and not results[0]["failed"]
     assert results[0]["epochs"][0] == rounds, "the first channel takes part in every message"
     assert 0 < sum(results[0]["epochs"][1:]) < rounds * CHANNELS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_of_the_channels_that_take_part_are_rewritten_before_marks_repeat(
+    pools: Pools, tmp_path: Path, kind: str
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    assert pools(2).run(refresh, str(tmp_path / "first"), kind, REFRESH) == [[True, False]] * 2
+    assert pools(2).run(refresh, str(tmp_path / "second"), kind, REFRESH + 2) == [[False, False]] * 2
 
 
 @pytest.mark.parametrize(
