@@ -4,7 +4,8 @@ One-shot: each rank pushes its whole message to every peer, and each sums all of
 ranks for a message of S. Two-shot is a reduce-scatter and an all-gather: a rank pushes piece p to rank p, sums the
 pieces that it receives, and pushes the sums to all; 2 * (n - 1) / n * S bytes leave each rank, in two phases. With two
 ranks both move as much, and one-shot has one phase less. Sums are taken in rank order, in float32, and rounded once; in
-two-shot by one rank alone for each element. The protocol, and why it is right, is in ``peer_memory``.
+two-shot by one rank alone for each element. The protocol, and why it is right, is in ``peer_memory``; one-shot fused
+with the norm behind it is in ``push_norm``.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
 """One-shot all-reduce of larger messages fused with the residual addition and RMSNorm.
 
-A program owns whole rows: it takes a contiguous chunk of them, pushes it as the one-shot of ``push`` does, waits for the
-same chunk of every peer, and then sums, adds and normalizes row by row. What it saves is a launch, and a trip of the sums
-to memory and back; what it costs is that at most CHANNELS programs normalize, with the warps of the norm.
+A program owns whole rows: it takes a contiguous chunk of them, pushes it as the one-shot of ``push`` does, waits for
+the same chunk of every peer, and then sums, adds and normalizes row by row. It saves a launch, and a trip of the sums to
+memory and back. In exchange, at most CHANNELS programs normalize, and they push with the warps of the norm.
 
 Plain data needs no unpacking. So a row of each rank is loaded as elements, in the layout in which the kernel that is
 fused holds a row, summed there, and normalized from registers by the code of that kernel: the results are those of the
@@ -52,8 +52,8 @@ PROGRAMS: Final = CHANNELS
 TILE_LINES: Final = 1024
 """Lines that a program pushes at a time. Untuned: as ``push.TILE_LINES``, though the warps are those of the norm."""
 PREFETCH_BYTES: Final = 80 << 10
-"""A row is loaded while the one before it is normalized, if that takes at most so many bytes of registers. Untuned: the most
-that is compiled without spills for rows of 5,120 and 16,384 elements of bfloat16, and 2, 4 and 8 ranks."""
+"""A row is loaded while the one before it is normalized, if all its parts take at most so many bytes. Untuned: for
+sm_90, 80 KB (5,120 columns of bfloat16, 4 ranks) compile without spills, 96 KB (16,384 columns, 2 ranks) with some."""
 _COLLECTIVE = tl.constexpr(2)
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
@@ -84,8 +84,8 @@ def push_all_reduce_add_rms_norm_kernel(
     """Sum rows over the ranks, add the residual, and normalize the sums.
 
     Grid: (programs), at most CHANNELS; a program takes ``chunk`` rows, the last one those that remain. Its plain buffer
-    holds one region for each source. The norm's weight and the addresses of the peers are loaded before the kernel ahead
-    has ended.
+    holds one region for each source. The norm's weight and the addresses of the peers are loaded before the kernel
+    ahead has ended.
 
     x                   [rows, WIDTH], this rank's part
     residual            [rows, WIDTH]
