@@ -16,7 +16,9 @@ from skiff_runtime.kernels.tuning import AllReduceLimits
 
 WIDTH: Final = 5120
 ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 7000)
-LIMITS: Final = AllReduceLimits(ranks=8, low_latency=512 << 10, one_shot=16 << 20, two_shot=64 << 20)
+LIMITS: Final = AllReduceLimits(
+    ranks=8, low_latency=512 << 10, one_shot=16 << 20, fused_one_shot=8 << 20, two_shot=64 << 20
+)
 """Every algorithm sums some of ROWS, which have 10 KB each: both sides of every limit, and more than one slice."""
 DTYPE: Final = torch.bfloat16
 EPS: Final = 1e-6
@@ -52,8 +54,9 @@ def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
 
 
 def _compare_fused(group: TensorParallelGroup) -> list[str]:
+    """Compare fused norms: of a row or less a program by LL words, then by one-shot, up to 8 rows a program."""
     wrong = []
-    for rows in (1, 3, 32, 51):
+    for rows in (1, 3, 32, 51, 52, 64, 65, 200, 256, 511):
         part = make_message(group.tp_rank, rows, (rows, WIDTH), DTYPE).cuda()
         residual = make_message(50, rows, (rows, WIDTH), DTYPE).cuda()
         weight = make_message(51, rows, (WIDTH,), DTYPE).cuda()

@@ -16,7 +16,7 @@ from simulated_peers import SimulatedPeer, map_files
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
-from skiff_runtime.kernels.triton.all_reduce import peer_memory
+from skiff_runtime.kernels.triton.all_reduce import peer_memory, push_norm
 from skiff_runtime.kernels.triton.all_reduce.low_latency import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quantize,
@@ -24,6 +24,7 @@ from skiff_runtime.kernels.triton.all_reduce.low_latency import (
 )
 from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
+    FLAGS_BYTES,
     LINE_BYTES,
     SLOT_BYTES,
     SLOT_LINES,
@@ -31,13 +32,18 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     wait_state,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce
+from skiff_runtime.kernels.triton.all_reduce.push_norm import (
+    push_all_reduce_add_rms_norm,
+    push_all_reduce_add_rms_norm_quantize,
+)
 from skiff_runtime.kernels.triton.fp8.quantize import add_rms_norm_quantize
 from skiff_runtime.kernels.triton.norm_act.rms_norm import add_rms_norm
 
 EPS = 1e-5
 POLLS = 1_000_000
+PREFETCH_BYTES = push_norm.PREFETCH_BYTES
 POLL_SECONDS = 0.0005
-KINDS = ("words", "one-shot", "two-shot")
+KINDS = ("words", "one-shot", "two-shot", "fused one-shot")
 SIZES = (8, 16, 24, 4096, 8200)
 """Elements: a few lines, or several programs, the last of which has fewer lines."""
 
@@ -66,6 +72,23 @@ def age(peer: SimulatedPeer, rank: int, epoch: int) -> None:
     peer.buffers[rank][start : start + words].fill_(0x55)
 
 
+def sum_by(kind: str, x: torch.Tensor, peer: SimulatedPeer) -> torch.Tensor:
+    """Return the sum of a message [N] over the ranks by one of ``KINDS``; ``x`` may be overwritten.
+
+    The fused kernel sums rows of 40 elements where it can, of 8 otherwise. A residual of -0.0 changes no bit of a sum.
+    """
+    if kind == "fused one-shot":
+        rows = x.view(-1, 40 if len(x) % 40 == 0 else 8)
+        residual = torch.full_like(rows, -0.0)
+        _, total = push_all_reduce_add_rms_norm(rows, residual, residual[0], EPS, peer.memory)
+        return total.view(-1)
+    if kind == "words":
+        low_latency_all_reduce(x, peer.memory)
+    else:
+        push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+    return x
+
+
 def sum_in_every_way(
     group: TensorParallelGroup, directory: str, dtype_name: str, first_epoch: int
 ) -> dict[str, Any]:
@@ -82,11 +105,7 @@ def sum_in_every_way(
     random.Random(0).shuffle(rounds)
     for number, (kind, size) in enumerate(rounds):
         shape = (size,)
-        x = make_message(group.tp_rank, number, shape, dtype)
-        if kind == "words":
-            low_latency_all_reduce(x, peer.memory)
-        else:
-            push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+        x = sum_by(kind, make_message(group.tp_rank, number, shape, dtype), peer)
         if not same_bits(x, sum_messages(group.tp_size, number, shape, dtype)):
             wrong.append((number, kind, shape))
         digest.update(x.view(torch.uint8).numpy().tobytes())
@@ -96,6 +115,23 @@ def sum_in_every_way(
         "epochs": (peer.memory.epochs - first_epoch + 1).tolist(),
         "failed": peer.has_failed,
     }
+
+
+def refresh(group: TensorParallelGroup, directory: str, kind: str, epoch: int) -> list[bool]:
+    """Sum a short message in call ``epoch``; return whether all LL words of the first two channels have its mark."""
+    peer = map_files(Path(directory), group.tp_rank, group.tp_size, polls=POLLS)
+    age(peer, group.tp_rank, epoch)
+    group.all_reduce_min(0)
+    sum_by(kind, make_message(group.tp_rank, 0, (8,), torch.float32), peer)
+    group.all_reduce_min(0)
+    source = (epoch % 2) * group.tp_size + 1 - group.tp_rank
+    channel_bytes = SLOT_LINES * 2 * LINE_BYTES
+    marked = []
+    for channel in range(2):
+        start = FLAGS_BYTES + (source * CHANNELS + channel) * channel_bytes
+        words = peer.buffers[group.tp_rank][start : start + channel_bytes].view(torch.int64)
+        marked.append(bool((words >> 32 == epoch).all()))
+    return marked
 
 
 def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[str, Any]:
@@ -122,6 +158,16 @@ def fuse(group: TensorParallelGroup, directory: str, dtype_name: str) -> dict[st
             *map(same_bits, found, expected),
             *map(same_bits, parts(*found_quantized), parts(*expected_quantized)),
         ]
+        for prefetch_bytes in (0, PREFETCH_BYTES):
+            push_norm.PREFETCH_BYTES = prefetch_bytes  # type: ignore[misc]
+            found = push_all_reduce_add_rms_norm(part, residual, weight, EPS, peer.memory)
+            found_quantized = push_all_reduce_add_rms_norm_quantize(
+                part, residual, weight, EPS, peer.memory, 3.0
+            )
+            results[f"one-shot, {rows} x {width}, {prefetch_bytes}"] = [
+                *map(same_bits, found, expected),
+                *map(same_bits, parts(*found_quantized), parts(*expected_quantized)),
+            ]
     return results
 
 
@@ -136,10 +182,7 @@ def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[
     x = make_message(group.tp_rank, 0, (4096,), torch.float32)
     if group.tp_rank == 0:
         for _ in range(2):
-            if kind == "words":
-                low_latency_all_reduce(x, peer.memory)
-            else:
-                push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
+            sum_by(kind, x, peer)
     group.all_reduce_min(0)
     return {"failed": peer.has_failed, "collective": int(peer.status.item())}
 
@@ -147,8 +190,8 @@ def wait_in_vain(group: TensorParallelGroup, directory: str, kind: str) -> dict[
 def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dict[str, bool]]:
     """Let rank 0 run three calls, the first of which times out; then let rank 1 run them.
 
-    The messages take one program each: the interpreter runs programs one after the other, so those behind one that has
-    timed out would store nothing.
+    The messages take one program each, or a row: the interpreter runs programs one after the other, so those behind one
+    that has timed out would store nothing.
 
     Returns for each call of this rank: its sum is right, and a wait has timed out by its end.
     """
@@ -157,12 +200,9 @@ def come_late(group: TensorParallelGroup, directory: str, kind: str) -> list[dic
         group.all_reduce_min(0)
     outcomes = []
     for number in range(3):
-        x = make_message(group.tp_rank, number, (1024,), torch.float32)
-        if kind == "words":
-            low_latency_all_reduce(x, peer.memory)
-        else:
-            push_all_reduce(x, peer.memory, two_shot=kind == "two-shot")
-        right = same_bits(x, sum_messages(group.tp_size, number, (1024,), torch.float32))
+        size = 8 if kind == "fused one-shot" else 1024
+        x = sum_by(kind, make_message(group.tp_rank, number, (size,), torch.float32), peer)
+        right = same_bits(x, sum_messages(group.tp_size, number, (size,), torch.float32))
         outcomes.append({"right": right, "failed": peer.has_failed})
     if group.tp_rank == 0:
         group.all_reduce_min(0)

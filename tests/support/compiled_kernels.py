@@ -17,6 +17,10 @@ from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
 from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
 from skiff_runtime.kernels.rms_norm import add_rms_norm
 from skiff_runtime.kernels.torch_internals import FakeTensorMode
+from skiff_runtime.kernels.triton.all_reduce.push_norm import (
+    push_all_reduce_add_rms_norm,
+    push_all_reduce_add_rms_norm_quantize,
+)
 from skiff_runtime.prebuild.offline_driver import use_offline_driver
 
 ARCHITECTURE: Final = 90
@@ -55,6 +59,8 @@ def normalize(width: int, ranks: int = 2) -> None:
     assert peers.can_fuse(x)
     peers.add_rms_norm(x, residual, weight, 1e-6)
     peers.add_rms_norm_quantize(x, residual, weight, 1e-6, 3.0)
+    push_all_reduce_add_rms_norm(x, residual, weight, 1e-6, peers._memory)
+    push_all_reduce_add_rms_norm_quantize(x, residual, weight, 1e-6, peers._memory, 3.0)
     add_rms_norm(x, residual, weight, 1e-6)
     add_rms_norm_quantize(x, residual, weight, 1e-6, 3.0)
 

@@ -32,6 +32,11 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     allocation_bytes,
 )
 from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce, push_capacity
+from skiff_runtime.kernels.triton.all_reduce.push_norm import (
+    fits_push_rows,
+    push_all_reduce_add_rms_norm,
+    push_all_reduce_add_rms_norm_quantize,
+)
 from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
 
 NANOSECONDS: Final = 1_000_000_000
@@ -55,9 +60,14 @@ class Algorithm(Enum):
     NCCL = "NCCL"
 
 
+def find_limits(ranks: int, limits: tuple[AllReduceLimits, ...]) -> AllReduceLimits | None:
+    """Return the limits for so many ranks, if there are any."""
+    return next((each for each in limits if each.ranks >= ranks), None)
+
+
 def choose_algorithm(nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...]) -> Algorithm:
     """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks."""
-    found = next((each for each in limits if each.ranks >= ranks), None)
+    found = find_limits(ranks, limits)
     if found is None or nbytes == 0 or nbytes % LINE_BYTES:
         return Algorithm.NCCL
     if nbytes <= min(found.low_latency, low_latency_capacity()):
@@ -135,7 +145,13 @@ class PeerToPeerAllReduce:
     def can_fuse(self, x: torch.Tensor) -> bool:
         """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
         rows, width = x.shape
-        return self.choose(x) is Algorithm.LOW_LATENCY and fits_rows(rows, width * x.itemsize)
+        algorithm, ranks = self.choose(x), self._memory.ranks
+        if algorithm is Algorithm.LOW_LATENCY:
+            return fits_rows(rows, width * x.itemsize)
+        found = find_limits(ranks, self._limits)
+        if found is None or algorithm is not Algorithm.ONE_SHOT or x.nbytes > found.fused_one_shot:
+            return False
+        return fits_push_rows(rows, width * x.itemsize, ranks)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
@@ -154,15 +170,23 @@ class PeerToPeerAllReduce:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what ``all_reduce`` and then ``kernels.rms_norm.add_rms_norm`` do, where ``can_fuse`` is true."""
-        return all_reduce_add_rms_norm(_aligned(x), _aligned(residual), weight, eps, self._memory)
+        fused = (
+            all_reduce_add_rms_norm
+            if self.choose(x) is Algorithm.LOW_LATENCY
+            else push_all_reduce_add_rms_norm
+        )
+        return fused(_aligned(x), _aligned(residual), weight, eps, self._memory)
 
     def add_rms_norm_quantize(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float
     ) -> tuple[QuantizedActivations, torch.Tensor]:
         """Do what ``all_reduce`` and then ``kernels.fp8.add_rms_norm_quantize`` do, where ``can_fuse`` is true."""
-        return all_reduce_add_rms_norm_quantize(
-            _aligned(x), _aligned(residual), weight, eps, self._memory, bound
+        fused = (
+            all_reduce_add_rms_norm_quantize
+            if self.choose(x) is Algorithm.LOW_LATENCY
+            else push_all_reduce_add_rms_norm_quantize
         )
+        return fused(_aligned(x), _aligned(residual), weight, eps, self._memory, bound)
 
     def set_timeout(self, seconds: float) -> None:
         """Bound how long a kernel waits for another rank, from its next launch or replay on."""
@@ -180,7 +204,7 @@ class PeerToPeerAllReduce:
 
     def sample_sizes(self) -> list[int]:
         """Return sizes of messages, in bytes, that together take every algorithm of this class."""
-        found = next((each for each in self._limits if each.ranks >= self._memory.ranks), None)
+        found = find_limits(self._memory.ranks, self._limits)
         if found is None:
             return []
         sizes = (found.low_latency, found.one_shot, found.two_shot)
@@ -189,6 +213,12 @@ class PeerToPeerAllReduce:
             for size in sizes
             if choose_algorithm(size, self._memory.ranks, self._limits) is not Algorithm.NCCL
         ]
+
+    def sample_row_counts(self, row_bytes: int) -> list[int]:
+        """Return the largest numbers of rows, of ``row_bytes`` bytes, that each limit of a fused sum allows."""
+        found = find_limits(self._memory.ranks, self._limits)
+        sizes = () if found is None else (found.low_latency, found.fused_one_shot)
+        return sorted({size // row_bytes for size in sizes} - {0})
 
 
 def make_peer_memory(

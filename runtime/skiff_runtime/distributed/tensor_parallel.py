@@ -89,7 +89,7 @@ class TensorParallelGroup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the RMSNorm of the total, the total) of x [T, n], summed over the ranks, and the residual [T, n].
 
-        ``x`` may be overwritten. Few rows take one kernel; the results are those of ``all_reduce`` and then
+        ``x`` may be overwritten. Up to some hundred rows take one kernel; the results are those of ``all_reduce`` and then
         ``add_rms_norm``, bit for bit.
         """
         if self._peers is not None and self._peers.can_fuse(x):
@@ -226,6 +226,11 @@ class DetachedRank(TensorParallelGroup):
         """Return tensors whose sums together launch every peer-to-peer kernel that is not fused."""
         sizes = [] if self._peers is None else self._peers.sample_sizes()
         return [torch.empty(size // dtype.itemsize, dtype=dtype, device=self.device) for size in sizes]
+
+    def sample_rows(self, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return rows [T, width] whose sums, with the norm behind them, together launch every fused kernel."""
+        counts = [] if self._peers is None else self._peers.sample_row_counts(width * dtype.itemsize)
+        return [torch.empty((rows, width), dtype=dtype, device=self.device) for rows in counts]
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Keep the rank's own part."""

@@ -323,8 +323,10 @@ class AllReduceLimits:
 
     ranks: int
     low_latency: int
-    """By one-shot with LL words; fused with the norm up to here."""
+    """By one-shot with LL words, alone or fused with the norm."""
     one_shot: int
+    fused_one_shot: int
+    """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
     two_shot: int
     """NCCL sums larger ones."""
 
@@ -653,10 +655,18 @@ HOPPER: Final = Tuning(
     # rows, 7.9 and 8.3 for 64, 13.4 and 11.2 for 128. One-shot against NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3
     # for 512; NCCL is ahead from 2,048 on. Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2:
     # one-shot to 384 KB and 128 KB for 4 and 8 ranks; two-shot to 128 MB and 32 MB).
+    # ``fused_one_shot`` is untuned: up to 8 rows of 10 KB a program, one after the other, against a launch of 2.6 to 4.0
+    # us for the norm; with more ranks all that one-shot sums.
     all_reduce=(
-        AllReduceLimits(ranks=2, low_latency=640 << 10, one_shot=12 << 20, two_shot=12 << 20),
-        AllReduceLimits(ranks=4, low_latency=160 << 10, one_shot=384 << 10, two_shot=128 << 20),
-        AllReduceLimits(ranks=8, low_latency=64 << 10, one_shot=128 << 10, two_shot=32 << 20),
+        AllReduceLimits(
+            ranks=2, low_latency=640 << 10, one_shot=12 << 20, fused_one_shot=5 << 20, two_shot=12 << 20
+        ),
+        AllReduceLimits(
+            ranks=4, low_latency=160 << 10, one_shot=384 << 10, fused_one_shot=384 << 10, two_shot=128 << 20
+        ),
+        AllReduceLimits(
+            ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
+        ),
     ),
 )
 """Of compute capability 9.0 (H100, H200), measured on an H200."""

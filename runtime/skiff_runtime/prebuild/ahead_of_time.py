@@ -29,6 +29,8 @@ from skiff_runtime.kernels.triton.prepare_inputs import gather_pages, write_cell
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 from skiff_runtime.kvcache.kv_pool import KVPool
+from skiff_runtime.layers.norm import QuantizingRMSNorm
+from skiff_runtime.layers.partial_sum import PartialSum
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.prebuild.offline_driver import LaunchSignature, use_offline_driver
@@ -77,6 +79,10 @@ class _FakeRank:
         self._group = DetachedRank(0, tp_size, self._device)
         context = make_layer_context(config, model, self._group)
         self._dtype = context.dtype
+        self._norms = [
+            QuantizingRMSNorm(model.hidden_size, model.rms_norm_eps, each)
+            for each in (context, context.without_quantization())
+        ]
         built = make_model(model, context, max_positions=max_model_len)
         layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)
         pool = KVPool(layout, 1, self._device)
@@ -139,9 +145,12 @@ class _FakeRank:
         gather_pages(tables.page_table, rows[0, decode_rows:], rows[0], total=1)
 
     def sum_messages(self) -> None:
-        """Sum messages of every size for which there is a kernel."""
+        """Sum messages of every size for which there is a kernel, alone and fused with the norm."""
         for message in self._group.sample_messages(self._dtype):
             self._group.all_reduce(message)
+        for norm in self._norms:
+            for rows in self._group.sample_rows(len(norm.weight), self._dtype):
+                norm.add_and_normalize(PartialSum(rows, self._group), rows)
 
     def _shared_prefixes(self, rows: int) -> SharedPrefixes:
         """Allocate shared prefixes of ``rows`` rows."""

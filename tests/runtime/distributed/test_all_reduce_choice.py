@@ -25,8 +25,10 @@ from skiff_runtime.kernels.tuning import HOPPER, AllReduceLimits
 from skiff_runtime.processes.resolve import resolve
 
 LIMITS = (
-    AllReduceLimits(ranks=2, low_latency=1 << 10, one_shot=1 << 20, two_shot=1 << 20),
-    AllReduceLimits(ranks=4, low_latency=1 << 10, one_shot=2 << 10, two_shot=4 << 10),
+    AllReduceLimits(
+        ranks=2, low_latency=1 << 10, one_shot=1 << 20, fused_one_shot=512 << 10, two_shot=1 << 20
+    ),
+    AllReduceLimits(ranks=4, low_latency=1 << 10, one_shot=2 << 10, fused_one_shot=2 << 10, two_shot=4 << 10),
 )
 
 
@@ -55,13 +57,31 @@ def test_algorithm_depends_on_the_size_and_the_number_of_ranks(
 def test_limits_of_the_tuning_table_ascend() -> None:
     assert [each.ranks for each in HOPPER.all_reduce] == [2, 4, 8]
     for each in HOPPER.all_reduce:
-        assert 0 < each.low_latency <= each.one_shot <= each.two_shot
+        assert 0 < each.low_latency <= each.fused_one_shot <= each.one_shot <= each.two_shot
 
 
 def test_integers_are_left_to_nccl() -> None:
     peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
     assert peers.can_reduce(torch.empty(64)) and not peers.can_reduce(torch.empty(64, dtype=torch.int64))
     assert peers.can_fuse(torch.empty(3, 64)) and not peers.can_fuse(torch.empty(3, 63))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "fused"),
+    [
+        (8, 32, True),
+        (9, 32, True),
+        (4096, 32, True),
+        (4097, 32, False),
+        (1, 64 << 10, True),
+        (1, 66 << 10, False),
+    ],
+)
+def test_sum_is_fused_with_the_norm_up_to_a_limit_of_its_own(rows: int, width: int, fused: bool) -> None:
+    """Also a row as long as a channel's region, half of its plain buffer, and none that is longer."""
+    peers = PeerToPeerAllReduce.detached(2, torch.device("cpu"))
+    peers._limits = LIMITS
+    assert peers.can_fuse(torch.empty(rows, width)) is fused
 
 
 def votes(*others: bool) -> Callable[[bool], bool]:
@@ -138,8 +158,9 @@ def test_no_message_samples_an_algorithm_without_limits() -> None:
     peers = PeerToPeerAllReduce.detached(4, torch.device("cpu"))
     peers._limits = LIMITS
     assert peers.sample_sizes() == [1 << 10, 2 << 10, 4 << 10]
+    assert peers.sample_row_counts(128) == [8, 16] and peers.sample_row_counts(2 << 10) == [1]
     peers._limits = LIMITS[:1]
-    assert peers.sample_sizes() == []
+    assert peers.sample_sizes() == [] and peers.sample_row_counts(128) == []
 
 
 def test_too_many_ranks_are_refused() -> None:

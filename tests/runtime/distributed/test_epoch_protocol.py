@@ -3,7 +3,8 @@
 The model runs one channel of several ranks. A store is in flight until the schedule delivers it, in any order; a fence,
 and the end of a call, wait until all stores of the rank have arrived. The schedule also decides which rank takes the
 next step, so a rank may run ahead of the others as far as the protocol lets it. Every word that is read must hold what
-its source sent in the reader's call.
+its source sent in the reader's call. A call that is fused with a norm is one of its algorithm here: it reads the same
+words, in another order, before it ends.
 
 With timeouts the schedule also decides when the clock of a waiting rank passes the limit, for each thread of a poll on
 its own. A rank that has timed out has reported it and may read anything; all others must still read what is theirs.

@@ -70,9 +70,22 @@ def test_pushed_data_is_16_bytes_wide_between_a_fence_and_an_acquire(sums: Kerne
 def test_fused_norms_sum_a_row_in_the_layout_of_the_kernels_that_they_fuse(width: int) -> None:
     """The layout decides the order of a sum, and so its last bits."""
     kernels = compile_case("normalize", width)
-    assert row_layouts(kernels["all_reduce_add_rms_norm_kernel"]) == row_layouts(kernels["rms_norm_kernel"])
-    fused = row_layouts(kernels["all_reduce_add_rms_norm_quantize_kernel"])
-    assert fused == row_layouts(kernels["add_rms_norm_quantize_kernel"])
+    for algorithm in ("", "push_"):
+        fused = row_layouts(kernels[f"{algorithm}all_reduce_add_rms_norm_kernel"])
+        assert fused == row_layouts(kernels["rms_norm_kernel"])
+        fused = row_layouts(kernels[f"{algorithm}all_reduce_add_rms_norm_quantize_kernel"])
+        assert fused == row_layouts(kernels["add_rms_norm_quantize_kernel"])
+
+
+def test_fused_one_shot_loads_rows_16_bytes_wide_between_an_acquire_and_the_norm() -> None:
+    for kernel in ("push_all_reduce_add_rms_norm_kernel", "push_all_reduce_add_rms_norm_quantize_kernel"):
+        compiled = compile_case("normalize", 5120)[kernel]
+        loads = re.findall(r"ld\.global\.cg\S*", compiled["ptx"])
+        assert loads and all(re.search(WIDE, each) for each in loads), loads
+        ttgir, flag = compiled["ttgir"], "st.relaxed.sys.global.b64"
+        landmarks = ("fence.acq_rel.sys", flag, "ld.acquire.sys.global.b64", "cacheModifier = cg", "scf.for")
+        order = [ttgir.rindex(each) if each == "scf.for" else ttgir.index(each) for each in landmarks]
+        assert order == sorted(order)
 
 
 def row_layouts(kernel: dict[str, str]) -> list[str]:

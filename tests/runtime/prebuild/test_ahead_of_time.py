@@ -61,7 +61,8 @@ for line in sys.stdin:
 """
 
 SHARDED = {"sample_shard_kernel", "max_sampling_keys_kernel", "take_sampled_tokens_kernel"}
-SUMS = {"low_latency_all_reduce_kernel", "all_reduce_add_rms_norm_kernel", "push_all_reduce_kernel"}
+FUSED_SUMS = {"all_reduce_add_rms_norm_kernel", "push_all_reduce_add_rms_norm_kernel"}
+SUMS = {"low_latency_all_reduce_kernel", "push_all_reduce_kernel", *FUSED_SUMS}
 """Kernels that only ranks of several launch, to sample and to sum."""
 CELLS = re.compile(r"\('torch\.int32', 3, (\d+), \1, 1\)")
 """The rows, columns and values that ``write_cells_kernel`` writes; nothing is compiled for their number."""
@@ -172,7 +173,8 @@ def test_every_sum_over_ranks_is_compiled(found: dict[int, list[Launch]], tp_siz
     assert constants(own, "push_all_reduce_kernel", "TWO_SHOT") == {(False,)} | two_shot
     for kernel in SUMS:
         assert constants(own, kernel, "RANKS") == {(tp_size,)}
-    assert constants(own, "all_reduce_add_rms_norm_kernel", "WIDTH") == {(64,)}
+    for kernel in FUSED_SUMS:
+        assert constants(own, kernel, "WIDTH") == {(64,)}
 
 
 def test_all_ranks_launch_the_same_kernels(by_rank: dict[tuple[int, int], list[Launch]]) -> None:
@@ -184,6 +186,8 @@ def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
     first, second = launches(model, (2, 0), (2, 1), quantization="fp8")
     assert first == second and first
+    quantizing = {name.replace("norm_kernel", "norm_quantize_kernel") for name in FUSED_SUMS}
+    assert {launch[0] for launch in first} >= quantizing | FUSED_SUMS
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])

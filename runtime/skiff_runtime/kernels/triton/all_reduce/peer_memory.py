@@ -29,7 +29,7 @@ orders the reads of the one before the writes of the other.
   parity, every kernel therefore rewrites all words of its channel (``is_refresh``), whether it uses them or not. Words
   that hold data of another kind would break this, so nothing else is stored there. Half of the bytes are marks, but the
   data needs no fence: it has arrived when it is there.
-- Flags: data is stored plainly, then the flag of (stage, channel, source) is set to the 64-bit epoch behind a fence of
+- Flags: data is stored plainly, then the flag of (phase, channel, source) is set to the 64-bit epoch behind a fence of
   system scope; the reader polls with acquire. Flags only grow, so a peer that is ahead does no harm. The fence costs a
   round trip, and every byte is data.
 
@@ -64,11 +64,8 @@ SLOT_LINES: Final = 2048
 """Lines of one message that a channel can receive as LL words."""
 SLOT_BYTES: Final = 512 << 10
 """Bytes that a channel can receive plainly: of one message from every rank, or of the two phases of two-shot."""
-STAGES: Final = 1
-"""Parts of a plain message, at most, that have flags of their own: one is summed while the next ones arrive. One is best
-for two H200, since every part has a fence of its own: 2.6 MB take 13.1 us in one part, 14.4 in two, 16.3 in four."""
-FLAGS_BYTES: Final = 2 * STAGES * CHANNELS * MAX_RANKS * 8
-"""Both steps of two-shot have flags of their own."""
+FLAGS_BYTES: Final = 2 * CHANNELS * MAX_RANKS * 8
+"""Both phases of two-shot have flags of their own."""
 FAILED: Final = 0
 TIMEOUT: Final = 1
 """Indices in ``PeerMemory.control``; the timeout is in nanoseconds, under Triton's interpreter in polls."""
@@ -171,9 +168,9 @@ def plain_offset(epoch: tl.tensor, channel: tl.tensor, RANKS: tl.constexpr) -> t
 
 
 @triton.jit
-def flags_offset(channel: tl.tensor, stage: tl.tensor) -> tl.tensor:
-    """Return the offset of a channel's flags of one stage, one for each source."""
-    return (stage * _CHANNELS + channel) * (_MAX_RANKS * _FLAG_BYTES)
+def flags_offset(channel: tl.tensor, PHASE: tl.constexpr) -> tl.tensor:
+    """Return the offset of a channel's flags of one phase, one for each source."""
+    return (channel + PHASE * _CHANNELS) * (_MAX_RANKS * _FLAG_BYTES)
 
 
 @triton.jit
@@ -354,14 +351,14 @@ def set_flags(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
-    stage: tl.tensor,
     active: tl.tensor,
+    PHASE: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
     """Let every peer know that what this program has stored in its memory is complete, if it is ``active``."""
     release(PTX)
-    offset = flags_offset(channel, stage) + rank * _FLAG_BYTES
+    offset = flags_offset(channel, PHASE) + rank * _FLAG_BYTES
     for step in tl.static_range(RANKS - 1):
         store_flag(peers[step] + offset, epoch, active, PTX)
 
@@ -372,15 +369,15 @@ def wait_for_flags(
     rank: tl.tensor,
     channel: tl.tensor,
     epoch: tl.tensor,
-    stage: tl.tensor,
     limit: tl.tensor,
+    PHASE: tl.constexpr,
     RANKS: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
     """Wait for the flags of all peers; return the state of the wait. What they sent can be read then."""
     sources = tl.arange(0, _MAX_RANKS)
     active = (sources < RANKS) & (sources != rank)
-    addresses = own + flags_offset(channel, stage) + sources * _FLAG_BYTES
+    addresses = own + flags_offset(channel, PHASE) + sources * _FLAG_BYTES
     polls = tl.full((), 0, tl.int64)
     started = read_clock(polls, PTX)
     state = wait_state((load_flags(addresses, active, epoch, PTX) < epoch)[:, None], 0)

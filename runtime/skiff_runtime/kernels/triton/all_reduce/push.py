@@ -2,9 +2,10 @@
 
 One-shot: each rank pushes its whole message to every peer, and each sums all of them; (n - 1) * S bytes leave each of n
 ranks for a message of S. Two-shot is a reduce-scatter and an all-gather: a rank pushes piece p to rank p, sums the
-pieces that it receives, and pushes the sums to all; 2 * (n - 1) / n * S bytes leave each rank, in two steps. With two
-ranks both move as much, and one-shot has one step less. Sums are taken in rank order, in float32, and rounded once; in
-two-shot by one rank alone for each element. The protocol, and why it is right, is in ``peer_memory``.
+pieces that it receives, and pushes the sums to all; 2 * (n - 1) / n * S bytes leave each rank, in two phases. With two
+ranks both move as much, and one-shot has one phase less. Sums are taken in rank order, in float32, and rounded once; in
+two-shot by one rank alone for each element. The protocol, and why it is right, is in ``peer_memory``; one-shot fused
+with the norm behind it is in ``push_norm``.
 """
 
 from typing import Final
@@ -17,7 +18,6 @@ from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
     CHANNELS,
     LINE_BYTES,
     SLOT_BYTES,
-    STAGES,
     TIMED_OUT,
     PeerMemory,
     end_call,
@@ -49,10 +49,9 @@ MIN_PROGRAM_LINES: Final = 512
 """Fewest lines of a program, where there are more programs than one. Untuned: a line for each thread."""
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
-_STAGES = tl.constexpr(STAGES)
 
 
-@triton.jit(do_not_specialize=["lines", "piece_lines", "stage_lines"])
+@triton.jit(do_not_specialize=["lines", "piece_lines"])
 def push_all_reduce_kernel(
     x: tl.tensor,
     table: tl.tensor,
@@ -60,7 +59,6 @@ def push_all_reduce_kernel(
     control: tl.tensor,
     lines: tl.tensor,
     piece_lines: tl.tensor,
-    stage_lines: tl.tensor,
     TWO_SHOT: tl.constexpr,
     LINES: tl.constexpr,
     RANKS: tl.constexpr,
@@ -70,9 +68,7 @@ def push_all_reduce_kernel(
     """Replace a message by its sum over the ranks.
 
     Grid: (programs), at most CHANNELS. A program takes a chunk of ``piece_lines`` lines, with TWO_SHOT as many for each
-    rank. Its plain buffer holds one region for each source, with TWO_SHOT one for each source in each step. A piece is
-    sent in stages of ``stage_lines`` lines, at most STAGES, each with a flag; all are pushed before the first is waited
-    for.
+    rank. Its plain buffer holds one region for each source, with TWO_SHOT one for each source in each phase.
 
     x                   [lines * 16 bytes], overwritten
     table, epochs, control, PTX  as ``low_latency_all_reduce_kernel``
@@ -87,71 +83,60 @@ def push_all_reduce_kernel(
     epoch = tl.load(epochs + channel) + 1
     limit = wait_limit(control)
     stores = may_store(limit)
-    state = tl.full((), 0, tl.int32)
     message = x.to(tl.pointer_type(tl.int64))
     buffer = plain_offset(epoch, channel, RANKS)
     pieces: tl.constexpr = RANKS if TWO_SHOT else 1
     region: tl.constexpr = _SLOT_BYTES // ((2 * RANKS if TWO_SHOT else RANKS) * _LINE_BYTES) * _LINE_BYTES
     chunk = channel * piece_lines * pieces
     own_piece = chunk + (rank * piece_lines if TWO_SHOT else 0)
-    stages = tl.cdiv(piece_lines, stage_lines)
     if is_refresh(epoch) & stores:
         rewrite_words(peers, rank, channel, epoch, LINES, RANKS, PTX)
 
-    for stage in range(stages):
-        end = tl.minimum((stage + 1) * stage_lines, piece_lines)
-        for start in range(stage * stage_lines, end, LINES):
-            for step in tl.static_range(RANKS - 1):
-                target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
-                word_indices, inside = _word_indices(chunk + target, start, end, lines, LINES)
-                words = tl.load(message + word_indices, inside, 0)
-                _store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
-        set_flags(peers, rank, channel, epoch, stage, stores, RANKS, PTX)
+    for start in range(0, piece_lines, LINES):
+        for step in tl.static_range(RANKS - 1):
+            target = (rank + 1 + step) % RANKS * piece_lines if TWO_SHOT else 0
+            word_indices, inside = index_words(chunk + target, start, piece_lines, lines, LINES)
+            words = tl.load(message + word_indices, inside, 0)
+            store_plain(peers[step] + buffer + rank * region, start, words, inside & stores, LINES)
+    set_flags(peers, rank, channel, epoch, stores, 0, RANKS, PTX)
 
-    for stage in range(stages):
-        waited = wait_for_flags(own, rank, channel, epoch, stage, limit, RANKS, PTX)
-        state = tl.maximum(state, waited)
-        limit = tl.where(waited == TIMED_OUT, -1, limit)
-        end = tl.minimum((stage + 1) * stage_lines, piece_lines)
-        for start in range(stage * stage_lines, end, LINES):
-            word_indices, inside = _word_indices(own_piece, start, end, lines, LINES)
-            own_words = tl.load(message + word_indices, inside, 0)
-            received: tl.tuple = ()
-            for step in tl.static_range(RANKS - 1):
-                source = find_source(step, rank)
-                words = _load_plain(own + buffer + source * region, start, inside, LINES)
-                received = received + (words,)  # noqa: RUF005
-            ordered = sort_by_rank(received, own_words, rank, RANKS)
-            summed = sum_words(ordered, x.dtype.element_ty, RANKS)
-            tl.store(message + word_indices, summed, inside)
-            if TWO_SHOT:
-                region_offset = buffer + (RANKS + rank) * region
-                for step in tl.static_range(RANKS - 1):
-                    _store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
+    state = wait_for_flags(own, rank, channel, epoch, limit, 0, RANKS, PTX)
+    for start in range(0, piece_lines, LINES):
+        word_indices, inside = index_words(own_piece, start, piece_lines, lines, LINES)
+        own_words = tl.load(message + word_indices, inside, 0)
+        received: tl.tuple = ()
+        for step in tl.static_range(RANKS - 1):
+            source = find_source(step, rank)
+            words = _load_plain(own + buffer + source * region, start, inside, LINES)
+            received = received + (words,)  # noqa: RUF005
+        ordered = sort_by_rank(received, own_words, rank, RANKS)
+        summed = sum_words(ordered, x.dtype.element_ty, RANKS)
+        tl.store(message + word_indices, summed, inside)
         if TWO_SHOT:
-            is_complete = stores & (state != TIMED_OUT)
-            set_flags(peers, rank, channel, epoch, _STAGES + stage, is_complete, RANKS, PTX)
+            region_offset = buffer + (RANKS + rank) * region
+            for step in tl.static_range(RANKS - 1):
+                store_plain(peers[step] + region_offset, start, summed, inside & stores, LINES)
 
     if TWO_SHOT:
-        for stage in range(stages):
-            waited = wait_for_flags(own, rank, channel, epoch, _STAGES + stage, limit, RANKS, PTX)
-            state = tl.maximum(state, waited)
-            limit = tl.where(waited == TIMED_OUT, -1, limit)
-            end = tl.minimum((stage + 1) * stage_lines, piece_lines)
-            for start in range(stage * stage_lines, end, LINES):
-                for step in tl.static_range(RANKS - 1):
-                    source = find_source(step, rank)
-                    word_indices, inside = _word_indices(
-                        chunk + source * piece_lines, start, end, lines, LINES
-                    )
-                    summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
-                    tl.store(message + word_indices, summed, inside)
+        is_complete = stores & (state != TIMED_OUT)
+        set_flags(peers, rank, channel, epoch, is_complete, 1, RANKS, PTX)
+        limit = tl.where(state == TIMED_OUT, -1, limit)
+        waited = wait_for_flags(own, rank, channel, epoch, limit, 1, RANKS, PTX)
+        state = tl.maximum(state, waited)
+        for start in range(0, piece_lines, LINES):
+            for step in tl.static_range(RANKS - 1):
+                source = find_source(step, rank)
+                word_indices, inside = index_words(
+                    chunk + source * piece_lines, start, piece_lines, lines, LINES
+                )
+                summed = _load_plain(own + buffer + (RANKS + source) * region, start, inside, LINES)
+                tl.store(message + word_indices, summed, inside)
     collective: tl.constexpr = 3 if TWO_SHOT else 2
     end_call(state, epochs, channel, epoch, control, table, collective, RANKS)
 
 
 @triton.jit
-def _word_indices(
+def index_words(
     first: tl.tensor, start: tl.tensor, end: tl.tensor, lines: tl.tensor, LINES: tl.constexpr
 ) -> tl.tensor:
     """Return (indices in the message of 8-byte words [LINES, 2], which of their lines exist [LINES, 1]).
@@ -164,7 +149,7 @@ def _word_indices(
 
 
 @triton.jit
-def _store_plain(
+def store_plain(
     region: tl.tensor, start: tl.tensor, words: tl.tensor, inside: tl.tensor, LINES: tl.constexpr
 ) -> None:
     """Store lines of a piece in a region of a peer's plain buffer."""
@@ -190,11 +175,9 @@ def push_all_reduce(x: torch.Tensor, memory: PeerMemory, *, two_shot: bool) -> N
     lines = x.nbytes // LINE_BYTES
     programs = min(CHANNELS, triton.cdiv(lines, MIN_PROGRAM_LINES))
     piece_lines = triton.cdiv(lines, programs * (memory.ranks if two_shot else 1))
-    stage_lines = triton.cdiv(triton.cdiv(piece_lines, STAGES), TILE_LINES) * TILE_LINES
     push_all_reduce_kernel[(programs,)](
         x,
-        *(memory.table, memory.epochs, memory.control),
-        *(lines, piece_lines, stage_lines),
+        *(memory.table, memory.epochs, memory.control, lines, piece_lines),
         TWO_SHOT=two_shot,
         LINES=TILE_LINES,
         RANKS=memory.ranks,
