@@ -14,7 +14,6 @@ from skiff_runtime.kernels.fp8 import (
     Activations,
     block_fp8_linear,
     fp8_linear,
-    quantize_activations,
     quantize_grouped_activations,
     quantize_static_activations,
 )
@@ -126,14 +125,9 @@ class Fp8LinearWeight(LinearWeight):
 
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply with scales; quantize ``x`` if it is not yet."""
-        return fp8_linear(self._quantize(x), self.matrix, bias)
-
-    def _quantize(self, x: Activations) -> QuantizedActivations:
-        if isinstance(x, QuantizedActivations):
-            return x
-        if self._input_scales is not None:
-            return quantize_static_activations(x, self._input_scales)
-        return quantize_activations(x, self._scale_ub)
+        if self._input_scales is not None and isinstance(x, torch.Tensor):
+            x = quantize_static_activations(x, self._input_scales)
+        return fp8_linear(x, self.matrix, bias, bound=self._scale_ub)
 
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:
         """Yield the shards of values and scales.

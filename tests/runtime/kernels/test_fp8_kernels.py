@@ -17,8 +17,13 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_rows,
 )
 from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
-from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, tuning_for
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
+    can_quantize,
+    fp8_gemv,
+    is_quantizing_profitable,
+    quantizing_fp8_gemv,
+)
+from skiff_runtime.kernels.tuning import FP8GemvTile, QuantizingGemvTile, StreamKTile, tuning_for
 
 TYPES = (torch.float32, HALF)
 
@@ -62,6 +67,32 @@ def test_fp8_gemv_of_the_largest_numbers_does_not_overflow() -> None:
     weight = make_weight(16, 256)
     weight.values.copy_(torch.full((16, 256), FP8_MAX).to(E4M3))
     assert error(fp8_gemv(x, weight), 1e4 * 256 * FP8_MAX * weight.scales.T) < 1e-3
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bound", [math.inf, 20.0])
+def test_fp8_gemv_that_quantizes_has_the_bits_of_a_launch_that_does(
+    outputs: int, inputs: int, bias: bool, bound: float
+) -> None:
+    weight, x = make_weight(outputs, inputs), noise(1, inputs, dtype=HALF) * 30
+    added = noise(outputs, dtype=HALF, seed=2) if bias else None
+    quantized = quantize.quantize_activations(x, bound)
+    for columns, rows in ((128, 4), (1024, 2)):
+        product = quantizing_fp8_gemv(x, weight, added, bound, tile=QuantizingGemvTile(columns, 1, rows))
+        assert product.shape == (1, outputs) and product.dtype == HALF
+        tolerance = TOLERANCE[HALF] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        assert error(product, exact_product(quantized, weight, added)) < tolerance
+        tile = FP8GemvTile(columns, warps=1)
+        assert torch.equal(product, fp8_gemv(quantized, weight, added, tile=tile))
+
+
+def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:
+    assert can_quantize(torch.empty(1, 16_384, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 16_512, dtype=HALF))
+    assert not can_quantize(torch.empty(2, 64, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 64, dtype=torch.float32))
+    assert is_quantizing_profitable(make_weight(16, 64))
 
 
 TILES = [
