@@ -126,6 +126,11 @@ GEMV_TILES: Final = tuple(
         (2048, 8),
     )
 )
+DOWN_TILES: Final = tuple(
+    ExpertGemvTile(columns, warps)
+    for columns, warps in ((256, 2), (256, 4), (256, 8), (512, 4), (512, 8), (1024, 8))
+)
+"""Experts are the lines of a tile, so that there is more to divide among warps."""
 FP8_GATE_UP_TILES: Final = tuple(
     ExpertGemvTile(columns, warps, rows)
     for columns, warps, rows in (
@@ -155,7 +160,6 @@ FP8_DOWN_TILES: Final = tuple(
         (256, 8, 8),
     )
 )
-"""Experts are the lines of a tile, so that there is more to divide among warps."""
 FP8_LONG_DOWN_TILES: Final = tuple(
     ExpertGemvTile(columns, warps, rows)
     for columns, warps, rows in (
@@ -218,7 +222,7 @@ def _gemv(
     path: str,
     weight_format: WeightFormat,
     gate_up: tuple[ExpertGemvTile, ...] = GEMV_TILES,
-    down: tuple[ExpertGemvTile, ...] = GEMV_TILES,
+    down: tuple[ExpertGemvTile, ...] = DOWN_TILES,
     long_down: tuple[ExpertGemvTile, ...] = GEMV_TILES,
 ) -> Iterator[Tunable]:
     few = tuple(_experts(QWEN, tokens, weight_format) for tokens in (1, 4))

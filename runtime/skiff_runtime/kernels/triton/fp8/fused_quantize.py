@@ -37,11 +37,7 @@ def no_tensors() -> Any:
 @triton.jit
 def load_int64(at: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
     """Load what ``at`` points to, and 0 outside of the mask, if there is one."""
-    if inside is None:
-        values = tl.load(at)
-    else:
-        values = tl.load(at, inside, 0)
-    return values
+    return tl.load(at) if inside is None else tl.load(at, inside, 0)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def fp8_gate_up_gemv_kernel(
     scales              float32 [EXPERTS, 2 * OUTPUTS], or [EXPERTS, 2 * OUTPUTS / 128, INPUTS / 128] with HAS_BLOCKS
     topk_ids            int32 [pairs]; the local experts are EXPERTS from ``first_expert`` on
     output              [pairs, OUTPUTS], written, in the type of the model; rows of other ranks' experts are not
-    COLUMNS             columns of one iteration; with QUANTIZE and HAS_BLOCKS, a multiple of 128
+    COLUMNS             columns of one iteration; with HAS_BLOCKS a multiple of 128
     """
     wait_for_dependencies(PDL)
     launch_dependents(PDL)
@@ -224,7 +224,7 @@ def fp8_down_gemv_kernel(
     topk_ids            int32 [tokens, TOP_K]; the local experts are EXPERTS from ``first_expert`` on, others count 0
     output              [tokens, OUTPUTS], written, in the type of the model
     TOP_K_BLOCK         TOP_K rounded up to a power of two
-    COLUMNS             columns of one iteration; with QUANTIZE and HAS_BLOCKS, a multiple of 128
+    COLUMNS             columns of one iteration; with HAS_BLOCKS a multiple of 128
     """
     wait_for_dependencies(PDL)
     launch_dependents(PDL)
@@ -402,7 +402,7 @@ def _options(
     has_blocks = scales.dim() == 3
     values, x_scales = (x, scales) if isinstance(x, torch.Tensor) else (x.values, x.scales)
     columns = choose_columns(values.shape[1], tile)
-    if isinstance(x, torch.Tensor) and has_blocks:
+    if has_blocks:
         columns = max(columns, SCALE_BLOCK)
     warps = min(tile.warps, max(1, rows * columns // MIN_COLUMNS))
     if isinstance(x, torch.Tensor):
