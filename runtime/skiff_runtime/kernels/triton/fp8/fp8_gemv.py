@@ -133,6 +133,11 @@ def quantizing_fp8_gemv_kernel(
             # The last rows may not exist; what they give is not stored.
             source = weight + tl.minimum(row + i, outputs - 1).to(tl.int64) * weight_stride
             loaded += (load_int64(source.to(tl.pointer_type(tl.int64)) + at, inside),)
+    row_scales, biases = no_tensors(), no_tensors()
+    for i in tl.static_range(ROWS):
+        row_scales += (tl.load(scales + tl.minimum(row + i, outputs - 1)),)
+        if HAS_BIAS:
+            biases += (tl.load(bias + tl.minimum(row + i, outputs - 1)),)
     wait_for_dependencies(PDL)
     largest = tl.zeros((RUN,), tl.float32)
     for first in tl.static_range(0, EIGHTS, RUN):
@@ -156,7 +161,10 @@ def quantizing_fp8_gemv_kernel(
         accs = sums
     scale *= _FP16_DOWNSCALE
     for i in tl.static_range(ROWS):
-        _store_output(accs[i], scale, scales, bias, output, row + i, outputs, HAS_BIAS)
+        product = tl.sum(accs[i], 0) * (scale * row_scales[i])
+        if HAS_BIAS:
+            product += biases[i].to(tl.float32)
+        tl.store(output + row + i, product.to(output.dtype.element_ty), row + i < outputs)
 
 
 @triton.jit

@@ -131,6 +131,12 @@ def fp8_gate_up_gemv_kernel(
             gate_row = expert_weight + tl.minimum(row + i, OUTPUTS - 1) * EIGHTS
             gates += (load_int64(gate_row + at, inside),)
             ups += (load_int64(gate_row + OUTPUTS * EIGHTS + at, inside),)
+    gate_scales, up_scales = no_tensors(), no_tensors()
+    if not HAS_BLOCKS:
+        for i in tl.static_range(ROWS):
+            channel_scales = scales + expert * (2 * OUTPUTS) + tl.minimum(row + i, OUTPUTS - 1)
+            gate_scales += (tl.load(channel_scales),)
+            up_scales += (tl.load(channel_scales + OUTPUTS),)
     token_scale = 1.0
     if QUANTIZE:
         if not HAS_BLOCKS:
@@ -175,9 +181,8 @@ def fp8_gate_up_gemv_kernel(
         gate, up = tl.sum(gate_acc, 0) * token_scale, tl.sum(up_acc, 0) * token_scale
         if row + i < OUTPUTS:
             if not HAS_BLOCKS:
-                channel_scales = scales + expert * (2 * OUTPUTS) + row + i
-                gate *= tl.load(channel_scales)
-                up *= tl.load(channel_scales + OUTPUTS)
+                gate *= gate_scales[i]
+                up *= up_scales[i]
             product = gate / (1.0 + tl.exp(-gate)) * up
             at_output = output + pair.to(tl.int64) * OUTPUTS + row + i
             tl.store(at_output, product.to(output.dtype.element_ty))
@@ -257,6 +262,12 @@ def fp8_down_gemv_kernel(
             low, high = load_x8(x, choice * EIGHTS + at, inside)
             lows += (low,)
             highs += (high,)
+    row_scales = no_tensors()
+    if not HAS_BLOCKS:
+        for i in tl.static_range(ROWS):
+            at_scale = scales + expert * OUTPUTS + tl.minimum(row + i, OUTPUTS - 1)
+            row_scales += (tl.load(at_scale, is_here, 0.0),)
+    if QUANTIZE:
         if not HAS_BLOCKS:
             largest = tl.zeros((RUN, TOP_K_BLOCK), tl.float32)
             for k in tl.static_range(len(lows)):
@@ -301,8 +312,7 @@ def fp8_down_gemv_kernel(
     for i in tl.static_range(ROWS):
         row_factor = factor
         if not HAS_BLOCKS:
-            at_row = tl.minimum(row + i, OUTPUTS - 1)
-            row_factor = factor * tl.load(scales + expert * OUTPUTS + at_row, is_here, 0.0)
+            row_factor = factor * row_scales[i]
         total = tl.sum(accs[i] * row_factor)
         tl.store(at_output + i, total.to(output.dtype.element_ty), row + i < OUTPUTS)
 
