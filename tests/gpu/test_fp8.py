@@ -40,5 +40,19 @@ def test_fp8_linear_equals_reference(
     assert error(product, expected) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(48, 208), (2048, 4096), (1040, 5120), (1024, 16_384)])
+def test_fp8_linear_quantizes_a_token(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """A small weight's GEMV quantizes the token itself; a diagonal shows its values, bit by bit."""
+    x = noise(1, inputs, dtype=dtype, seed=3) * 3
+    values, scales = quantize_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
+    weight = FP8Weight(values, scales, torch.zeros(outputs, dtype=torch.int32, device="cuda"))
+    expected = dequantize(quantize_activations(x, 5.0)) @ (values.double() * scales.double()).T
+    product = fp8_linear(x, weight, bound=5.0)
+    assert product.dtype == dtype and error(product, expected) < TOLERANCE[torch.bfloat16]
+    values.copy_(torch.eye(outputs, inputs, device="cuda").to(E4M3))
+    assert torch.equal(fp8_linear(x, weight, bound=5.0), fp8_linear(quantize_activations(x, 5.0), weight))
+
+
 def dequantize(x: QuantizedActivations) -> torch.Tensor:
     return x.values.double() * x.scales.double()

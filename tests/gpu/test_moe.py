@@ -80,6 +80,17 @@ def test_repeated_runs_give_the_same_bits(tokens: int, experts: ExpertWeights) -
         assert torch.equal(fused_experts(x, experts, *routing), first)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_products_quantize_to_the_bits_of_a_launch_that_does(tokens: int, experts: ExpertWeights) -> None:
+    x, routing = noise(tokens, HIDDEN, dtype=BF16), route(tokens, EXPERTS, TOP_K)
+    table, outputs = tuning_for(x.device), []
+    for most in (0, 4):
+        moe = replace(table.moe, quantizing_gate_up_tokens=most, quantizing_down_tokens=most)
+        with overridden(replace(table, moe=moe)):
+            outputs.append(fused_experts(x, experts, *routing))
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_both_ways_agree(tokens: int, experts: ExpertWeights, weight_format: Format) -> None:
     """Few tokens give nearly the same output when they are sorted."""

@@ -106,12 +106,19 @@ def silu_and_mul_quantize_groups(gate_up: torch.Tensor) -> QuantizedActivations:
     return quantize_grouped_activations(silu_and_mul(gate_up))
 
 
-def fp8_linear(x: Activations, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_linear(
+    x: Activations, weight: FP8Weight, bias: torch.Tensor | None = None, *, bound: float = math.inf
+) -> torch.Tensor:
     """Return x [T, inputs] times weight [outputs, inputs] plus bias [outputs]: [T, outputs].
 
-    Activations that are not quantized yet are quantized here.
+    Activations that are not quantized yet are quantized here, where magnitudes beyond ``bound`` become the bound.
     """
-    quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x)
+    if isinstance(x, torch.Tensor) and weight.values.device.type == "cuda":
+        from skiff_runtime.kernels.triton.fp8 import fp8_gemv
+
+        if fp8_gemv.can_quantize(x) and fp8_gemv.is_quantizing_profitable(weight):
+            return fp8_gemv.quantizing_fp8_gemv(x, weight, bias, bound)
+    quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x, bound)
     if weight.values.device.type == "cuda" and quantized.dtype != torch.float32:
         return _gpu_product(quantized, weight, bias)
     product = _multiply_in_float32(quantized, weight.values, weight.scales)

@@ -100,6 +100,15 @@ class FP8GemvTile:
     warps: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizingGemvTile:
+    """The columns of one loop iteration, the rows of the weight that share a quantized token, and the fewest warps."""
+
+    columns: int
+    warps: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8GemvTuning:
     """Numbers of ``triton.fp8.fp8_gemv``."""
@@ -110,6 +119,9 @@ class FP8GemvTuning:
     long_tile: FP8GemvTile
     fuse_silu_and_mul: bool
     """Whether the product with gate and up applies SwiGLU as well."""
+    quantizing_tile: QuantizingGemvTile
+    max_quantizing_weights: int
+    """The largest weight, in numbers, whose GEMV quantizes its token itself, if no kernel ahead does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +237,14 @@ class GroupedGemmRule:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTile:
-    """The columns of one loop iteration, for two rows of a weight, and the warps."""
+    """The columns of one loop iteration, the warps, and the outputs of a program, which are ``rows`` of a weight.
+
+    Of gate and up a program takes ``rows`` each. In the model's type it always takes one of each, and two of down.
+    """
 
     columns: int
     warps: int
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +270,10 @@ class MoETuning:
     """The pairs that ``moe_align_block_size`` counts at a time; with more of them, counting is a launch of its own."""
     gemv: ExpertGemvTuning
     fp8_gemv: ExpertGemvTuning
+    quantizing_gate_up_tokens: int
+    """The most tokens of a step whose FP8 GEMV for gate and up quantizes them itself; more need a launch for that."""
+    quantizing_down_tokens: int
+    """The same for the intermediate values of a token and the FP8 GEMV of the down-projection."""
     rules: tuple[GroupedGemmRule, ...]
     """The first rule with enough rows applies; the last one has no bound."""
     fp8_rules: tuple[GroupedGemmRule, ...]
@@ -387,12 +407,18 @@ HOPPER_MOE: Final = MoETuning(
         long_down=ExpertGemvTile(columns=2048, warps=4),
     ),
     fp8_gemv=ExpertGemvTuning(
-        # untuned: ``fp8_gemv.tile`` and ``fp8_gemv.long_tile``; ``down`` as above.
-        gate_up=ExpertGemvTile(columns=1024, warps=1),
+        # untuned: one row took 8.94 us before programs quantized their token, which two share.
+        gate_up=ExpertGemvTile(columns=1024, warps=1, rows=2),
         short_inputs=8192,
-        down=ExpertGemvTile(columns=1024, warps=1),
-        long_down=ExpertGemvTile(columns=2048, warps=2),
+        # untuned: one expert behind the other by one warp, two rows, took 6.34 us for a token. Four rows share the
+        # quantization, and 512 programs of 4 warps are resident at a time.
+        down=ExpertGemvTile(columns=256, warps=4, rows=4),
+        # untuned: ``fp8_gemv.long_tile``.
+        long_down=ExpertGemvTile(columns=2048, warps=2, rows=2),
     ),
+    # untuned: every program of a token repeats its quantization, so what a launch saves is paid for by each token.
+    quantizing_gate_up_tokens=1,
+    quantizing_down_tokens=1,
     # untuned: the tiles that vLLM publishes for the H200 (128 experts of 768, 8 for each token), where gate and up
     # count as one matrix, so that half of their outputs are of each.
     rules=(
@@ -557,6 +583,10 @@ HOPPER: Final = Tuning(
         long_tile=FP8GemvTile(columns=2048, warps=2),
         # untuned: one launch fewer. Programs have two rows either way.
         fuse_silu_and_mul=True,
+        # untuned: 2048 x 4096 becomes 512 programs of 2 warps, all of which are resident with their whole rows.
+        quantizing_tile=QuantizingGemvTile(columns=1024, warps=1, rows=4),
+        # untuned, an estimate: 2048 x 4096 needs 0.3 us to execute the repeated quantization, a launch takes 0.96.
+        max_quantizing_weights=16 << 20,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;

@@ -140,20 +140,20 @@ class Fp8LinearWeight(LinearWeight):
 
     def apply(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply with scales; quantize ``x`` if it is not yet."""
-        return fp8_linear(self._quantize(x), self.matrix, bias)
+        if self._input_scales is not None and isinstance(x, torch.Tensor):
+            x = quantize_static_activations(x, self._input_scales)
+        return fp8_linear(x, self.matrix, bias, bound=self._scale_ub)
 
     def fused_silu_and_mul(self, x: Activations, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """Multiply one token by a GEMV; quantize ``x`` if it is not yet."""
         if not can_fuse_silu_and_mul(x):
             return None
-        return fused_fp8_linear_silu_and_mul(self._quantize(x), self.matrix, bias)
-
-    def _quantize(self, x: Activations) -> QuantizedActivations:
-        if isinstance(x, QuantizedActivations):
-            return x
-        if self._input_scales is not None:
-            return quantize_static_activations(x, self._input_scales)
-        return quantize_activations(x, self._scale_ub)
+        if isinstance(x, torch.Tensor):
+            if self._input_scales is not None:
+                x = quantize_static_activations(x, self._input_scales)
+            else:
+                x = quantize_activations(x, self._scale_ub)
+        return fused_fp8_linear_silu_and_mul(x, self.matrix, bias)
 
     def weight_shards(self, parts: Sequence[MatrixPart]) -> Iterator[WeightShard]:
         """Yield the shards of values and scales.

@@ -128,6 +128,51 @@ GEMV_TILES: Final = tuple(
         (2048, 8),
     )
 )
+DOWN_TILES: Final = tuple(
+    ExpertGemvTile(columns, warps)
+    for columns, warps in ((256, 2), (256, 4), (256, 8), (512, 4), (512, 8), (1024, 8))
+)
+"""Experts are the lines of a tile, so that there is more to divide among warps."""
+FP8_GATE_UP_TILES: Final = tuple(
+    ExpertGemvTile(columns, warps, rows)
+    for columns, warps, rows in (
+        (256, 1, 1),
+        (1024, 1, 1),
+        (1024, 2, 1),
+        (2048, 4, 1),
+        (256, 1, 2),
+        (1024, 1, 2),
+        (1024, 2, 2),
+        (1024, 4, 2),
+        (1024, 2, 4),
+        (1024, 4, 4),
+    )
+)
+FP8_DOWN_TILES: Final = tuple(
+    ExpertGemvTile(columns, warps, rows)
+    for columns, warps, rows in (
+        (256, 4, 1),
+        (256, 2, 2),
+        (256, 4, 2),
+        (256, 8, 2),
+        (256, 2, 4),
+        (256, 4, 4),
+        (256, 8, 4),
+        (256, 4, 8),
+        (256, 8, 8),
+    )
+)
+FP8_LONG_DOWN_TILES: Final = tuple(
+    ExpertGemvTile(columns, warps, rows)
+    for columns, warps, rows in (
+        (512, 2, 2),
+        (1024, 2, 2),
+        (1024, 4, 2),
+        (2048, 2, 2),
+        (2048, 4, 2),
+        (1024, 4, 4),
+    )
+)
 FEW_ROWS_TILES: Final = (
     (64, 128, 4, 4, False),
     (64, 256, 4, 3, False),
@@ -175,18 +220,28 @@ def _grouped(path: str, rules: tuple[GroupedGemmRule, ...], weight_format: Weigh
             yield Tunable(f"{path}.{index}.{name}", candidates, workloads)
 
 
-def _gemv(path: str, weight_format: WeightFormat) -> Iterator[Tunable]:
+def _gemv(
+    path: str,
+    weight_format: WeightFormat,
+    gate_up: tuple[ExpertGemvTile, ...] = GEMV_TILES,
+    down: tuple[ExpertGemvTile, ...] = DOWN_TILES,
+    long_down: tuple[ExpertGemvTile, ...] = GEMV_TILES,
+) -> Iterator[Tunable]:
     few = tuple(_experts(QWEN, tokens, weight_format) for tokens in (1, 4))
-    yield Tunable(f"{path}.gate_up", GEMV_TILES, few)
-    yield Tunable(f"{path}.down", GEMV_TILES, few)
-    yield Tunable(f"{path}.long_down", GEMV_TILES, (_experts(MIXTRAL, 1, weight_format),))
+    yield Tunable(f"{path}.gate_up", gate_up, few)
+    yield Tunable(f"{path}.down", down, few)
+    yield Tunable(f"{path}.long_down", long_down, (_experts(MIXTRAL, 1, weight_format),))
 
 
 MOE_TUNABLES: Final = (
     Tunable("moe.routing_warps", (1, 2, 4, 8), (_routing(1), _routing(256), _routing(8192))),
     Tunable("moe.max_chunk", (1024, 2048, 4096, 8192), (_sorting(64), _sorting(512), _sorting(8192))),
     *_gemv("moe.gemv", "bfloat16"),
-    *_gemv("moe.fp8_gemv", "FP8"),
+    *_gemv("moe.fp8_gemv", "FP8", FP8_GATE_UP_TILES, FP8_DOWN_TILES, FP8_LONG_DOWN_TILES),
+    *(
+        Tunable(f"moe.{name}", (0, 1, 2, 4), tuple(_experts(QWEN, tokens, "FP8") for tokens in (1, 2, 4)))
+        for name in ("quantizing_gate_up_tokens", "quantizing_down_tokens")
+    ),
     *_grouped("moe.rules", HOPPER_MOE.rules, "bfloat16"),
     *_grouped("moe.fp8_rules", HOPPER_MOE.fp8_rules, "FP8"),
     *_grouped("moe.block_fp8_rules", HOPPER_MOE.block_fp8_rules, "block FP8"),

@@ -46,7 +46,7 @@ from skiff_runtime.kernels.triton.attention.decode_attention import (
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemm import block_fp8_gemm, block_fp8_stream_k_gemm
 from skiff_runtime.kernels.triton.fp8.block_fp8_gemv import block_fp8_gemv
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, quantizing_fp8_gemv
 from skiff_runtime.kernels.triton.fp8.stream_k_gemm import stream_k_gemm
 from skiff_runtime.kernels.triton.linear.gemv import gemv
 from skiff_runtime.kernels.triton.sampling.top_k_top_p import find_thresholds
@@ -59,6 +59,7 @@ from skiff_runtime.kernels.tuning import (
     Int4GemvTile,
     MatrixTile,
     PrefillAttentionTile,
+    QuantizingGemvTile,
     StreamKTile,
     tuning_for,
 )
@@ -321,6 +322,29 @@ def _fp8_gemv(outputs: int, inputs: int) -> Workload:
     return Workload(f"{outputs} x {inputs}", prepare)
 
 
+def _quantizing_gemv(outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [partial(quantizing_fp8_gemv, x, weight) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _quantizing_gemv_or_launch(outputs: int, inputs: int) -> Workload:
+    """The GEMV that quantizes its token, and the one behind a launch that does."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [
+            lambda: [quantizing_fp8_gemv(x, weight) for weight in weights],
+            lambda: [fp8_gemv(quantize_activations(x), weight) for weight in weights],
+        ]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
 def _stream_k(tokens: int, outputs: int, inputs: int) -> Workload:
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         x = quantize_activations(torch.randn(tokens, inputs, dtype=DTYPE, device=device))
@@ -540,6 +564,18 @@ FP8_GEMV_TILES: Final = tuple(
     FP8GemvTile(columns, warps)
     for columns, warps in ((256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))
 )
+QUANTIZING_GEMV_TILES: Final = tuple(
+    QuantizingGemvTile(columns, warps, rows)
+    for columns, warps, rows in (
+        (1024, 1, 2),
+        (1024, 4, 2),
+        (1024, 1, 4),
+        (1024, 4, 4),
+        (2048, 8, 4),
+        (1024, 4, 8),
+        (2048, 8, 8),
+    )
+)
 STREAM_K_BLOCKS: Final = {512: (2, 3, 4), 256: (4, 6, 7, 8), 128: (4, 6, 8)}
 """Stages by inputs of a block."""
 STREAM_K_WORK: Final = (
@@ -643,6 +679,22 @@ TUNABLES: Final = (
     Tunable("fp8_gemv.long_tile", FP8_GEMV_TILES, (_fp8_gemv(5120, 17_408), _fp8_gemv(4096, 14_336))),
     Tunable(
         "fp8_gemv.fuse_silu_and_mul", (False, True), (_fp8_gate_up(34_816, 5120), _fp8_gate_up(28_672, 4096))
+    ),
+    Tunable(
+        "fp8_gemv.quantizing_tile",
+        QUANTIZING_GEMV_TILES,
+        (_quantizing_gemv(2048, 4096), _quantizing_gemv(4096, 4096)),
+    ),
+    Tunable(
+        "fp8_gemv.max_quantizing_weights",
+        (8 << 20, 16 << 20, 32 << 20, 64 << 20),
+        (
+            _quantizing_gemv_or_launch(2048, 4096),
+            _quantizing_gemv_or_launch(4096, 4096),
+            _quantizing_gemv_or_launch(4096, 8192),
+            _quantizing_gemv_or_launch(8192, 8192),
+        ),
+        True,
     ),
     *(
         Tunable(

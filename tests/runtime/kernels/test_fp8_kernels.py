@@ -19,9 +19,21 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_rows,
 )
 from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, fp8_gemv_silu_and_mul
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
+    can_quantize,
+    fp8_gemv,
+    fp8_gemv_silu_and_mul,
+    is_quantizing_profitable,
+    quantizing_fp8_gemv,
+)
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
-from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, overridden, tuning_for
+from skiff_runtime.kernels.tuning import (
+    FP8GemvTile,
+    QuantizingGemvTile,
+    StreamKTile,
+    overridden,
+    tuning_for,
+)
 
 TYPES = (torch.float32, HALF)
 
@@ -83,6 +95,42 @@ def test_fused_fp8_gemv_has_the_bits_of_fp8_gemv_and_silu_and_mul(
         tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
         assert error(product, F.silu(gate) * up) < 2 * tolerance
         assert torch.equal(product, silu_and_mul(fp8_gemv(x, weight, added, tile=tile)))
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bound", [math.inf, 20.0])
+def test_fp8_gemv_that_quantizes_equals_the_product(
+    outputs: int, inputs: int, bias: bool, bound: float
+) -> None:
+    weight, x = make_weight(outputs, inputs), noise(1, inputs, dtype=HALF) * 30
+    added = noise(outputs, dtype=HALF, seed=2) if bias else None
+    expected = exact_product(quantize.quantize_activations(x, bound), weight, added)
+    for columns, rows in ((128, 4), (1024, 2)):
+        product = quantizing_fp8_gemv(x, weight, added, bound, tile=QuantizingGemvTile(columns, 1, rows))
+        assert product.shape == (1, outputs) and product.dtype == HALF
+        # On a GPU some sums are made in float16.
+        assert error(product, expected) < (
+            TOLERANCE[HALF] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        )
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
+def test_fp8_gemv_quantizes_to_the_bits_of_a_launch_that_does(dtype: torch.dtype) -> None:
+    """The weight is a diagonal, so that outputs are single products, whose sum has no order."""
+    weight, x = make_weight(208, 208), noise(1, 208, dtype=dtype) * 30
+    weight.values.copy_(torch.eye(208).to(E4M3))
+    for bound in (math.inf, 20.0):
+        expected = fp8_gemv(quantize.quantize_activations(x, bound), weight)
+        assert torch.equal(quantizing_fp8_gemv(x, weight, bound=bound), expected)
+
+
+def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:
+    assert can_quantize(torch.empty(1, 16_384, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 16_512, dtype=HALF))
+    assert not can_quantize(torch.empty(2, 64, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 64, dtype=torch.float32))
+    assert is_quantizing_profitable(make_weight(16, 64))
 
 
 TILES = [

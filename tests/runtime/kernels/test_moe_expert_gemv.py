@@ -16,7 +16,12 @@ from skiff_runtime.kernels.triton.moe.expert_gemv import (
     gate_up_gemv,
     is_profitable,
 )
-from skiff_runtime.kernels.triton.moe.fp8_expert_gemv import fp8_down_gemv, fp8_gate_up_gemv
+from skiff_runtime.kernels.triton.moe.fp8_expert_gemv import (
+    can_quantize_pairs,
+    can_quantize_token,
+    fp8_down_gemv,
+    fp8_gate_up_gemv,
+)
 from skiff_runtime.kernels.tuning import ExpertGemvTile, tuning_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -78,7 +83,8 @@ FP8_CASES: list[tuple[Format, int, int, int, int, int]] = [
 """Format, sizes, tokens, top_k, and the first expert that is here."""
 
 
-FP8_TILES = [ExpertGemvTile(64, warps=1), ExpertGemvTile(1024, warps=2)]
+FP8_TILES = [ExpertGemvTile(64, warps=1, rows=3), ExpertGemvTile(1024, warps=2, rows=4)]
+"""The rows of the first divide few numbers of outputs, and not those of a block of 128."""
 SMALL_FP8_CASES: list[tuple[tuple[Format, int, int, int, int, int], ExpertGemvTile]] = [
     (("fp8", 72, 8, 1, 1, 0), FP8_TILES[1]),
     (("fp8", 16, 72, 1, 4, 0), FP8_TILES[0]),
@@ -116,6 +122,52 @@ def test_fp8_products_equal_the_reference(
     )
     expected = exact_down(y, experts, ids) * topk_weights.double().cpu().view(-1, 1)
     assert error(output, expected.view(tokens, -1, hidden).sum(1)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("case", "tile"), combine(FP8_CASES, FP8_TILES) if DEVICE.type == "cuda" else SMALL_FP8_CASES
+)
+def test_fp8_products_that_quantize_have_the_bits_of_a_launch_that_does(
+    case: tuple[Format, int, int, int, int, int], tile: ExpertGemvTile
+) -> None:
+    """Values of experts that are elsewhere are NaN, which no program reads."""
+    weight_format, hidden, inner, tokens, top_k, first = case
+    quantize = quantize_activations if weight_format == "fp8" else quantize_groups
+    topk_weights, ids = route(tokens, 8, top_k)
+    experts = take_window(make_experts(8, hidden, inner, HALF, weight_format), first, 8 - first)
+    assert experts.gate_up_scales is not None and experts.down_scales is not None
+    here = is_here(ids, experts).to(DEVICE)
+    x = noise(tokens, hidden, dtype=HALF) * 30
+    y = noise(len(here), inner, dtype=HALF, seed=9)
+    assert can_quantize_token(x) and can_quantize_pairs(y, top_k)
+    found, expected = (
+        fp8_gate_up_gemv(each, experts.gate_up, experts.gate_up_scales, ids, first_expert=first, tile=tile)
+        for each in (x, quantize(x))
+    )
+    assert found.dtype == HALF and torch.equal(found[here], expected[here])
+    assert found[~here].isnan().all()
+    arguments = experts.down, experts.down_scales, topk_weights, ids
+    expected = fp8_down_gemv(quantize(y), *arguments, first_expert=first, tile=tile)
+    y[~here] = torch.nan
+    assert torch.equal(fp8_down_gemv(y, *arguments, first_expert=first, tile=tile), expected)
+
+
+def test_products_quantize_rows_of_zeros() -> None:
+    topk_weights, ids = route(1, 8, 2)
+    experts = make_experts(8, 32, 16, HALF, "fp8")
+    assert experts.gate_up_scales is not None and experts.down_scales is not None
+    x, y = torch.zeros(1, 32, dtype=HALF, device=DEVICE), torch.zeros(2, 16, dtype=HALF, device=DEVICE)
+    between = fp8_gate_up_gemv(x, experts.gate_up, experts.gate_up_scales, ids, first_expert=0)
+    output = fp8_down_gemv(y, experts.down, experts.down_scales, topk_weights, ids, first_expert=0)
+    assert not between.any() and not output.any()
+
+
+def test_rows_that_registers_cannot_hold_are_not_quantized_by_a_product() -> None:
+    assert can_quantize_token(torch.empty(1, 16_384, dtype=HALF))
+    assert not can_quantize_token(torch.empty(1, 16_512, dtype=HALF))
+    assert not can_quantize_token(torch.empty(1, 64, dtype=torch.float32))
+    assert can_quantize_pairs(torch.empty(8, 2048, dtype=HALF), 8)
+    assert not can_quantize_pairs(torch.empty(9, 2048, dtype=HALF), 9)
 
 
 def test_rows_of_experts_elsewhere_may_be_nan_in_fp8() -> None:

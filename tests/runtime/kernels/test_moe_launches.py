@@ -67,10 +67,21 @@ REPEATED = """
         assert first and first == launches, (tokens, first, launches)
         launches.clear()
 """
+SINGLE_TOKEN = """
+    for kind in ("fp8", "block_fp8"):
+        count = len(launches)
+        run(1, make(kind, 0))
+        assert len(launches) - count == 3
+    names = {source.name for source, _ in driver.launched}
+    assert names == {"fused_topk_kernel", "fp8_gate_up_gemv_kernel", "fp8_down_gemv_kernel"}, names
+"""
 
 
-@pytest.mark.parametrize("steps", [SIZES, REPEATED], ids=["sizes", "repeated"])
+@pytest.mark.parametrize("steps", [SIZES, REPEATED, SINGLE_TOKEN], ids=["sizes", "repeated", "single token"])
 def test_launches(steps: str) -> None:
-    """Steps of other sizes with the same tiles, and other ranks, compile nothing; a second launch repeats the first."""
+    """Steps of other sizes with the same tiles, and other ranks, compile nothing; a second launch repeats the first.
+
+    The products of a single token with FP8 experts need no launch that quantizes.
+    """
     done = run_compiling("-c", COMPILE + steps)
     assert done.returncode == 0, done.stderr

@@ -121,6 +121,8 @@ def test_workloads_launch_the_kernels_that_their_numbers_are_of() -> None:
         ("fp8_gemv.tile", "fp8_gemv_kernel"),
         ("fp8_gemv.fuse_silu_and_mul", "fp8_gemv_silu_and_mul_kernel"),
         ("fp8_gemv.fuse_silu_and_mul", "quantize_row_kernel"),
+        ("fp8_gemv.quantizing_tile", "quantizing_fp8_gemv_kernel"),
+        ("fp8_gemv.max_quantizing_weights", "quantizing_fp8_gemv_kernel"),
         ("stream_k.rules.6.tile", "stream_k_gemm_kernel"),
         ("stream_k.max_tokens", "stream_k_gemm_kernel"),
         ("block_fp8.long_gemv_tile", "block_fp8_gemv_kernel"),

@@ -6,26 +6,40 @@ there; these sums are added in float32. To dequantize each weight to float32 by 
 29.6 µs instead of 23.5 for 5120 x 17408 on an H200.
 
 As there, the product with a gated MLP's weight of gate and up has a kernel that applies SwiGLU as well.
+
+Where no kernel ahead quantizes the token, such as attention, and the weight is small, the programs do it themselves.
 """
 
+import math
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.fp8_tensors import FP8Weight, QuantizedActivations
+from skiff_runtime.kernels.fp8_tensors import FP16_DOWNSCALE, FP8Weight, QuantizedActivations
+from skiff_runtime.kernels.triton.fp8 import fused_quantize
 from skiff_runtime.kernels.triton.fp8.dequantize import dot_fp8x8, supports_fp8_ptx
+from skiff_runtime.kernels.triton.fp8.fused_quantize import (
+    arange_for_x8,
+    load_int64,
+    load_x8,
+    max_abs_x8,
+    no_tensors,
+    quantize_x4,
+)
+from skiff_runtime.kernels.triton.fp8.quantize import compute_scale
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import multiply_by_silu
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
     pdl_options,
     wait_for_dependencies,
 )
-from skiff_runtime.kernels.tuning import FP8GemvTile, tuning_for
+from skiff_runtime.kernels.tuning import FP8GemvTile, QuantizingGemvTile, tuning_for
 
 EIGHT: Final = tl.constexpr(8)
 """FP8 numbers in an int64, in which they are loaded."""
+_FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
 
 
 @triton.jit
@@ -81,6 +95,79 @@ def fp8_gemv_kernel(
     scale = tl.load(x_scale)
     _store_output(acc, scale, scales, bias, output, row, outputs, HAS_BIAS)
     _store_output(other_acc, scale, scales, bias, output, row + 1, outputs, HAS_BIAS)
+
+
+@triton.jit
+def quantizing_fp8_gemv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    weight_stride: tl.tensor,
+    outputs: tl.tensor,
+    bound: tl.tensor,
+    INPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one token and multiply it with ROWS adjacent rows of the weight.
+
+    Grid: (runs of ROWS rows). All of these rows are loaded before the kernel ahead has ended.
+
+    x                   bfloat16 or float16 [INPUTS]
+    bound               float: larger magnitudes become it; inf for none
+    weight, scales, bias, output  as ``fp8_gemv_kernel``
+    """
+    launch_dependents(PDL)
+    EIGHTS: tl.constexpr = INPUTS // EIGHT
+    RUN: tl.constexpr = COLUMNS // EIGHT
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0) * ROWS
+    run = arange_for_x8(RUN)
+    loaded, lows, highs = no_tensors(), no_tensors(), no_tensors()
+    for first in tl.static_range(0, EIGHTS, RUN):
+        at = first + run
+        inside = None if EIGHTS % RUN == 0 else at < EIGHTS
+        for i in tl.static_range(ROWS):
+            # The last rows may not exist; what they give is not stored.
+            source = weight + tl.minimum(row + i, outputs - 1).to(tl.int64) * weight_stride
+            loaded += (load_int64(source.to(tl.pointer_type(tl.int64)) + at, inside),)
+    row_scales, biases = no_tensors(), no_tensors()
+    for i in tl.static_range(ROWS):
+        row_scales += (tl.load(scales + tl.minimum(row + i, outputs - 1)),)
+        if HAS_BIAS:
+            biases += (tl.load(bias + tl.minimum(row + i, outputs - 1)),)
+    wait_for_dependencies(PDL)
+    largest = tl.zeros((RUN,), tl.float32)
+    for first in tl.static_range(0, EIGHTS, RUN):
+        at = first + run
+        inside = None if EIGHTS % RUN == 0 else at < EIGHTS
+        low, high = load_x8(x.to(tl.pointer_type(tl.int64)), at, inside)
+        lows += (low,)
+        highs += (high,)
+        largest = tl.maximum(largest, max_abs_x8(low, high, DTYPE, USE_PTX))
+    scale = compute_scale(tl.minimum(tl.max(largest, 0), bound))
+    reciprocal = tl.div_rn(1.0, scale)
+    accs = no_tensors()
+    for _ in tl.static_range(ROWS):
+        accs += (tl.zeros((RUN,), tl.float32),)
+    for k in tl.static_range(len(lows)):
+        x_low = quantize_x4(lows[k], reciprocal, DTYPE, USE_PTX)
+        x_high = quantize_x4(highs[k], reciprocal, DTYPE, USE_PTX)
+        sums = no_tensors()
+        for i in tl.static_range(ROWS):
+            sums += (accs[i] + dot_fp8x8(loaded[k * ROWS + i], x_low, x_high, USE_PTX),)
+        accs = sums
+    scale *= _FP16_DOWNSCALE
+    for i in tl.static_range(ROWS):
+        product = tl.sum(accs[i], 0) * (scale * row_scales[i])
+        if HAS_BIAS:
+            product += biases[i].to(tl.float32)
+        tl.store(output + row + i, product.to(output.dtype.element_ty), row + i < outputs)
 
 
 @triton.jit
@@ -217,6 +304,48 @@ def fp8_gemv_silu_and_mul(
         **pdl_options(x.values.device),
     )
     return output
+
+
+def quantizing_fp8_gemv(
+    x: torch.Tensor,
+    weight: FP8Weight,
+    bias: torch.Tensor | None = None,
+    bound: float = math.inf,
+    *,
+    tile: QuantizingGemvTile | None = None,
+) -> torch.Tensor:
+    """Return x [1, inputs], quantized, times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
+
+    The token is quantized like ``quantize_activations(x, bound)``, in the same launch. ``can_quantize`` must hold.
+    """
+    outputs, inputs = weight.values.shape
+    tile = tile or tuning_for(x.device).fp8_gemv.quantizing_tile
+    needed = fused_quantize.choose_warps(inputs)
+    assert needed is not None, "too many inputs for the registers of one program"
+    output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    quantizing_fp8_gemv_kernel[(triton.cdiv(outputs, tile.rows),)](
+        *(x, weight.values, weight.scales, weight.scales if bias is None else bias),
+        *(output, weight.values.stride(0), outputs, bound),
+        INPUTS=inputs,
+        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
+        ROWS=tile.rows,
+        HAS_BIAS=bias is not None,
+        USE_PTX=supports_fp8_ptx(x.device),
+        num_warps=max(tile.warps, needed),
+        **pdl_options(x.device),
+    )
+    return output
+
+
+def can_quantize(x: torch.Tensor) -> bool:
+    """Return whether ``quantizing_fp8_gemv`` supports x [T, inputs]."""
+    is_supported = len(x) == 1 and fused_quantize.supports(x.dtype) and x.is_contiguous()
+    return is_supported and fused_quantize.choose_warps(x.shape[1]) is not None
+
+
+def is_quantizing_profitable(weight: FP8Weight) -> bool:
+    """Return whether few enough programs quantize the same token, so that this takes less time than a launch."""
+    return weight.values.numel() <= tuning_for(weight.values.device).fp8_gemv.max_quantizing_weights
 
 
 def _choose_tile(inputs: int, device: torch.device) -> FP8GemvTile:

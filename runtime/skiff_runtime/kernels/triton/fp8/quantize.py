@@ -100,7 +100,7 @@ def silu_and_mul_quantize_kernel(
         rest_columns = BLOCK + tl.arange(0, REST)
         rest = load_silu_and_mul(gate_up + row * stride, rest_columns, WIDTH).to(tl.float32)
         amax = tl.maximum(amax, tl.max(tl.abs(rest), 0))
-    scale = _compute_scale(amax, bound)
+    scale = compute_scale(tl.minimum(amax, bound))
     _store_values(value, scale, values, row, columns, WIDTH)
     if REST:
         _store_values(rest, scale, values, row, rest_columns, WIDTH)
@@ -205,7 +205,8 @@ def quantize_chunk_kernel(
     each = tl.arange(0, CHUNKS_BLOCK)
     wait_for_dependencies(PDL)
     value = tl.load(product + columns, columns < WIDTH, 0.0).to(tl.float32)
-    scale = _compute_scale(tl.max(tl.load(amax + each, each < CHUNKS, 0.0), 0), bound)
+    largest = tl.max(tl.load(amax + each, each < CHUNKS, 0.0), 0)
+    scale = compute_scale(tl.minimum(largest, bound))
     _store_values(value, scale, values, 0, columns, WIDTH)
     if chunk == 0:
         _store_scale(scale, values, scales, 0)
@@ -241,7 +242,7 @@ def quantize_row_kernel(
         column = first + run
         other = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
         magnitudes = tl.maximum(magnitudes, tl.abs(other))
-    scale = _compute_scale(tl.max(magnitudes, 0), bound)
+    scale = compute_scale(tl.max(magnitudes, 0), bound)
     _store_values(value, scale, values, 0, columns, WIDTH)
     if chunk == 0:
         _store_scale(scale, values, scales, 0)
@@ -283,9 +284,9 @@ def quantize_static_kernel(
 
 
 @triton.jit
-def _compute_scale(amax: tl.tensor, bound: tl.tensor) -> tl.tensor:
-    """Return the scale with which ``amax``, or ``bound`` if that is less, becomes the largest FP8 number."""
-    return tl.maximum(tl.div_rn(tl.minimum(amax, bound), _FP8_MAX), _MIN_SCALE)
+def compute_scale(amax: tl.tensor) -> tl.tensor:
+    """Return the scale with which ``amax`` becomes the largest FP8 number."""
+    return tl.maximum(tl.div_rn(amax, _FP8_MAX), _MIN_SCALE)
 
 
 @triton.jit
@@ -325,7 +326,7 @@ def store_row(
     WIDTH: tl.constexpr,
 ) -> None:
     """Quantize a whole row; store it and its scale."""
-    scale = _compute_scale(tl.max(tl.abs(value), 0), bound)
+    scale = compute_scale(tl.minimum(tl.max(tl.abs(value), 0), bound))
     _store_values(value, scale, values, row, columns, WIDTH)
     _store_scale(scale, values, scales, row)
 

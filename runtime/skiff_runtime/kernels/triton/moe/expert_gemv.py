@@ -19,10 +19,8 @@ import triton.language as tl
 
 from skiff_runtime.kernels.triton.runtime.cached_launch import launch
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
-    CACHE_LINE_BYTES,
     launch_dependents,
     pdl_options,
-    prefetch,
     wait_for_dependencies,
 )
 from skiff_runtime.kernels.tuning import ExpertGemvTile, ExpertGemvTuning, tuning_for
@@ -140,33 +138,6 @@ def down_gemv_kernel(
     at = output + token.to(tl.int64) * OUTPUTS + row
     tl.store(at, tl.sum(tl.sum(acc, 1), 0).to(output.dtype.element_ty))
     tl.store(at + 1, tl.sum(tl.sum(other_acc, 1), 0).to(output.dtype.element_ty), row + 1 < OUTPUTS)
-
-
-@triton.jit
-def prefetch_experts(
-    weight: tl.tensor,
-    topk_ids: tl.tensor,
-    first_expert: tl.tensor,
-    row: tl.tensor,
-    other: tl.tensor,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Prefetch two rows of each of a token's experts, whose ids ``topk_ids`` points to."""
-    LINE: tl.constexpr = CACHE_LINE_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (INPUTS + LINE - 1) // LINE
-    LINES_BLOCK: tl.constexpr = triton.next_power_of_2(LINES)
-    line = tl.minimum(tl.arange(0, LINES_BLOCK) * LINE, INPUTS - 1)
-    for each in tl.static_range(TOP_K):
-        # From L2: the L1 cache of this multiprocessor may hold ids of an earlier layer.
-        expert = tl.load(topk_ids + each, cache_modifier=".cg") - first_expert
-        if (expert >= 0) & (expert < EXPERTS):
-            rows = weight + expert.to(tl.int64) * (OUTPUTS * INPUTS)
-            prefetch(rows + row.to(tl.int64) * INPUTS + line, PDL)
-            prefetch(rows + other.to(tl.int64) * INPUTS + line, PDL)
 
 
 def is_profitable(tokens: int, top_k: int, experts: int, device: torch.device) -> bool:

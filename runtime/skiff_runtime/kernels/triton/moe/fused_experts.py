@@ -2,8 +2,10 @@
 
 Launches, in bfloat16 (quantization stands in brackets, and is of FP8 experts):
 
-    few tokens      gate_up_gemv, (quantize), down_gemv
-    many            moe_align_block_size, gate_up, (quantize), down, moe_sum
+    few tokens      (quantize), gate_up_gemv, (quantize), down_gemv
+    many            (quantize), moe_align_block_size, gate_up, (quantize), down, moe_sum
+
+Of the fewest tokens, the GEMVs quantize what they multiply.
 
 All buffers have sizes that follow from the numbers of tokens, experts and choices, so both are captured in CUDA graphs.
 The tile of a product follows from the mean number of rows of an expert, which is known before.
@@ -45,9 +47,15 @@ def fused_experts(
     device = experts.down.device
     if tokens == 0:
         return torch.empty((0, hidden_size), dtype=x.dtype, device=device)
+    is_few = expert_gemv.is_profitable(tokens, top_k, num_experts, device)
     if experts.gate_up_scales is not None and isinstance(x, torch.Tensor):
+        tuning = tuning_for(device).moe
+        if is_few and tokens <= tuning.quantizing_gate_up_tokens and fp8_expert_gemv.can_quantize_token(x):
+            return _multiply_few_fp8(x, experts, topk_weights, topk_ids)
         x = _quantize(x, experts)
-    if expert_gemv.is_profitable(tokens, top_k, num_experts, device):
+    if is_few and isinstance(x, QuantizedActivations):
+        return _multiply_few_fp8(x, experts, topk_weights, topk_ids)
+    if is_few and isinstance(x, torch.Tensor):
         return _multiply_few(x, experts, topk_weights, topk_ids)
     return _multiply_grouped(x, experts, topk_weights, topk_ids)
 
@@ -68,21 +76,28 @@ def _quantize(x: torch.Tensor, experts: ExpertWeights) -> QuantizedActivations:
 
 
 def _multiply_few(
+    x: torch.Tensor, experts: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    first = experts.first_expert
+    inner = expert_gemv.gate_up_gemv(x, experts.gate_up, topk_ids, first_expert=first)
+    return expert_gemv.down_gemv(inner, experts.down, topk_weights, topk_ids, first_expert=first)
+
+
+def _multiply_few_fp8(
     x: torch.Tensor | QuantizedActivations,
     experts: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    first = experts.first_expert
-    if isinstance(x, torch.Tensor):
-        inner = expert_gemv.gate_up_gemv(x, experts.gate_up, topk_ids, first_expert=first)
-        return expert_gemv.down_gemv(inner, experts.down, topk_weights, topk_ids, first_expert=first)
     assert experts.gate_up_scales is not None and experts.down_scales is not None
+    first, (tokens, top_k) = experts.first_expert, topk_ids.shape
     inner = fp8_expert_gemv.fp8_gate_up_gemv(
         x, experts.gate_up, experts.gate_up_scales, topk_ids, first_expert=first
     )
+    quantizes = tokens <= tuning_for(inner.device).moe.quantizing_down_tokens
+    quantizes = quantizes and fp8_expert_gemv.can_quantize_pairs(inner, top_k)
     return fp8_expert_gemv.fp8_down_gemv(
-        _quantize(inner, experts),
+        inner if quantizes else _quantize(inner, experts),
         experts.down,
         experts.down_scales,
         topk_weights,
