@@ -242,7 +242,7 @@ def quantize_row_kernel(
         column = first + run
         other = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
         magnitudes = tl.maximum(magnitudes, tl.abs(other))
-    scale = compute_scale(tl.max(magnitudes, 0), bound)
+    scale = compute_scale(tl.minimum(tl.max(magnitudes, 0), bound))
     _store_values(value, scale, values, 0, columns, WIDTH)
     if chunk == 0:
         _store_scale(scale, values, scales, 0)
