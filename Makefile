@@ -14,6 +14,7 @@ PYTEST := $(BIN)/pytest
 TEST_MARKERS := not e2e and not gpu and not matrix and not soak
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
+# In the order of collection: by the number of tests, files with one long test would come last.
 TEST_ORDER := --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
