@@ -87,9 +87,9 @@ class Facts:
     `shortage` is a message when no node could hold a pod.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
-    revision, and `older` the others; `new_ready` are the new pods that are ready. `placed` is true if a new pod has a
-    node, or if no pod is desired. `serves` is true if the desired revision alone serves; with zero replicas no pod needs
-    to be ready. `settled` is true if exactly the desired number of pods exists and all of them are ready.
+    revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
+    pod has a node, or if no pod is desired. `serves` is true if the desired revision alone serves; with zero replicas
+    no pod needs to be ready. `settled` is true if exactly the desired number of pods exists and all of them are ready.
     """
 
     name: str

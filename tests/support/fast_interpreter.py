@@ -1,4 +1,7 @@
-"""Caches for Triton's interpreter, which by itself patches its language at every call and rebuilds types at every instruction."""
+"""Caches for Triton's interpreter, so that kernel tests take less time.
+
+By itself it patches ``triton.language`` at every call of a function, and makes the same types anew at every instruction.
+"""
 
 import inspect
 import math
