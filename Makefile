@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLUSTER := $(PYTHON) tests/cluster/cluster.py
 PYTEST := $(BIN)/pytest
-TEST_MARKERS := not e2e and not gpu and not matrix and not soak and not checkpoint
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
-TEST_ORDER := --dist loadfile --no-loadscope-reorder
+# pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
+TEST_FLAGS := -m "not e2e and not gpu and not matrix and not soak and not checkpoint" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
@@ -58,14 +58,14 @@ chart-readme: ## Write charts/skiff/README.md from the comments of values.yaml
 
 test: setup ## Unit and integration tests on CPU: real processes, sockets, API server
 	$(CLUSTER) tools
-	$(PYTEST) -m "$(TEST_MARKERS)" -n $(TEST_WORKERS) $(TEST_ORDER) $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_FLAGS) $(PYTEST_ARGS)
 
 test-latest: ## The same tests on the newest versions that pyproject.toml allows, without constraints.txt
 	@echo "test-latest: installing Python packages into $(LATEST) (torch alone is 2.5 GB to download)"
 	@test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
 	$(CLUSTER) tools
-	$(LATEST)/bin/pytest -m "$(TEST_MARKERS)" -n $(TEST_WORKERS) $(TEST_ORDER) $(PYTEST_ARGS)
+	$(LATEST)/bin/pytest $(TEST_FLAGS) $(PYTEST_ARGS)
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)

@@ -86,10 +86,10 @@ class Facts:
     when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted.
     `shortage` is a message when no node could hold a pod.
 
-    The rest is derived. `live` pods have not terminated; of these, `new_pods` are of the desired revision, `new_ready`
-    of which are ready, and `older` ones of any other. `placed`: a new pod has a node, or no pod is desired. `serves`:
-    the desired revision alone serves; with zero replicas no pod needs to be ready. `settled`: exactly the desired number
-    of pods exists and all of them are ready.
+    The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
+    revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
+    pod has a node, or if no pod is desired. `serves` is true if the desired revision alone serves; with zero replicas
+    no pod needs to be ready. `settled` is true if exactly the desired number of pods exists and all of them are ready.
     """
 
     name: str

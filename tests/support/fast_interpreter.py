@@ -1,7 +1,11 @@
-"""Makes Triton's interpreter faster, with the same results: it computes the same things again at every instruction."""
+"""Caches for Triton's interpreter, so that kernel tests take less time.
+
+By itself it patches ``triton.language`` at every call of a function, and makes the same types anew at every instruction.
+"""
 
 import inspect
 import math
+from functools import cache
 from typing import Any, Final
 
 import triton
@@ -13,13 +17,14 @@ KNOWN_VERSION: Final = "3.6."
 
 
 def speed_up_interpreter() -> None:
-    """Replace what takes most of the time of a kernel's instructions, which have only a few numbers each here.
+    """Install the caches; the results of kernels stay the same.
 
-    Other versions of Triton than the one whose internals this knows stay as they are.
+    The tests' kernels compute a few numbers with each instruction, so the interpreter's bookkeeping takes most of the
+    time. A version of Triton other than ``KNOWN_VERSION`` has other internals and is left as it is.
     """
     if not triton.__version__.startswith(KNOWN_VERSION):
         return
-    # The sums that would detect overflow are made but not looked at: kernels are not compiled for debugging.
+    # Integer arithmetic is repeated in more bits to detect overflow, which only a kernel in debug mode reports.
     assert not interpreter.interpreter_builder.options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _patch_the_language_once()
@@ -27,48 +32,43 @@ def speed_up_interpreter() -> None:
 
 
 def _patch_the_language_once() -> None:
-    """Patch ``triton.language`` when a kernel is launched, not again at each call of a function by the kernel."""
-    patch_lang = interpreter._patch_lang
+    """Patch ``triton.language`` when a kernel is launched, and not again at each call of a function by the kernel."""
+    patch_lang, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
     patched: set[str] = set()
-    visible: dict[Any, set[str]] = {}
 
-    class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
-        """What the launch restores; functions that the kernel calls never restore what they patch."""
-
-        def restore(self) -> None:
-            patched.clear()
-            super().restore()
+    @cache
+    def find_languages(function: Any) -> frozenset[str]:
+        modules = filter(inspect.ismodule, function.__globals__.values())
+        return frozenset(each.__name__ for each in modules if each in (tl, core))
 
     def patch(function: Any) -> Any:
-        languages = visible.get(function)
-        if languages is None:
-            modules = filter(inspect.ismodule, function.__globals__.values())
-            languages = visible[function] = {each.__name__ for each in modules if each in (tl, core)}
+        languages = find_languages(function)
         if languages and languages <= patched:
             return interpreter._LangPatchScope()
         patched.update(languages)
-        scope = patch_lang(function)
-        scope.__class__ = Scope
-        return scope
+        return patch_lang(function)
 
-    interpreter._patch_lang = patch
+    def restore_language(scope: Any) -> None:
+        """Undo the patches; the interpreter calls it at the end of a launch only."""
+        patched.clear()
+        restore(scope)
+
+    interpreter._patch_lang, interpreter._LangPatchScope.restore = patch, restore_language
 
 
 def _remember_types() -> None:
-    """Look up what follows from a shape or a type alone."""
+    """Keep what follows from a shape or a type alone."""
     sizes: dict[tuple[Any, ...], tuple[Any, int, str]] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
     numpy_types: dict[str, Any] = {}
     find_numpy_type, make_block_type = interpreter._get_np_dtype, core.block_type.__init__
 
+    @cache
+    def make_constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        shape = tuple(type.shape.values) if type.is_block() else ()
-        known = shapes.get(shape)
-        if known is None:
-            constants = core.tuple([core.constexpr(size) for size in shape])
-            known = shapes[shape] = core.constexpr(math.prod(shape)), constants
-        self.numel, self.shape = known
+        self.numel, self.shape = make_constants(tuple(type.shape.values) if type.is_block() else ())
 
     def make_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple(shape)
