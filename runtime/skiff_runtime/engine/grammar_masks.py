@@ -8,9 +8,10 @@ never need it, and its import, of which transformers takes most, would delay the
 
 import gc
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +36,21 @@ if TYPE_CHECKING:
 MAX_FILL_THREADS: Final = 8
 RowIndices = NDArray[np.int64]
 _LOAD_ERRORS = (ModelError, RuntimeError, ValueError)
+
+
+@contextmanager
+def _yielding_soon() -> Iterator[None]:
+    """Let the interpreter's lock change hands after 0.1 ms at most while pure Python, such as an import, runs here.
+
+    Each PyTorch operation of the engine's thread gives up the lock and asks for it again. At the usual 5 ms for each
+    of them, a decode step of 2 ms would take dozens while this thread imports.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class GrammarMaskManager:
@@ -128,7 +144,8 @@ class GrammarMaskManager:
         return self._matchers[slot]
 
     def _prepare(self) -> None:
-        self._open_cache()
+        with _yielding_soon():
+            self._open_cache()
         gc.collect()
         gc.freeze()  # as ``Child.report_ready`` does: no later collection scans the objects of transformers
 

@@ -90,6 +90,8 @@ class GemvTuning:
     """For those between, where they do not."""
     fuse_silu_and_mul: bool
     """Whether the product with gate and up applies SwiGLU as well."""
+    uneven_silu_tile: GemvTile
+    """Takes the place of ``uneven_tile`` there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,18 +409,19 @@ HOPPER_MOE: Final = MoETuning(
         long_down=ExpertGemvTile(columns=2048, warps=4),
     ),
     fp8_gemv=ExpertGemvTuning(
-        # untuned: one row took 8.94 us before programs quantized their token, which two share.
+        # 1 and 2 tokens, which programs quantize: 7.9 us, 13.5 us; one row 8.2, 16.0; four by two warps 9.0, 15.2.
         gate_up=ExpertGemvTile(columns=1024, warps=1, rows=2),
         short_inputs=8192,
-        # untuned: one expert behind the other by one warp, two rows, took 6.34 us for a token. Four rows share the
-        # quantization, and 512 programs of 4 warps are resident at a time.
-        down=ExpertGemvTile(columns=256, warps=4, rows=4),
+        # Behind gate and up, 1, 2 and 4 tokens, both products: 13.5, 23.0 and 39.5 us; 2 rows by 4 warps 13.8, 22.7 and
+        # 39.9, 8 rows 14.4, 24.7 and 40.6, one row 14.5, 25.2 and 45.4.
+        down=ExpertGemvTile(columns=256, warps=8, rows=4),
         # untuned: ``fp8_gemv.long_tile``.
         long_down=ExpertGemvTile(columns=2048, warps=2, rows=2),
     ),
-    # untuned: every program of a token repeats its quantization, so what a launch saves is paid for by each token.
-    quantizing_gate_up_tokens=1,
-    quantizing_down_tokens=1,
+    # Both products of 1, 2 and 4 tokens, launches quantize: 18.7, 26.3 and 44.7 us; the products do: 13.7, 23.8 and 42.0.
+    # Block FP8, which is not quantized so: 16.2 against 18.5 us for 1 token, 42.9 against 49.8 for 4.
+    quantizing_gate_up_tokens=4,
+    quantizing_down_tokens=4,
     # untuned: the tiles that vLLM publishes for the H200 (128 experts of 768, 8 for each token), where gate and up
     # count as one matrix, so that half of their outputs are of each.
     rules=(
@@ -514,7 +517,7 @@ HOPPER_MOE: Final = MoETuning(
     sum_block=1024,
     sum_warps=4,
 )
-"""Of mixture of experts on compute capability 9.0; nothing in it was measured yet."""
+"""Of mixture of experts on compute capability 9.0."""
 
 HOPPER: Final = Tuning(
     measured_on="NVIDIA H200",
@@ -571,8 +574,12 @@ HOPPER: Final = Tuning(
         # one 108.4; pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
         tile=GemvTile(columns=2048),
         uneven_tile=GemvTile(columns=1024),
-        # untuned: one launch fewer, for two rows a program instead of one where the tile is not of pairs.
+        # µs for norm, gate·up, SwiGLU and down, apart and fused: 28672 x 4096 80.8, 80.1; 25600 x 5120 93.6, 93.6;
+        # 34816 x 5120 124.8, 124.3; 7168 x 8192 45.5, 44.0; 6144 x 1024 9.8, 8.6.
         fuse_silu_and_mul=True,
+        # µs for gate·up, SwiGLU and down, 25600 x 5120 and 34816 x 5120: 92.2, 122.9; 1,024 columns by 2 warps 92.1,
+        # 123.8; 2,048 by 4 92.6, 123.9; 1,024 by 4 94.8, 126.2.
+        uneven_silu_tile=GemvTile(columns=512),
     ),
     fp8_gemv=FP8GemvTuning(
         short_inputs=8192,
@@ -581,7 +588,8 @@ HOPPER: Final = Tuning(
         tile=FP8GemvTile(columns=1024, warps=1),
         # The same: 5120 x 17408 31.1, 27.4, 30.6, 23.5; 4096 x 14336 19.5, 20.3, -, 17.2.
         long_tile=FP8GemvTile(columns=2048, warps=2),
-        # untuned: one launch fewer. Programs have two rows either way.
+        # µs for gate·up, SwiGLU, quantization and down, apart and fused: 28672 x 4096 48.4, 46.0; 34816 x 5120 68.0, 67.3;
+        # 6144 x 1024 9.8, 9.2.
         fuse_silu_and_mul=True,
         # untuned: 2048 x 4096 becomes 512 programs of 2 warps, all of which are resident with their whole rows.
         quantizing_tile=QuantizingGemvTile(columns=1024, warps=1, rows=4),
@@ -637,9 +645,8 @@ HOPPER: Final = Tuning(
     # not compared.
     single_row_chunk=1024,
     single_row_warps=4,
-    # untuned: the inputs of output projections mostly stay with one program (1.7 µs for a row of Qwen3-14B); one for
-    # the 17,408 products of its MLP takes longer than two launches of many.
-    single_row_max_block=8192,
+    # µs by one program and by many: 1,024 elements 0.90, 0.89; 3,072 1.04, 0.96; 5,120 1.27, 0.99; 17,408 2.38, 1.70.
+    single_row_max_block=1024,
     # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67;
     # 4,096, 8 71; 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few
     # rows.
@@ -681,15 +688,14 @@ HOPPER: Final = Tuning(
         max_tokens=1024,
         long_context=4096,
     ),
-    # Two ranks, 10 KB a row: LL fused with the norm against one-shot and the norm behind it takes 6.2 and 6.4 us for 32
-    # rows, 7.9 and 8.3 for 64, 13.4 and 11.2 for 128. One-shot against NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3
-    # for 512; NCCL is ahead from 2,048 on. Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2:
-    # one-shot to 384 KB and 128 KB for 4 and 8 ranks; two-shot to 128 MB and 32 MB).
-    # ``fused_one_shot`` is untuned: up to 8 rows of 10 KB a program, one after the other, against a launch of 2.6 to 4.0
-    # us for the norm; with more ranks all that one-shot sums.
+    # Two ranks, 10 KB a row, sum and norm by LL, fused one-shot, and one-shot with the norm behind it: 6.5, 5.6 and 6.9
+    # us for 32 rows, 8.0, 6.8 and 9.4 for 64, -, 14.7 and 15.6 for 256, -, 25.7 and 28.0 for 512; LL takes 4.3 for one row.
+    # Sums alone by one-shot and NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3 for 512; NCCL is ahead from 2,048 on.
+    # Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 384 KB and 128 KB for 4 and 8
+    # ranks; two-shot to 128 MB and 32 MB).
     all_reduce=(
         AllReduceLimits(
-            ranks=2, low_latency=640 << 10, one_shot=12 << 20, fused_one_shot=5 << 20, two_shot=12 << 20
+            ranks=2, low_latency=160 << 10, one_shot=12 << 20, fused_one_shot=5 << 20, two_shot=12 << 20
         ),
         AllReduceLimits(
             ranks=4, low_latency=160 << 10, one_shot=384 << 10, fused_one_shot=384 << 10, two_shot=128 << 20

@@ -671,6 +671,7 @@ TUNABLES: Final = (
         True,
     ),
     Tunable("gemv.fuse_silu_and_mul", (False, True), (_gate_up(28_672, 4096), _gate_up(25_600, 5120))),
+    Tunable("gemv.uneven_silu_tile", GEMV_TILES, (_gate_up(25_600, 5120), _gate_up(34_816, 5120))),
     Tunable(
         "fp8_gemv.tile",
         FP8_GEMV_TILES,

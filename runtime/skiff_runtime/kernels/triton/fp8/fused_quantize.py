@@ -4,8 +4,7 @@ The scale of a row is known when all of the row is, so every program reads and q
 four instructions an activation, executed while the weights are on their way, against a launch of about a microsecond.
 It can pay for a few rows only.
 
-The rules are those of ``quantize_kernel`` and ``quantize_groups_kernel``, so products have the same bits. Activations are
-quantized eight at a time, in the form that ``dot_fp8x8`` takes: two int64, each of four two-byte numbers, become two of
+The rules are those of ``quantize_kernel``, so products have the same bits. Activations are quantized eight at a time, in the form that ``dot_fp8x8`` takes: two int64, each of four two-byte numbers, become two of
 four float16 numbers, divided by ``FP16_DOWNSCALE``.
 """
 
@@ -15,12 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.kernels.fp8_tensors import FP8_MAX, FP16_DOWNSCALE
-from skiff_runtime.kernels.triton.fp8.quantize import compute_scale
 
-EIGHTS_OF_GROUP = tl.constexpr(FP8_BLOCK // 8)
-"""The int64 of FP8 numbers that have one scale in block FP8."""
 VALUES_PER_THREAD: Final = 64
 """The activations that a thread may keep in registers, as they are, until the scale of their row is known."""
 MAX_WARPS: Final = 8
@@ -44,9 +39,10 @@ def load_int64(at: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
 def load_x8(x: tl.tensor, at: tl.tensor, inside: tl.tensor | None) -> tuple[tl.tensor, tl.tensor]:
     """Load the eight two-byte numbers at each index of eights: (the first four, the last four) of each in an int64.
 
-    ``x`` points to int64; indices are [RUN] or [RUN, rows], all inside if ``inside`` is ``None``. A thread loads all eight numbers at once, 16 bytes; in two
-    loads of eight bytes, with gaps between the threads, a warp would touch every cache line twice. Weights that are
-    multiplied with them must be in the same threads: their indices should be made by ``arange_for_x8``.
+    ``x`` points to int64; indices are [RUN] or [RUN, rows], all inside if ``inside`` is ``None``. A thread loads all
+    eight numbers at once, 16 bytes; in two loads of eight bytes, with gaps between the threads, a warp would touch every
+    cache line twice. Weights that are multiplied with them must be in the same threads: their indices should be made by
+    ``arange_for_x8``.
     """
     half = tl.arange(0, 2)
     if len(at.shape) == 1:
@@ -219,18 +215,6 @@ def quantize_x4(
             half = (fp8.to(tl.float32) / _FP16_DOWNSCALE).to(tl.float16)
             quantized |= half.to(tl.uint16, bitcast=True).to(tl.int64) << (16 * i)
     return quantized
-
-
-@triton.jit
-def compute_group_scales(largest: tl.tensor, RUN: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return the scales of groups of 128 numbers, one for each eight of them, float32 of the shape of ``largest``.
-
-    ``largest`` float32 [RUN, ROWS], or [RUN] for one row, are the largest magnitudes of eights; RUN is a multiple of 16,
-    which are a group.
-    """
-    groups = tl.reshape(largest, (RUN // EIGHTS_OF_GROUP, EIGHTS_OF_GROUP, ROWS))
-    scales = compute_scale(tl.max(groups, 1))[:, None, :]
-    return tl.reshape(tl.broadcast_to(scales, groups.shape), largest.shape)
 
 
 def choose_warps(values: int) -> int | None:

@@ -190,7 +190,7 @@ def gemv_silu_and_mul(
     """
     inputs, outputs = x.shape[1], weight.shape[0] // 2
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    tile = tile or _choose_tile(weight)
+    tile = tile or _choose_tile(weight, fused=True)
     gemv_silu_and_mul_kernel[(outputs,)](
         *(x, weight, weight if bias is None else bias, output, weight.stride(0), outputs),
         INPUTS=inputs,
@@ -202,9 +202,12 @@ def gemv_silu_and_mul(
     return output
 
 
-def _choose_tile(weight: torch.Tensor) -> GemvTile:
+def _choose_tile(weight: torch.Tensor, *, fused: bool = False) -> GemvTile:
+    """``fused``: with SwiGLU."""
     tuning, inputs = tuning_for(weight.device).gemv, weight.shape[1]
     if inputs <= tuning.short_inputs or inputs > tuning.long_inputs:
         return tuning.edge_tile
     # Half a run at the end of each row would be loaded for nothing.
-    return tuning.tile if inputs % tuning.tile.columns == 0 else tuning.uneven_tile
+    if inputs % tuning.tile.columns == 0:
+        return tuning.tile
+    return tuning.uneven_silu_tile if fused else tuning.uneven_tile

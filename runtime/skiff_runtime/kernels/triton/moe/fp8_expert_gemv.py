@@ -2,7 +2,8 @@
 
 Eight weights at a time are dequantized to float16, multiplied by float16 activations, and added up in fours there.
 Activations come quantized, of a single token as float16 and of several as FP8, or in the type of the model: then each
-program quantizes what it multiplies (``fp8.fused_quantize``), and no launch stands between the two products.
+program quantizes what it multiplies (``fp8.fused_quantize``), and no launch stands between the two products. Block FP8
+always comes quantized: its many scales take programs longer than a launch does.
 """
 
 from typing import Any
@@ -16,7 +17,6 @@ from skiff_runtime.kernels.triton.fp8 import fused_quantize
 from skiff_runtime.kernels.triton.fp8.dequantize import dequantize_fp8x8, dot_fp8x8, supports_fp8_ptx
 from skiff_runtime.kernels.triton.fp8.fused_quantize import (
     arange_for_x8,
-    compute_group_scales,
     load_int64,
     load_x8,
     max_abs_x8,
@@ -86,7 +86,7 @@ def fp8_gate_up_gemv_kernel(
     at its token: they are on their way while it searches for the token's largest magnitude.
 
     x                   [tokens, INPUTS], contiguous: FP8, or for a single token float16, divided by
-                        ``FP16_DOWNSCALE``; with QUANTIZE bfloat16 or float16
+                        ``FP16_DOWNSCALE``; with QUANTIZE, and never with HAS_BLOCKS, bfloat16 or float16
     weight              FP8 [EXPERTS, 2 * OUTPUTS, INPUTS]; INPUTS is a multiple of 8
     x_scales            float32 [tokens, 1], or [tokens, INPUTS / 128] with HAS_BLOCKS; tokens are ``token_stride``
                         apart and groups ``group_stride``; not read with QUANTIZE
@@ -139,18 +139,13 @@ def fp8_gate_up_gemv_kernel(
             up_scales += (tl.load(channel_scales + OUTPUTS),)
     token_scale = 1.0
     if QUANTIZE:
-        if not HAS_BLOCKS:
-            largest = tl.zeros((RUN,), tl.float32)
-            for i in tl.static_range(len(x_lows)):
-                largest = tl.maximum(largest, max_abs_x8(x_lows[i], x_highs[i], DTYPE, USE_PTX))
-            token_scale = compute_scale(tl.max(largest, 0))
-            reciprocal = tl.div_rn(1.0, token_scale)
+        largest = tl.zeros((RUN,), tl.float32)
+        for i in tl.static_range(len(x_lows)):
+            largest = tl.maximum(largest, max_abs_x8(x_lows[i], x_highs[i], DTYPE, USE_PTX))
+        token_scale = compute_scale(tl.max(largest, 0))
+        reciprocal = tl.div_rn(1.0, token_scale)
         quantized_lows, quantized_highs = no_tensors(), no_tensors()
         for i in tl.static_range(len(x_lows)):
-            if HAS_BLOCKS:
-                x_factor = compute_group_scales(max_abs_x8(x_lows[i], x_highs[i], DTYPE, USE_PTX), RUN, 1)
-                reciprocal = tl.div_rn(1.0, x_factor)
-                x_factors += (x_factor,)
             quantized_lows += (quantize_x4(x_lows[i], reciprocal, DTYPE, USE_PTX),)
             quantized_highs += (quantize_x4(x_highs[i], reciprocal, DTYPE, USE_PTX),)
         x_lows, x_highs = quantized_lows, quantized_highs
@@ -216,11 +211,11 @@ def fp8_down_gemv_kernel(
     """Compute ROWS adjacent outputs of one token: the sum of its experts' outputs times their routing weights.
 
     Grid: (runs of ROWS outputs, tokens), as ``down_gemv_kernel``. Like there, a tile has a line of each expert; here they
-    are its columns, see ``arange_for_x8``. A
-    program that quantizes its token's intermediate values loads all of its weights first.
+    are its columns, see ``arange_for_x8``. A program that quantizes its token's intermediate values loads all of its
+    weights first.
 
     x                   [tokens, TOP_K, INPUTS], contiguous: FP8, or for a single pair float16, divided by
-                        ``FP16_DOWNSCALE``; with QUANTIZE bfloat16 or float16
+                        ``FP16_DOWNSCALE``; with QUANTIZE, and never with HAS_BLOCKS, bfloat16 or float16
     weight              FP8 [EXPERTS, OUTPUTS, INPUTS]; INPUTS is a multiple of 8
     x_scales            float32 [pairs, 1], or [pairs, INPUTS / 128] with HAS_BLOCKS; pairs are ``token_stride`` apart
                         and groups ``group_stride``; not read with QUANTIZE
@@ -268,12 +263,11 @@ def fp8_down_gemv_kernel(
             at_scale = scales + expert * OUTPUTS + tl.minimum(row + i, OUTPUTS - 1)
             row_scales += (tl.load(at_scale, is_here, 0.0),)
     if QUANTIZE:
-        if not HAS_BLOCKS:
-            largest = tl.zeros((RUN, TOP_K_BLOCK), tl.float32)
-            for k in tl.static_range(len(lows)):
-                largest = tl.maximum(largest, max_abs_x8(lows[k], highs[k], DTYPE, USE_PTX))
-            pair_scale = compute_scale(tl.max(largest, 0))[None, :]
-            reciprocal = tl.div_rn(1.0, pair_scale)
+        largest = tl.zeros((RUN, TOP_K_BLOCK), tl.float32)
+        for k in tl.static_range(len(lows)):
+            largest = tl.maximum(largest, max_abs_x8(lows[k], highs[k], DTYPE, USE_PTX))
+        pair_scale = compute_scale(tl.max(largest, 0))[None, :]
+        reciprocal = tl.div_rn(1.0, pair_scale)
     elif not HAS_BLOCKS:
         pair_scale = tl.load(x_scales + pair * token_stride, is_here, 0.0)
     for first in tl.static_range(0, EIGHTS, RUN):
@@ -281,12 +275,8 @@ def fp8_down_gemv_kernel(
         inside = (at < EIGHTS) & is_here
         group = at // _EIGHTS_OF_BLOCK
         if QUANTIZE:
-            low, high = lows[first // RUN], highs[first // RUN]
-            if HAS_BLOCKS:
-                x_scale = compute_group_scales(max_abs_x8(low, high, DTYPE, USE_PTX), RUN, TOP_K_BLOCK)
-                reciprocal = tl.div_rn(1.0, x_scale)
-            x_low = quantize_x4(low, reciprocal, DTYPE, USE_PTX)
-            x_high = quantize_x4(high, reciprocal, DTYPE, USE_PTX)
+            x_low = quantize_x4(lows[first // RUN], reciprocal, DTYPE, USE_PTX)
+            x_high = quantize_x4(highs[first // RUN], reciprocal, DTYPE, USE_PTX)
         else:
             x_low, x_high = _load_x(x, choice * EIGHTS + at, inside, X_IS_FP8, USE_PTX)
             if HAS_BLOCKS:
@@ -386,18 +376,18 @@ def fp8_down_gemv(
     return output
 
 
-def can_quantize_token(x: torch.Tensor) -> bool:
+def can_quantize_token(x: torch.Tensor, scales: torch.Tensor) -> bool:
     """Return whether ``fp8_gate_up_gemv`` can quantize x [T, H]: a row is in the registers of each program."""
-    return _fits(x, 1)
+    return _can_quantize(x, 1, scales)
 
 
-def can_quantize_pairs(inner: torch.Tensor, top_k: int) -> bool:
+def can_quantize_pairs(inner: torch.Tensor, top_k: int, scales: torch.Tensor) -> bool:
     """Return whether ``fp8_down_gemv`` can quantize the intermediate values [T * top_k, I]."""
-    return _fits(inner, triton.next_power_of_2(top_k))
+    return _can_quantize(inner, triton.next_power_of_2(top_k), scales)
 
 
-def _fits(x: torch.Tensor, rows: int) -> bool:
-    is_supported = fused_quantize.supports(x.dtype) and x.is_contiguous()
+def _can_quantize(x: torch.Tensor, rows: int, scales: torch.Tensor) -> bool:
+    is_supported = scales.dim() == 2 and fused_quantize.supports(x.dtype) and x.is_contiguous()
     return is_supported and fused_quantize.choose_warps(rows * x.shape[1]) is not None
 
 
@@ -416,8 +406,8 @@ def _options(
         columns = max(columns, SCALE_BLOCK)
     warps = min(tile.warps, max(1, rows * columns // MIN_COLUMNS))
     if isinstance(x, torch.Tensor):
-        needed = fused_quantize.choose_warps(rows * x.shape[1])
-        assert needed is not None, "too many values for the registers of one program"
+        needed = None if has_blocks else fused_quantize.choose_warps(rows * x.shape[1])
+        assert needed is not None, "block FP8, or too many values for the registers of one program"
         warps = max(warps, needed)
     options = {
         "COLUMNS": columns,

@@ -5,7 +5,7 @@ Launches, in bfloat16 (quantization stands in brackets, and is of FP8 experts):
     few tokens      (quantize), gate_up_gemv, (quantize), down_gemv
     many            (quantize), moe_align_block_size, gate_up, (quantize), down, moe_sum
 
-Of the fewest tokens, the GEMVs quantize what they multiply.
+Of the fewest tokens, the GEMVs quantize what they multiply, but for block FP8.
 
 All buffers have sizes that follow from the numbers of tokens, experts and choices, so both are captured in CUDA graphs.
 The tile of a product follows from the mean number of rows of an expert, which is known before.
@@ -49,8 +49,8 @@ def fused_experts(
         return torch.empty((0, hidden_size), dtype=x.dtype, device=device)
     is_few = expert_gemv.is_profitable(tokens, top_k, num_experts, device)
     if experts.gate_up_scales is not None and isinstance(x, torch.Tensor):
-        tuning = tuning_for(device).moe
-        if is_few and tokens <= tuning.quantizing_gate_up_tokens and fp8_expert_gemv.can_quantize_token(x):
+        quantizes = is_few and tokens <= tuning_for(device).moe.quantizing_gate_up_tokens
+        if quantizes and fp8_expert_gemv.can_quantize_token(x, experts.gate_up_scales):
             return _multiply_few_fp8(x, experts, topk_weights, topk_ids)
         x = _quantize(x, experts)
     if is_few and isinstance(x, QuantizedActivations):
@@ -95,7 +95,7 @@ def _multiply_few_fp8(
         x, experts.gate_up, experts.gate_up_scales, topk_ids, first_expert=first
     )
     quantizes = tokens <= tuning_for(inner.device).moe.quantizing_down_tokens
-    quantizes = quantizes and fp8_expert_gemv.can_quantize_pairs(inner, top_k)
+    quantizes = quantizes and fp8_expert_gemv.can_quantize_pairs(inner, top_k, experts.down_scales)
     return fp8_expert_gemv.fp8_down_gemv(
         inner if quantizes else _quantize(inner, experts),
         experts.down,
