@@ -81,15 +81,18 @@ def test_tokens_do_not_depend_on_graphs(model: Path) -> None:
     assert generate_warm(model, SAMPLINGS, disable_cuda_graph=True) == generate_warm(model, SAMPLINGS)
 
 
-def test_fp8_tokens_agree_with_transformers_with_the_same_rounding(model: Path) -> None:
-    """Both round the same values to FP8, but to bfloat16 at other places."""
-    outputs = generate_warm(model, quantization="fp8")
-    oracle = load_reference(model, torch.float32)
-    quantize_linear_layers(oracle)
+def test_fp8_tokens_differ_from_transformers_no_more_than_its_own_by_rounding(model: Path) -> None:
+    """Both round the same values to FP8. Transformers in bfloat16 and in float32 give other tokens for a quarter, or more."""
     crowd = prompts(12)
-    choices = oracle_choices(oracle, crowd, outputs)
-    same = sum(np.equal(own, other).sum() for own, other in zip(outputs, choices, strict=True))
-    assert same > 0.85 * len(crowd) * COUNT
+    outputs = generate_warm(model, quantization="fp8")
+    choices = []
+    for dtype in (torch.bfloat16, torch.float32):
+        oracle = load_reference(model, dtype)
+        quantize_linear_layers(oracle)
+        choices.append(np.concatenate(oracle_choices(oracle, crowd, outputs)))
+    rounded, exact = choices
+    different, unsure = (int((exact != each).sum()) for each in (np.concatenate(outputs), rounded))
+    assert different <= 1.25 * unsure
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000])

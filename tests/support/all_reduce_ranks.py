@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import kernel_device  # noqa: F401  # repairs Triton's interpreter
 import torch
 import triton
 import triton.language as tl
 from all_reduce_messages import make_message, same_bits, sum_messages
+from kernel_device import DEVICE
 from simulated_peers import SimulatedPeer, map_files
 
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
@@ -54,7 +54,8 @@ def _count_polls(polls: tl.tensor, _ptx: bool) -> tl.tensor:
     return polls
 
 
-peer_memory.read_clock = _count_polls
+if DEVICE.type == "cpu":
+    peer_memory.read_clock = _count_polls
 
 
 def join(group: TensorParallelGroup, directory: str, polls: int = POLLS) -> SimulatedPeer:

@@ -70,7 +70,7 @@ def quantize_linear_layers(
 
     def quantized(values: torch.Tensor) -> torch.Tensor:
         flat, scales = quantize_rows(values.flatten(0, -2))
-        return (flat.float() * scales).view(values.shape)
+        return (flat.float() * scales).view(values.shape).to(values.dtype)
 
     for name, module in oracle.named_modules():
         if name.endswith(".experts") and name not in unquantized:
@@ -97,7 +97,7 @@ def experts_forward(
             expert = int(ids[token, choice])
             gate, up = F.linear(quantized(x[token][None]), gate_ups[expert]).chunk(2, dim=-1)
             output = F.linear(quantized(F.silu(gate) * up), downs[expert])
-            total[token] += weights[token, choice] * output[0]
+            total[token] += (weights[token, choice] * output[0]).to(total.dtype)
         return total
 
     return forward
