@@ -8,11 +8,10 @@ never need it, and its import, of which transformers takes most, would delay the
 
 import gc
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from threading import Lock
+from contextlib import suppress
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from skiff_runtime import log
 from skiff_runtime.engine.input_batch import SampledRows
+from skiff_runtime.engine.paced_imports import paced_imports
 from skiff_runtime.engine.staging_buffers import upload
 from skiff_runtime.engine.step_output import StepOutput
 from skiff_runtime.errors import ModelError
@@ -36,21 +36,6 @@ if TYPE_CHECKING:
 MAX_FILL_THREADS: Final = 8
 RowIndices = NDArray[np.int64]
 _LOAD_ERRORS = (ModelError, RuntimeError, ValueError)
-
-
-@contextmanager
-def _yielding_soon() -> Iterator[None]:
-    """Let the interpreter's lock change hands after 0.1 ms at most while pure Python, such as an import, runs here.
-
-    Each PyTorch operation of the engine's thread gives up the lock and asks for it again. At the usual 5 ms for each
-    of them, a decode step of 2 ms would take dozens while this thread imports.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class GrammarMaskManager:
@@ -74,12 +59,14 @@ class GrammarMaskManager:
         self._batch: BatchGrammarMatcher | None = None
         self._cache: LoadedGrammarCache | None = None
         self._cache_lock = Lock()
+        self._is_wanted = Event()
+        """Set by the first grammar, which must not wait for a paced import."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar-reader")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
 
     def prepare(self) -> None:
-        """Start to import xgrammar and to read the vocabulary, so that the first grammar need not wait for it."""
+        """Start to import xgrammar and to read the vocabulary, at leisure, so that the first grammar need not wait for it."""
         self._loader.submit(self._prepare)
 
     def load(self, grammar: CompiledGrammar) -> "Future[None] | None":
@@ -89,6 +76,7 @@ class GrammarMaskManager:
         """
         if self._cache is not None and grammar.key in self._cache:
             return None
+        self._is_wanted.set()
         return self._reader.submit(self._load, grammar)
 
     def open(self, opened: Sequence[SlotOpened]) -> None:
@@ -96,6 +84,7 @@ class GrammarMaskManager:
         for each in opened:
             self._has_grammar[each.slot] = each.grammar is not None
             if each.grammar is not None:
+                self._is_wanted.set()
                 before = self._pending[each.slot]
                 self._pending[each.slot] = self._loader.submit(self._start_matcher, each, before)
 
@@ -144,9 +133,8 @@ class GrammarMaskManager:
         return self._matchers[slot]
 
     def _prepare(self) -> None:
-        with _yielding_soon():
+        with paced_imports(self._is_wanted):
             self._open_cache()
-        gc.collect()
         gc.freeze()  # as ``Child.report_ready`` does: no later collection scans the objects of transformers
 
     def _load(self, grammar: CompiledGrammar) -> None:

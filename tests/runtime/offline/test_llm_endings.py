@@ -50,6 +50,7 @@ def all_gone(processes: list[psutil.Process], within_seconds: float = 15.0) -> b
     return False
 
 
+@needs_gpus(2)
 def test_ctrl_c_ends_all_processes_and_removes_their_directory() -> None:
     """The processes are two ranks and the grammar compiler; the directory contains their sockets."""
     script = SCRIPT.format(generates=True)
@@ -72,6 +73,7 @@ def test_ctrl_c_ends_all_processes_and_removes_their_directory() -> None:
     assert not run_dir.exists()
 
 
+@needs_gpus(2)
 def test_exit_without_close_removes_the_directory() -> None:
     script = SCRIPT.format(generates=False)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
