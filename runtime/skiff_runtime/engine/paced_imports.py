@@ -2,7 +2,7 @@
 
 A thread that imports holds the lock for most of the time, and each PyTorch operation of another thread gives it up and
 asks for it again. So an import of a second in the background stops decode steps for about a second. Paced, it pauses
-before each module and gives the lock up soon within one: it takes some seconds, in which steps are slightly slower.
+before each module and gives the lock up soon within one: it takes ten seconds, in which steps are slightly slower.
 """
 
 import sys
@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-PAUSE_SECONDS: Final = 0.005
-"""Before each module. xgrammar and transformers import about 470, for 2 ms each."""
+PAUSE_SECONDS: Final = 0.02
+"""Before each module. xgrammar and transformers are about 470 modules, each of which takes 2 ms on average."""
 SWITCH_SECONDS: Final = 1e-4
 """How long another thread waits for the lock while a module is executed; 5 ms is Python's default."""
 
