@@ -74,6 +74,18 @@ class GemvTile:
     warps: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class PreloadingGemvTile:
+    """A GEMV that loads all its weights before the kernel ahead has ended: columns of one run, fewest warps, and rows.
+
+    A program has ``rows`` rows of the weight; of gate and up half as many each, but at least one.
+    """
+
+    columns: int
+    warps: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvTuning:
     """Numbers of ``triton.linear.gemv``."""
@@ -90,6 +102,9 @@ class GemvTuning:
     """For those between, where they do not."""
     fuse_silu_and_mul: bool
     """Whether the product with gate and up applies SwiGLU as well."""
+    preloading_tile: PreloadingGemvTile
+    max_preloaded_weights: int
+    """The largest weight, in numbers, that is loaded as a whole before the kernel ahead has ended; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +113,6 @@ class FP8GemvTile:
 
     columns: int
     warps: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizingGemvTile:
-    """The columns of one loop iteration, the rows of the weight that share a quantized token, and the fewest warps."""
-
-    columns: int
-    warps: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +125,12 @@ class FP8GemvTuning:
     long_tile: FP8GemvTile
     fuse_silu_and_mul: bool
     """Whether the product with gate and up applies SwiGLU as well."""
-    quantizing_tile: QuantizingGemvTile
-    max_quantizing_weights: int
-    """The largest weight, in numbers, whose GEMV quantizes its token itself, if no kernel ahead does."""
+    preloading_tile: PreloadingGemvTile
+    max_preloaded_weights: int
+    """The largest weight, in numbers, that is loaded as a whole before the kernel ahead has ended; 0 for none.
+
+    The GEMV of such a weight quantizes its token itself, if no kernel ahead does.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,6 +582,10 @@ HOPPER: Final = Tuning(
         uneven_tile=GemvTile(columns=1024),
         # untuned: one launch fewer, for two rows a program instead of one where the tile is not of pairs.
         fuse_silu_and_mul=True,
+        # untuned: as many bytes a thread as FP8's, 128 of 2,048 and of 4,096 inputs.
+        preloading_tile=PreloadingGemvTile(columns=1024, warps=2, rows=2),
+        # untuned: 24 MiB, about as many bytes as FP8's 5120 x 5120, which gains; 5120 x 2048 is below it.
+        max_preloaded_weights=12 << 20,
     ),
     fp8_gemv=FP8GemvTuning(
         short_inputs=8192,
@@ -583,10 +596,12 @@ HOPPER: Final = Tuning(
         long_tile=FP8GemvTile(columns=2048, warps=2),
         # untuned: one launch fewer. Programs have two rows either way.
         fuse_silu_and_mul=True,
-        # untuned: 2048 x 4096 becomes 512 programs of 2 warps, all of which are resident with their whole rows.
-        quantizing_tile=QuantizingGemvTile(columns=1024, warps=1, rows=4),
-        # untuned, an estimate: 2048 x 4096 needs 0.3 us to execute the repeated quantization, a launch takes 0.96.
-        max_quantizing_weights=16 << 20,
+        # H200, us: 2048 x 4096, quantizing its token, 3.60, and 2048 x 2048 2.66. By ``tile`` and a launch that
+        # quantizes they take 7.54 and 4.62, by ``tile`` alone 6.43 and 4.07. untuned for quantized tokens.
+        preloading_tile=PreloadingGemvTile(columns=1024, warps=1, rows=2),
+        # H200, us, the best tile that quantizes, a launch that does and ``tile``, ``tile`` alone: 4096 x 4096 6.20
+        # (4 rows), 7.98, 6.94. 5120 x 5120, which is larger, 8.85, 10.34, 9.52. untuned for quantized tokens.
+        max_preloaded_weights=16 << 20,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;

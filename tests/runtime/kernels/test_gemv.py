@@ -14,7 +14,7 @@ from skiff_runtime.kernels.triton.linear.gemv import (
     is_profitable,
 )
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
-from skiff_runtime.kernels.tuning import GemvTile, overridden, tuning_for
+from skiff_runtime.kernels.tuning import GemvTile, PreloadingGemvTile, overridden, tuning_for
 
 TYPES = (torch.float32, HALF)
 
@@ -35,9 +35,17 @@ def test_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtype: t
 
 
 @pytest.mark.parametrize(
-    "tile", [GemvTile(16, warps=1), GemvTile(128, pair=True, warps=2), GemvTile(2048, pair=True, warps=8)]
+    "tile",
+    [
+        GemvTile(16, warps=1),
+        GemvTile(128, pair=True, warps=2),
+        GemvTile(2048, pair=True, warps=8),
+        PreloadingGemvTile(16, 1, 2),
+        PreloadingGemvTile(128, 1, 5),
+        PreloadingGemvTile(1024, 4, 1),
+    ],
 )
-def test_every_tile_gives_the_same_product(tile: GemvTile) -> None:
+def test_every_tile_gives_the_same_product(tile: GemvTile | PreloadingGemvTile) -> None:
     x, weight = noise(1, 300, dtype=torch.float32), noise(71, 300, dtype=torch.float32, seed=1)
     assert error(gemv(x, weight, tile=tile), x.double() @ weight.double().T) < 1e-5
 
@@ -67,8 +75,12 @@ def test_fused_gemv_has_the_bits_of_gemv_and_silu_and_mul(
         assert error(product, F.silu(gate) * up) < 2 * TOLERANCE[dtype]
         assert torch.equal(product, silu_and_mul(gemv(x, weight, added, tile=tile)))
         if tile is not None:
-            other = replace(tile, pair=not tile.pair)
-            assert torch.equal(product, silu_and_mul(gemv(x, weight, added, tile=other)))
+            others: list[GemvTile | PreloadingGemvTile] = [replace(tile, pair=not tile.pair)]
+            if tile.warps == 4:  # with fewer, the preloading kernel may need more
+                others += [PreloadingGemvTile(tile.columns, 4, rows) for rows in (1, 4)]
+            for other in others:
+                assert torch.equal(product, silu_and_mul(gemv(x, weight, added, tile=other)))
+                assert torch.equal(product, gemv_silu_and_mul(x, weight, added, tile=other))
 
 
 def test_fused_gemv_takes_rows_that_are_apart() -> None:

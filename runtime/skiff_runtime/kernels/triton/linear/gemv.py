@@ -8,8 +8,12 @@ activations through shared memory.
 The product with a gated MLP's weight of gate and up has a kernel that applies SwiGLU as well: one program has a row of
 gate and the same one of up, and no launch is left between this product and that of the down-projection.
 
+A small weight is loaded as a whole before the kernel ahead has ended: a program keeps all its rows in registers.
+
 From two tokens on, the GPU's library reads weights at nearly the rate of copies.
 """
+
+from typing import Final
 
 import torch
 import triton
@@ -21,7 +25,13 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
-from skiff_runtime.kernels.tuning import GemvTile, tuning_for
+from skiff_runtime.kernels.triton.runtime.tensor_tuples import no_tensors
+from skiff_runtime.kernels.tuning import GemvTile, PreloadingGemvTile, tuning_for
+
+VALUES_PER_THREAD: Final = 32
+"""The weights of a row that a thread of ``preloading_gemv_kernel`` may keep in registers."""
+MAX_PRELOADED_INPUTS: Final = 8 * 32 * VALUES_PER_THREAD
+"""Those of rows that eight warps can keep."""
 
 
 @triton.jit
@@ -135,6 +145,63 @@ def gemv_silu_and_mul_kernel(
     tl.store(output + row, multiply_by_silu(gate, up, dtype))
 
 
+@triton.jit
+def preloading_gemv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    weight_stride: tl.tensor,
+    outputs: tl.tensor,
+    INPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Multiply one token with ROWS adjacent rows of the weight; with GATED, with those of gate and of up.
+
+    Grid: (runs of ROWS outputs). All rows of a program are loaded before the kernel ahead has ended. A row's sum has the
+    bits of ``gemv_kernel`` with the same COLUMNS and warps.
+
+    x, weight, bias, output, COLUMNS  as ``gemv_kernel``; with GATED as ``gemv_silu_and_mul_kernel``
+    """
+    launch_dependents(PDL)
+    LOADED: tl.constexpr = 2 * ROWS if GATED else ROWS
+    first_row = tl.program_id(0) * ROWS
+    run = tl.arange(0, COLUMNS)
+    rows, loaded, added, accs = no_tensors(), no_tensors(), no_tensors(), no_tensors()
+    for i in tl.static_range(LOADED):
+        # The last rows may not exist; what they give is not stored. Those of up lie behind those of gate.
+        rows += (tl.minimum(first_row + i % ROWS, outputs - 1) + i // ROWS * outputs,)
+        accs += (tl.zeros((COLUMNS,), tl.float32),)
+    for first in tl.static_range(0, INPUTS, COLUMNS):
+        inside = first + run < INPUTS
+        for i in tl.static_range(LOADED):
+            source = weight + rows[i].to(tl.int64) * weight_stride
+            loaded += (tl.load(source + first + run, inside, 0.0),)
+    for i in tl.static_range(LOADED):
+        added += (tl.load(bias + rows[i]).to(tl.float32) if HAS_BIAS else 0.0,)
+    wait_for_dependencies(PDL)
+    for first in tl.static_range(0, INPUTS, COLUMNS):
+        inside = first + run < INPUTS
+        x_values = tl.load(x + first + run, inside, 0.0).to(tl.float32)
+        sums = no_tensors()
+        for i in tl.static_range(LOADED):
+            sums += (tl.fma(x_values, loaded[first // COLUMNS * LOADED + i].to(tl.float32), accs[i]),)
+        accs = sums
+    dtype = output.dtype.element_ty
+    products = no_tensors()
+    for i in tl.static_range(LOADED):
+        products += ((tl.sum(accs[i], 0) + added[i]).to(dtype),)
+    for i in tl.static_range(ROWS):
+        product = products[i]
+        if GATED:
+            product = multiply_by_silu(product.to(tl.float32), products[ROWS + i].to(tl.float32), dtype)
+        tl.store(output + first_row + i, product, first_row + i < outputs)
+
+
 def is_profitable(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether ``gemv`` is faster at this product than the library."""
     return x.shape[0] == 1 and weight.shape[0] <= tuning_for(x.device).gemv.max_outputs
@@ -150,16 +217,20 @@ def gemv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tile: GemvTile | None = None,
+    tile: GemvTile | PreloadingGemvTile | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    ``tile`` replaces the tuned one; ``dtype`` is that of the result (default: that of x).
+    ``tile`` replaces the tuned one, and its type chooses the kernel; ``dtype`` is that of the result (default: that of
+    x).
     """
     inputs, outputs = x.shape[1], weight.shape[0]
     output = torch.empty((1, outputs), dtype=dtype or x.dtype, device=x.device)
     tile = tile or _choose_tile(weight)
+    if isinstance(tile, PreloadingGemvTile):
+        _launch_preloading(x, weight, bias, output, tile.rows, tile, gated=False)
+        return output
     gemv_kernel[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
         x,
         weight,
@@ -182,7 +253,7 @@ def gemv_silu_and_mul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tile: GemvTile | None = None,
+    tile: GemvTile | PreloadingGemvTile | None = None,
 ) -> torch.Tensor:
     """Return silu(gate) * up [1, n] of x [1, inputs] times weight [2 * n, inputs] plus bias [2 * n]: gate, then up.
 
@@ -191,6 +262,9 @@ def gemv_silu_and_mul(
     inputs, outputs = x.shape[1], weight.shape[0] // 2
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     tile = tile or _choose_tile(weight)
+    if isinstance(tile, PreloadingGemvTile):
+        _launch_preloading(x, weight, bias, output, max(1, tile.rows // 2), tile, gated=True)
+        return output
     gemv_silu_and_mul_kernel[(outputs,)](
         *(x, weight, weight if bias is None else bias, output, weight.stride(0), outputs),
         INPUTS=inputs,
@@ -202,8 +276,35 @@ def gemv_silu_and_mul(
     return output
 
 
-def _choose_tile(weight: torch.Tensor) -> GemvTile:
+def _launch_preloading(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    rows: int,
+    tile: PreloadingGemvTile,
+    *,
+    gated: bool,
+) -> None:
+    """Write ``output`` [1, outputs], ``rows`` of them by each program, with as many warps as its registers need."""
+    inputs, outputs = weight.shape[1], output.shape[1]
+    needed = triton.next_power_of_2(triton.cdiv(inputs, 32 * VALUES_PER_THREAD))
+    preloading_gemv_kernel[(triton.cdiv(outputs, rows),)](
+        *(x, weight, weight if bias is None else bias, output, weight.stride(0), outputs),
+        INPUTS=inputs,
+        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
+        ROWS=rows,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        num_warps=max(tile.warps, needed),
+        **pdl_options(x.device),
+    )
+
+
+def _choose_tile(weight: torch.Tensor) -> GemvTile | PreloadingGemvTile:
     tuning, inputs = tuning_for(weight.device).gemv, weight.shape[1]
+    if weight.numel() <= tuning.max_preloaded_weights and inputs <= MAX_PRELOADED_INPUTS:
+        return tuning.preloading_tile
     if inputs <= tuning.short_inputs or inputs > tuning.long_inputs:
         return tuning.edge_tile
     # Half a run at the end of each row would be loaded for nothing.
