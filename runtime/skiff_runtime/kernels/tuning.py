@@ -273,6 +273,12 @@ class MoETuning:
 
     routing_warps: int
     """The tokens that one program of ``fused_topk`` routes, each in one warp."""
+    max_router_topk_tokens: int
+    """Up to so many tokens the router's product selects the experts in the same launch; 0 for none."""
+    router_topk_rows: int
+    """The experts whose logits one program of ``router_topk`` computes."""
+    fuse_router_norm: bool
+    """Whether that launch also adds the residual and normalizes, where no sum over ranks does."""
     experts_per_pair: int
     """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
     max_chunk: int
@@ -401,6 +407,12 @@ _BLOCK_FP8_MIDDLE: Final = GroupedGemmTile(outputs=64, inputs=128, group=16, war
 HOPPER_MOE: Final = MoETuning(
     # untuned: a warp for each token needs no exchange between warps.
     routing_warps=4,
+    # untuned: up to the steps whose experts are not sorted; one launch fewer, of about 2 us.
+    max_router_topk_tokens=4,
+    # untuned: 128 experts are 128 programs, fewer than a GPU has multiprocessors.
+    router_topk_rows=1,
+    # untuned: one launch fewer, for a reduction over the token in each program.
+    fuse_router_norm=True,
     # untuned: the bound that vLLM takes. At it, one expert in four is read, and few are read twice.
     experts_per_pair=4,
     # untuned.
