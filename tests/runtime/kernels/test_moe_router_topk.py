@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @contextmanager
-def tuned(**numbers: int | bool) -> Iterator[None]:
+def tuned(**numbers: Any) -> Iterator[None]:
     table = tuning_for(DEVICE)
     with overridden(replace(table, moe=replace(table.moe, **numbers))):
         yield

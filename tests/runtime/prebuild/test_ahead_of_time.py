@@ -125,8 +125,8 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
         assert constants(own, kernel, "KV", "GROUP") == {(kv_heads, 4 // tp_size // kv_heads)}, kernel
     assert constants(own, "prefill_attention_kernel", "KV", "HEADS") == {(kv_heads, 4 // tp_size)}
     hidden, attended, inner = 64, 64 // tp_size, 96 // tp_size
-    assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
-    assert constants(own, "gemv_silu_and_mul_kernel", "INPUTS") == {(hidden,)}
+    products = {(False, hidden), (False, attended), (False, inner), (True, hidden)}
+    assert constants(own, "preloading_gemv_kernel", "GATED", "INPUTS") == products
     assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
     if tp_size > 1:
         shard = vocab_shard_size(VOCAB_SIZE, tp_size)
@@ -201,5 +201,6 @@ def test_all_ranks_launch_the_same_kernels_of_experts(
         model, (2, 0), (2, 1), quantization=quantization, expert_parallel=expert_parallel
     )
     assert [launch[:3] for launch in first] == [launch[:3] for launch in second]
-    assert constants(first, "fused_topk_kernel", "EXPERTS", "TOP_K") == {(8, 3)}
+    for kernel in ("fused_topk_kernel", "router_topk_kernel"):
+        assert constants(first, kernel, "EXPERTS", "TOP_K") == {(8, 3)}
     assert constants(first, "moe_align_block_size_kernel", "EXPERTS") == {(4 if expert_parallel else 8,)}

@@ -94,9 +94,6 @@ def router_topk_kernel(
         dtype = total.dtype.element_ty
         rounded = value.to(dtype)
         result = normalize_row(rounded.to(tl.float32), norm_weights, eps, WIDTH, dtype)
-        if program == 0:
-            tl.store(total + row * WIDTH + columns, rounded, inside)
-            tl.store(normed + row * WIDTH + columns, result, inside)
         value = result.to(tl.float32)
     zeros = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(ROWS):
@@ -106,6 +103,11 @@ def router_topk_kernel(
     # All threads of the program must have stored before the counter says that its logits are there.
     tl.debug_barrier()
     done = tl.atomic_add(counters + token, 1, sem="acq_rel", scope="gpu")
+    if ADD_NORM:  # noqa: SIM102 (a constexpr and a tensor: only the former drops what is below it)
+        # Behind the counter, which would have to wait until they are visible.
+        if program == 0:
+            tl.store(total + row * WIDTH + columns, rounded, inside)
+            tl.store(normed + row * WIDTH + columns, result, inside)
     if done == tl.num_programs(0) - 1:
         tl.store(counters + token, 0)
         select_experts(
