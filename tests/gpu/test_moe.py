@@ -94,7 +94,8 @@ def test_routers_of_few_tokens_have_the_bits_of_three_launches_in_every_replay(
     counters = torch.zeros(layers, ROUTER_COUNTERS, dtype=torch.int32, device=x.device)
 
     def run() -> list[tuple[torch.Tensor, ...]]:
-        found, total = [], residual
+        found: list[tuple[torch.Tensor, ...]] = []
+        total = residual
         for weight, own in zip(weights, counters, strict=True):
             found.append(
                 add_rms_norm_route(x, total, norm_weight, 1e-6, weight, own, TOP_K, renormalize=True)
@@ -103,7 +104,8 @@ def test_routers_of_few_tokens_have_the_bits_of_three_launches_in_every_replay(
         return found
 
     def run_in_three_launches() -> list[tuple[torch.Tensor, ...]]:
-        found, total = [], residual
+        found: list[tuple[torch.Tensor, ...]] = []
+        total = residual
         tile = GemvTile(width, warps=row_warps(width))
         for weight in weights:
             normed, total = add_rms_norm(x, total, norm_weight, 1e-6)
