@@ -135,7 +135,16 @@ def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:
     assert not can_quantize(torch.empty(1, 16_512, dtype=HALF))
     assert not can_quantize(torch.empty(2, 64, dtype=HALF))
     assert not can_quantize(torch.empty(1, 64, dtype=torch.float32))
-    assert is_preloading_profitable(make_weight(16, 64))
+
+
+def test_small_weights_are_preloaded_up_to_the_size_of_the_table() -> None:
+    """Rows that the registers of eight warps cannot keep are not, however small the weight is."""
+    tuning, weight = tuning_for(DEVICE), make_weight(16, 64)
+    for most in (0, 16 * 64 - 1, 16 * 64):
+        with overridden(replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_preloaded_weights=most))):
+            assert is_preloading_profitable(weight) is (most == 16 * 64)
+    assert is_preloading_profitable(weight)
+    assert not is_preloading_profitable(empty_fp8_weight(1, 16_512, DEVICE))
 
 
 TILES = [

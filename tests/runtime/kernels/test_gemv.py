@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
 
 from skiff_runtime.kernels.triton.linear.gemv import (
+    MAX_PRELOADED_INPUTS,
+    _choose_tile,
     gemv,
     gemv_silu_and_mul,
     is_fusion_profitable,
@@ -96,3 +98,19 @@ def test_fused_gemv_is_profitable_where_gemv_is_unless_the_table_excludes_it() -
         assert not is_fusion_profitable(x, weight)
     with overridden(replace(tuning, gemv=replace(tuning.gemv, fuse_silu_and_mul=True))):
         assert is_fusion_profitable(x, weight) and not is_fusion_profitable(torch.empty(2, 32), weight)
+
+
+def test_small_weights_are_preloaded_up_to_the_size_of_the_table() -> None:
+    """Rows that the registers of eight warps cannot keep are not, however small the weight is."""
+    tuning = tuning_for(DEVICE)
+    x, weight = noise(1, 96, dtype=HALF), noise(33, 96, dtype=HALF, seed=1)
+    outputs = []
+    for most in (0, weight.numel() - 1, weight.numel()):
+        with overridden(replace(tuning, gemv=replace(tuning.gemv, max_preloaded_weights=most))):
+            is_preloaded = isinstance(_choose_tile(weight), PreloadingGemvTile)
+            assert is_preloaded is (most == weight.numel())
+            assert not isinstance(
+                _choose_tile(noise(1, MAX_PRELOADED_INPUTS + 8, dtype=HALF)), PreloadingGemvTile
+            )
+            outputs.append(gemv(x, weight))
+    assert torch.equal(outputs[0], outputs[1]) and error(outputs[2], outputs[0]) < TOLERANCE[HALF]
