@@ -364,18 +364,21 @@ def _launch_preloading(
     rows_of_program = max(1, tile.rows // 2) if gated else tile.rows
     needed = fused_quantize.choose_warps(inputs)
     assert needed is not None, "too many inputs for the registers of one program"
+    warps = max(tile.warps, needed)
+    # With more warps than the tile has, each thread still loads eight activations at a time.
+    columns = tile.columns if warps == tile.warps else max(tile.columns, warps * 32 * 8)
     output = torch.empty((1, outputs), dtype=x.dtype, device=device)
     preloading_fp8_gemv_kernel[(triton.cdiv(outputs, rows_of_program),)](
         *(values, weight.values, x_scale, weight.scales, weight.scales if bias is None else bias),
         *(output, weight.values.stride(0), outputs, bound),
         INPUTS=inputs,
-        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
+        COLUMNS=min(columns, triton.next_power_of_2(inputs)),
         ROWS=rows_of_program,
         QUANTIZE=values is x,
         GATED=gated,
         HAS_BIAS=bias is not None,
         USE_PTX=supports_fp8_ptx(device),
-        num_warps=max(tile.warps, needed),
+        num_warps=warps,
         **pdl_options(device),
     )
     return output

@@ -30,6 +30,8 @@ from skiff_runtime.kernels.tuning import GemvTile, PreloadingGemvTile, tuning_fo
 
 VALUES_PER_THREAD: Final = 32
 """The weights of a row that a thread of ``preloading_gemv_kernel`` may keep in registers."""
+VALUES_PER_LOAD: Final = 8
+"""Those of 16 bytes."""
 MAX_PRELOADED_INPUTS: Final = 8 * 32 * VALUES_PER_THREAD
 """Those of rows that eight warps can keep."""
 
@@ -288,15 +290,17 @@ def _launch_preloading(
 ) -> None:
     """Write ``output`` [1, outputs], ``rows`` of them by each program, with as many warps as its registers need."""
     inputs, outputs = weight.shape[1], output.shape[1]
-    needed = triton.next_power_of_2(triton.cdiv(inputs, 32 * VALUES_PER_THREAD))
+    warps = max(tile.warps, triton.next_power_of_2(triton.cdiv(inputs, 32 * VALUES_PER_THREAD)))
+    # With more warps than the tile has, each thread still loads 16 bytes at a time.
+    columns = tile.columns if warps == tile.warps else max(tile.columns, warps * 32 * VALUES_PER_LOAD)
     preloading_gemv_kernel[(triton.cdiv(outputs, rows),)](
         *(x, weight, weight if bias is None else bias, output, weight.stride(0), outputs),
         INPUTS=inputs,
-        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
+        COLUMNS=min(columns, triton.next_power_of_2(inputs)),
         ROWS=rows,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        num_warps=max(tile.warps, needed),
+        num_warps=warps,
         **pdl_options(x.device),
     )
 

@@ -62,7 +62,8 @@ def router_topk_kernel(
 
     Grid: (runs of ROWS experts, tokens), WARPS warps a program. The router's rows and the norm's weight are loaded before
     the kernel ahead has ended. The norm has the bits of ``rms_norm_kernel``, the logits those of ``gemv_kernel`` with
-    BLOCK columns and as many warps, and the routing those of ``fused_topk_kernel``.
+    BLOCK columns and as many warps, and the routing those of ``fused_topk_kernel`` for 128 experts, and for fewer where
+    they are a power of two; for others it may add the softmax up in another order.
 
     x, residual         [tokens, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; with ADD_NORM the token is the
                         norm of their sum, without it x, and the residual is not read
