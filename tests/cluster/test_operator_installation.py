@@ -28,7 +28,9 @@ class Cluster:
     def install_crd(self) -> None:
         """Install the CustomResourceDefinition, and wait until it is served: it can be deleted at once only then."""
         self.kubectl("apply", "-f", str(MANIFEST))
-        self.kubectl("wait", "--for=condition=established", "--timeout=30s", f"customresourcedefinition/{CRD}")
+        self.kubectl(
+            "wait", "--for=condition=established", "--timeout=30s", f"customresourcedefinition/{CRD}"
+        )
 
     def crds(self) -> str:
         """Names of the CustomResourceDefinitions."""

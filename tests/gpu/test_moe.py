@@ -7,8 +7,17 @@ import torch
 from kernel_device import TOLERANCE, error, noise
 from moe_reference import Format, exact_experts, make_experts, route, take_window
 
-from skiff_runtime.kernels.fused_moe import ExpertWeights, fused_experts, fused_topk
-from skiff_runtime.kernels.tuning import overridden, tuning_for
+from skiff_runtime.kernels.fused_moe import (
+    ROUTER_COUNTERS,
+    ExpertWeights,
+    add_rms_norm_route,
+    fused_experts,
+    fused_topk,
+)
+from skiff_runtime.kernels.rms_norm import add_rms_norm
+from skiff_runtime.kernels.triton.linear.gemv import gemv
+from skiff_runtime.kernels.triton.norm_act.rms_norm import row_warps
+from skiff_runtime.kernels.tuning import GemvTile, overridden, tuning_for
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +79,62 @@ def test_graphs_follow_the_routing_of_each_replay(tokens: int, experts: ExpertWe
         torch.cuda.synchronize()
         for found, expected in zip(captured, run(), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_routers_of_few_tokens_have_the_bits_of_three_launches_in_every_replay(
+    tokens: int, rows: int
+) -> None:
+    """Many routers in a graph, one behind the other, so that stale logits or counters of any of them would show."""
+    layers, width = 24, HIDDEN
+    x, residual = noise(tokens, width, dtype=BF16), noise(tokens, width, dtype=BF16, seed=1)
+    norm_weight = noise(width, dtype=BF16, seed=2)
+    weights = [noise(EXPERTS, width, dtype=BF16, seed=10 + layer) / width**0.5 for layer in range(layers)]
+    counters = torch.zeros(layers, ROUTER_COUNTERS, dtype=torch.int32, device=x.device)
+
+    def run() -> list[tuple[torch.Tensor, ...]]:
+        found: list[tuple[torch.Tensor, ...]] = []
+        total = residual
+        for weight, own in zip(weights, counters, strict=True):
+            found.append(
+                add_rms_norm_route(x, total, norm_weight, 1e-6, weight, own, TOP_K, renormalize=True)
+            )
+            total = found[-1][1]
+        return found
+
+    def run_in_three_launches() -> list[tuple[torch.Tensor, ...]]:
+        found: list[tuple[torch.Tensor, ...]] = []
+        total = residual
+        tile = GemvTile(width, warps=row_warps(width))
+        for weight in weights:
+            normed, total = add_rms_norm(x, total, norm_weight, 1e-6)
+            logits = torch.cat([gemv(row[None], weight, tile=tile, dtype=torch.float32) for row in normed])
+            found.append((normed, total, *fused_topk(logits, TOP_K, renormalize=True)))
+        return found
+
+    table = tuning_for(x.device)
+    moe = replace(table.moe, max_router_topk_tokens=4, fuse_router_norm=True, router_topk_rows=rows)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with overridden(replace(table, moe=moe)):
+        with torch.cuda.stream(stream):
+            run()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+    for seed in range(100, 150):
+        x.copy_(noise(tokens, width, dtype=BF16, seed=seed))
+        residual.copy_(noise(tokens, width, dtype=BF16, seed=seed + 1000))
+        for layer in captured:
+            for each in layer:
+                each.fill_(torch.nan if each.is_floating_point() else -1)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not counters.any()
+        for found, expected in zip(captured, run_in_three_launches(), strict=True):
+            assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 64, 300, 2048])

@@ -116,7 +116,7 @@ def fp8_linear(
     if isinstance(x, torch.Tensor) and weight.values.device.type == "cuda":
         from skiff_runtime.kernels.triton.fp8 import fp8_gemv
 
-        if fp8_gemv.can_quantize(x) and fp8_gemv.is_quantizing_profitable(weight):
+        if fp8_gemv.can_quantize(x) and fp8_gemv.is_preloading_profitable(weight):
             return fp8_gemv.quantizing_fp8_gemv(x, weight, bias, bound)
     quantized = x if isinstance(x, QuantizedActivations) else quantize_activations(x, bound)
     if weight.values.device.type == "cuda" and quantized.dtype != torch.float32:

@@ -5,6 +5,7 @@ follow from the shapes of the arguments alone. So both functions may be captured
 """
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,10 @@ from skiff_runtime.kernels.fp8 import (
     quantize_grouped_activations,
 )
 from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.rms_norm import add_rms_norm
+
+ROUTER_COUNTERS: Final = 16
+"""The counters of a router, one for each token of the largest step that is routed by one launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,45 @@ def fused_topk(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids.int()
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor, top_k: int, *, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``fused_topk`` of ``compute_router_logits``; on a GPU, for few tokens, by one launch.
+
+    ``counters`` int32, as many as ROUTER_COUNTERS and all zero, belong to the launch in flight, so a router can have one
+    at a time.
+    """
+    if x.device.type == "cuda":
+        from skiff_runtime.kernels.triton.moe import router_topk as kernel
+
+        if kernel.is_profitable(x, counters):
+            return kernel.router_topk(x, weight, counters, top_k, renormalize=renormalize)
+    return fused_topk(compute_router_logits(x, weight), top_k, renormalize=renormalize)
+
+
+def add_rms_norm_route(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    counters: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (normed, total) of ``add_rms_norm``, and (weights, ids) of ``route`` of the normed tokens."""
+    if x.device.type == "cuda":
+        from skiff_runtime.kernels.triton.moe import router_topk as kernel
+
+        if kernel.is_norm_profitable(x, counters):
+            return kernel.add_rms_norm_router_topk(
+                x, residual, norm_weight, eps, weight, counters, top_k, renormalize=renormalize
+            )
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return normed, total, *route(normed, weight, counters, top_k, renormalize=renormalize)
 
 
 def fused_experts(

@@ -103,8 +103,12 @@ class FP8GemvTile:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizingGemvTile:
-    """The columns of one loop iteration, the rows of the weight that share a quantized token, and the fewest warps."""
+class PreloadingGemvTile:
+    """A GEMV in FP8 that loads all its weights before the kernel ahead has ended.
+
+    ``columns`` are those of one run. A program has at least ``warps`` warps and ``rows`` rows of the weight; of gate and up
+    half as many each, but at least one.
+    """
 
     columns: int
     warps: int
@@ -121,9 +125,12 @@ class FP8GemvTuning:
     long_tile: FP8GemvTile
     fuse_silu_and_mul: bool
     """Whether the product with gate and up applies SwiGLU as well."""
-    quantizing_tile: QuantizingGemvTile
-    max_quantizing_weights: int
-    """The largest weight, in numbers, whose GEMV quantizes its token itself, if no kernel ahead does."""
+    preloading_tile: PreloadingGemvTile
+    max_preloaded_weights: int
+    """The largest weight, in numbers, that is loaded as a whole before the kernel ahead has ended; 0 for none.
+
+    The GEMV of such a weight quantizes its token itself, if no kernel ahead does.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +273,12 @@ class MoETuning:
 
     routing_warps: int
     """The tokens that one program of ``fused_topk`` routes, each in one warp."""
+    max_router_topk_tokens: int
+    """The most tokens of a step whose experts are selected in the launch of the router's product; 0 for none."""
+    router_topk_rows: int
+    """The experts whose logits one program of ``router_topk`` computes."""
+    fuse_router_norm: bool
+    """Whether that launch also adds the residual and normalizes, where no sum over ranks does."""
     experts_per_pair: int
     """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
     max_chunk: int
@@ -394,6 +407,13 @@ _BLOCK_FP8_MIDDLE: Final = GroupedGemmTile(outputs=64, inputs=128, group=16, war
 HOPPER_MOE: Final = MoETuning(
     # untuned: a warp for each token needs no exchange between warps.
     routing_warps=4,
+    # us for norm, router, top-k and experts of 1, 2 and 4 tokens in FP8: 18.0, 31.3 and 48.1 by three launches ahead of the
+    # experts', 18.3, 27.6 and 44.5 by two, 17.5, 26.8 and 43.8 by one; in bfloat16 24.5, 45.0 and 77.3; 24.7, 40.7 and
+    # 73.5; 24.3, 40.6 and 73.0.
+    max_router_topk_tokens=4,
+    fuse_router_norm=True,
+    # untuned: 128 experts are 128 programs, fewer than a GPU has multiprocessors.
+    router_topk_rows=1,
     # untuned: the bound that vLLM takes. At it, one expert in four is read, and few are read twice.
     experts_per_pair=4,
     # untuned.
@@ -591,10 +611,11 @@ HOPPER: Final = Tuning(
         # µs for gate·up, SwiGLU, quantization and down, apart and fused: 28672 x 4096 48.4, 46.0; 34816 x 5120 68.0, 67.3;
         # 6144 x 1024 9.8, 9.2.
         fuse_silu_and_mul=True,
-        # untuned: 2048 x 4096 becomes 512 programs of 2 warps, all of which are resident with their whole rows.
-        quantizing_tile=QuantizingGemvTile(columns=1024, warps=1, rows=4),
-        # untuned, an estimate: 2048 x 4096 needs 0.3 us to execute the repeated quantization, a launch takes 0.96.
-        max_quantizing_weights=16 << 20,
+        # µs: 2048 x 4096, quantizing its token, 3.6, and 2048 x 2048 2.7; by ``tile`` behind a launch that quantizes 7.5
+        # and 4.6. Behind a norm that quantizes, with it and by ``tile``: 5120 x 2048 5.0, 6.0; 2048 x 4096 4.7, 7.8.
+        preloading_tile=PreloadingGemvTile(columns=1024, warps=1, rows=2),
+        # The same: 4096 x 4096 6.9, 8.4; 5120 x 5120 9.7, 10.8. Larger weights were not compared.
+        max_preloaded_weights=25 << 20,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;

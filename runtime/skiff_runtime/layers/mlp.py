@@ -3,10 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import torch
+
 from skiff_runtime.kernels.activation import silu_and_mul
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
 from skiff_runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_evenly
+from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
@@ -24,6 +27,13 @@ class MLP(ABC):
     @abstractmethod
     def __call__(self, x: Activations) -> LayerOutput:
         """Compute the MLP of T tokens; with more than one rank, the rank's part of the sum."""
+
+    def apply_after_norm(
+        self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
+    ) -> tuple[LayerOutput, torch.Tensor]:
+        """Return (the MLP of norm(x + residual), x + residual); ``norm`` is one of this MLP's ``input_context``."""
+        normed, total = norm.add_and_normalize(x, residual)
+        return self(normed), total
 
     @abstractmethod
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:

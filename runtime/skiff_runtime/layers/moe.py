@@ -15,14 +15,16 @@ from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.fused_moe import (
+    ROUTER_COUNTERS,
     ExpertWeights,
-    compute_router_logits,
+    add_rms_norm_route,
     fused_experts,
-    fused_topk,
+    route,
 )
 from skiff_runtime.layers.linear import ModuleShard, shard_evenly
 from skiff_runtime.layers.mlp import MLP
 from skiff_runtime.layers.moe_config import MoeConfig
+from skiff_runtime.layers.norm import QuantizingRMSNorm
 from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, StackedTensor, WeightShard, replicated_weight
 from skiff_runtime.layers.tensor_converters import ScaleTable, typical_scale
@@ -39,9 +41,19 @@ class Router:
         self._top_k = moe.top_k
         self._renormalize = moe.renormalize
         self.weight = context.empty(moe.num_experts, hidden_size)
+        self._counters = torch.zeros(ROUTER_COUNTERS, dtype=torch.int32, device=context.device)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return fused_topk(compute_router_logits(x, self.weight), self._top_k, renormalize=self._renormalize)
+        return route(x, self.weight, self._counters, self._top_k, renormalize=self._renormalize)
+
+    def add_normalize_and_route(
+        self, norm: QuantizingRMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (norm(x + residual), x + residual, weights, ids), where weights and ids are those of the norm."""
+        return add_rms_norm_route(
+            *(x, residual, norm.weight, norm.eps, self.weight, self._counters, self._top_k),
+            renormalize=self._renormalize,
+        )
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         """Yield the checkpoint tensor that fills this layer."""
@@ -171,7 +183,18 @@ class SparseMoeBlock(MLP):
 
     def __call__(self, x: Activations) -> LayerOutput:
         assert isinstance(x, torch.Tensor)
-        part = self._experts(x, *self._router(x))
+        return self._complete(self._experts(x, *self._router(x)))
+
+    def apply_after_norm(
+        self, norm: QuantizingRMSNorm, x: LayerOutput, residual: torch.Tensor
+    ) -> tuple[LayerOutput, torch.Tensor]:
+        """Let the router normalize tokens that no all-reduce completes."""
+        if isinstance(x, PartialSum):
+            return super().apply_after_norm(norm, x, residual)
+        normed, total, *routing = self._router.add_normalize_and_route(norm, x, residual)
+        return self._complete(self._experts(normed, *routing)), total
+
+    def _complete(self, part: torch.Tensor) -> LayerOutput:
         return part if self._group.tp_size == 1 else PartialSum(part, self._group)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:

@@ -32,11 +32,11 @@ class QuantizingRMSNorm:
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         self.weight = context.empty(size)
-        self._eps = eps
+        self.eps = eps
         self._quantizer = make_activation_quantizer(context)
 
     def __call__(self, x: torch.Tensor) -> Activations:
-        normed = rms_norm(x, self.weight, self._eps)
+        normed = rms_norm(x, self.weight, self.eps)
         return normed if self._quantizer is None else self._quantizer.quantize(normed)
 
     def add_and_normalize(self, x: LayerOutput, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
@@ -44,13 +44,13 @@ class QuantizingRMSNorm:
         if isinstance(x, PartialSum) and x.bias is None:
             if self._quantizer is not None:
                 return self._quantizer.all_reduce_add_rms_norm(
-                    x.group, x.part, residual, self.weight, self._eps
+                    x.group, x.part, residual, self.weight, self.eps
                 )
-            return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self._eps)
+            return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self.eps)
         output = reduce_output(x)
         if self._quantizer is not None:
-            return self._quantizer.add_rms_norm(output, residual, self.weight, self._eps)
-        return add_rms_norm(output, residual, self.weight, self._eps)
+            return self._quantizer.add_rms_norm(output, residual, self.weight, self.eps)
+        return add_rms_norm(output, residual, self.weight, self.eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         """Yield the checkpoint tensor that fills this layer."""

@@ -51,8 +51,7 @@ class DecoderLayer:
             residual = residual.index_select(0, logits_indices)
         if len(x) == 0:  # not every device computes matrix products and collectives of zero rows
             return x, residual
-        normed, residual = self._post_attention_norm.add_and_normalize(x, residual)
-        return self._mlp(normed), residual
+        return self._mlp.apply_after_norm(self._post_attention_norm, x, residual)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""

@@ -12,7 +12,13 @@ from typing import Final, Literal
 import torch
 
 from skiff_runtime.kernels.fp8_tensors import E4M3
-from skiff_runtime.kernels.fused_moe import ExpertWeights, fused_experts, fused_topk
+from skiff_runtime.kernels.fused_moe import (
+    ROUTER_COUNTERS,
+    ExpertWeights,
+    add_rms_norm_route,
+    fused_experts,
+    fused_topk,
+)
 from skiff_runtime.kernels.triton.moe.moe_align_block_size import moe_align_block_size
 from skiff_runtime.kernels.triton.moe.moe_sum import moe_sum
 from skiff_runtime.kernels.tuning import (
@@ -90,6 +96,24 @@ def _routing(tokens: int) -> Workload:
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         logits = torch.randn(tokens, QWEN.experts, dtype=torch.float32, device=device)
         return lambda: [partial(fused_topk, logits, QWEN.top_k, renormalize=True)]
+
+    return Workload(f"{QWEN.name}, {tokens} tokens", prepare)
+
+
+def _router(tokens: int) -> Workload:
+    """Norms and routers of many layers."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x, residual = (torch.randn(tokens, QWEN.hidden, dtype=DTYPE, device=device) for _ in range(2))
+        norm_weight = torch.ones(QWEN.hidden, dtype=DTYPE, device=device)
+        count = CACHE_BYTES // (2 * QWEN.experts * QWEN.hidden)
+        weights = torch.randn(count, QWEN.experts, QWEN.hidden, dtype=DTYPE, device=device)
+        counters = torch.zeros(count, ROUTER_COUNTERS, dtype=torch.int32, device=device)
+        norm = x, residual, norm_weight, 1e-6
+        return lambda: [
+            partial(add_rms_norm_route, *norm, *router, QWEN.top_k, renormalize=True)
+            for router in zip(weights, counters, strict=True)
+        ]
 
     return Workload(f"{QWEN.name}, {tokens} tokens", prepare)
 
@@ -235,6 +259,9 @@ def _gemv(
 
 MOE_TUNABLES: Final = (
     Tunable("moe.routing_warps", (1, 2, 4, 8), (_routing(1), _routing(256), _routing(8192))),
+    Tunable("moe.router_topk_rows", (1, 2, 4), (_router(1), _router(4))),
+    Tunable("moe.fuse_router_norm", (False, True), (_router(1), _router(4))),
+    Tunable("moe.max_router_topk_tokens", (0, 1, 2, 4, 8), tuple(_router(tokens) for tokens in (1, 2, 4, 8))),
     Tunable("moe.max_chunk", (1024, 2048, 4096, 8192), (_sorting(64), _sorting(512), _sorting(8192))),
     *_gemv("moe.gemv", "bfloat16"),
     *_gemv("moe.fp8_gemv", "FP8", FP8_GATE_UP_TILES, FP8_DOWN_TILES, FP8_LONG_DOWN_TILES),

@@ -59,7 +59,7 @@ from skiff_runtime.kernels.tuning import (
     Int4GemvTile,
     MatrixTile,
     PrefillAttentionTile,
-    QuantizingGemvTile,
+    PreloadingGemvTile,
     StreamKTile,
     tuning_for,
 )
@@ -328,18 +328,18 @@ def _quantizing_gemv(outputs: int, inputs: int) -> Workload:
         weights = _fp8_weights(outputs, inputs, device)
         return lambda: [partial(quantizing_fp8_gemv, x, weight) for weight in weights]
 
-    return Workload(f"{outputs} x {inputs}", prepare)
+    return Workload(f"{outputs} x {inputs}, quantizing", prepare)
 
 
-def _quantizing_gemv_or_launch(outputs: int, inputs: int) -> Workload:
-    """The GEMV that quantizes its token, and the one behind a launch that does."""
+def _preloading_fp8_gemv_or_not(outputs: int, inputs: int) -> Workload:
+    """The GEMV that loads all its weights before the kernel ahead has ended, and the one that loads a few."""
 
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
-        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
-        weights = _fp8_weights(outputs, inputs, device)
+        x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
+        weights, tuning = _fp8_weights(outputs, inputs, device), tuning_for(device).fp8_gemv
         return lambda: [
-            lambda: [quantizing_fp8_gemv(x, weight) for weight in weights],
-            lambda: [fp8_gemv(quantize_activations(x), weight) for weight in weights],
+            lambda: [fp8_gemv(x, weight, tile=tuning.preloading_tile) for weight in weights],
+            lambda: [fp8_gemv(x, weight, tile=tuning.tile) for weight in weights],
         ]
 
     return Workload(f"{outputs} x {inputs}", prepare)
@@ -564,16 +564,20 @@ FP8_GEMV_TILES: Final = tuple(
     FP8GemvTile(columns, warps)
     for columns, warps in ((256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))
 )
-QUANTIZING_GEMV_TILES: Final = tuple(
-    QuantizingGemvTile(columns, warps, rows)
+PRELOADING_GEMV_TILES: Final = tuple(
+    PreloadingGemvTile(columns, warps, rows)
     for columns, warps, rows in (
+        (1024, 1, 1),
+        (1024, 2, 1),
+        (1024, 4, 1),
         (1024, 1, 2),
+        (1024, 2, 2),
         (1024, 4, 2),
         (1024, 1, 4),
+        (1024, 2, 4),
         (1024, 4, 4),
+        (2048, 4, 2),
         (2048, 8, 4),
-        (1024, 4, 8),
-        (2048, 8, 8),
     )
 )
 STREAM_K_BLOCKS: Final = {512: (2, 3, 4), 256: (4, 6, 7, 8), 128: (4, 6, 8)}
@@ -682,18 +686,18 @@ TUNABLES: Final = (
         "fp8_gemv.fuse_silu_and_mul", (False, True), (_fp8_gate_up(34_816, 5120), _fp8_gate_up(28_672, 4096))
     ),
     Tunable(
-        "fp8_gemv.quantizing_tile",
-        QUANTIZING_GEMV_TILES,
-        (_quantizing_gemv(2048, 4096), _quantizing_gemv(4096, 4096)),
+        "fp8_gemv.preloading_tile",
+        PRELOADING_GEMV_TILES,
+        (_quantizing_gemv(2048, 4096), _quantizing_gemv(4096, 4096), _fp8_gemv(5120, 2048)),
     ),
     Tunable(
-        "fp8_gemv.max_quantizing_weights",
+        "fp8_gemv.max_preloaded_weights",
         (8 << 20, 16 << 20, 32 << 20, 64 << 20),
         (
-            _quantizing_gemv_or_launch(2048, 4096),
-            _quantizing_gemv_or_launch(4096, 4096),
-            _quantizing_gemv_or_launch(4096, 8192),
-            _quantizing_gemv_or_launch(8192, 8192),
+            _preloading_fp8_gemv_or_not(2048, 4096),
+            _preloading_fp8_gemv_or_not(4096, 4096),
+            _preloading_fp8_gemv_or_not(4096, 8192),
+            _preloading_fp8_gemv_or_not(8192, 8192),
         ),
         True,
     ),

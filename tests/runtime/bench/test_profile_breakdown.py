@@ -53,6 +53,7 @@ from skiff_runtime.bench.offline.profile_breakdown import (
             (name, "experts")
             for name in (
                 "fused_topk_kernel",
+                "router_topk_kernel",
                 "count_experts_kernel",
                 "moe_align_block_size_kernel",
                 "gate_up_kernel",

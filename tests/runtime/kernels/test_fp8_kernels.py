@@ -23,19 +23,21 @@ from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
     can_quantize,
     fp8_gemv,
     fp8_gemv_silu_and_mul,
-    is_quantizing_profitable,
+    is_preloading_profitable,
     quantizing_fp8_gemv,
 )
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
 from skiff_runtime.kernels.tuning import (
     FP8GemvTile,
-    QuantizingGemvTile,
+    PreloadingGemvTile,
     StreamKTile,
     overridden,
     tuning_for,
 )
 
 TYPES = (torch.float32, HALF)
+FP8_TILES = FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)
+PRELOADING_TILES = PreloadingGemvTile(64, 1, 3), PreloadingGemvTile(1024, 2, 1)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -64,7 +66,7 @@ def test_fp8_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtyp
     assert x.values.dtype == torch.float16 and torch.equal(values.to(E4M3).float(), values)
     weight = make_weight(outputs, inputs)
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
-    for tile in (FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
+    for tile in (*FP8_TILES, *PRELOADING_TILES):
         product = fp8_gemv(x, weight, added, tile=tile)
         assert product.shape == (1, outputs) and product.dtype == dtype
         # On a GPU some sums are made in float16.
@@ -89,7 +91,7 @@ def test_fused_fp8_gemv_has_the_bits_of_fp8_gemv_and_silu_and_mul(
     weight = make_weight(2 * outputs, inputs)
     added = noise(2 * outputs, dtype=dtype, seed=2) if bias else None
     gate, up = exact_product(x, weight, added).chunk(2, -1)
-    for tile in (None, FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
+    for tile in (None, *FP8_TILES, *PRELOADING_TILES):
         product = fp8_gemv_silu_and_mul(x, weight, added, tile=tile)
         assert product.shape == (1, outputs) and product.dtype == dtype
         tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
@@ -105,9 +107,12 @@ def test_fp8_gemv_that_quantizes_equals_the_product(
 ) -> None:
     weight, x = make_weight(outputs, inputs), noise(1, inputs, dtype=HALF) * 30
     added = noise(outputs, dtype=HALF, seed=2) if bias else None
-    expected = exact_product(quantize.quantize_activations(x, bound), weight, added)
+    quantized = quantize.quantize_activations(x, bound)
+    expected = exact_product(quantized, weight, added)
     for columns, rows in ((128, 4), (1024, 2)):
-        product = quantizing_fp8_gemv(x, weight, added, bound, tile=QuantizingGemvTile(columns, 1, rows))
+        tile = PreloadingGemvTile(columns, 1, rows)
+        product = quantizing_fp8_gemv(x, weight, added, bound, tile=tile)
+        assert torch.equal(product, fp8_gemv(quantized, weight, added, tile=tile))
         assert product.shape == (1, outputs) and product.dtype == HALF
         # On a GPU some sums are made in float16.
         assert error(product, expected) < (
@@ -130,7 +135,16 @@ def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:
     assert not can_quantize(torch.empty(1, 16_512, dtype=HALF))
     assert not can_quantize(torch.empty(2, 64, dtype=HALF))
     assert not can_quantize(torch.empty(1, 64, dtype=torch.float32))
-    assert is_quantizing_profitable(make_weight(16, 64))
+
+
+def test_small_weights_are_preloaded_up_to_the_size_of_the_table() -> None:
+    """Rows that the registers of eight warps cannot keep are not, however small the weight is."""
+    tuning, weight = tuning_for(DEVICE), make_weight(16, 64)
+    for most in (0, 16 * 64 - 1, 16 * 64):
+        with overridden(replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_preloaded_weights=most))):
+            assert is_preloading_profitable(weight) is (most == 16 * 64)
+    assert is_preloading_profitable(weight)
+    assert not is_preloading_profitable(empty_fp8_weight(1, 16_512, DEVICE))
 
 
 TILES = [

@@ -73,13 +73,66 @@ SINGLE_TOKEN = """
     names = {source.name for source, _ in driver.launched}
     assert names == {"fused_topk_kernel", "fp8_gate_up_gemv_kernel", "fp8_down_gemv_kernel"}, names
 """
+ROUTER = """
+    from dataclasses import replace
+    from skiff_runtime.kernels.fused_moe import ROUTER_COUNTERS, add_rms_norm_route
+    from skiff_runtime.kernels.tuning import DEFAULT, overridden
+
+    weight, norm_weight = empty(EXPERTS, HIDDEN), empty(HIDDEN)
+    counters = empty(ROUTER_COUNTERS, dtype=torch.int32)
+    def normalize_and_route(tokens, most=4, fuse_norm=True):
+        moe = replace(DEFAULT.moe, max_router_topk_tokens=most, fuse_router_norm=fuse_norm)
+        count = len(launches)
+        x = empty(tokens, HIDDEN)
+        with overridden(replace(DEFAULT, moe=moe)):
+            add_rms_norm_route(x, x, norm_weight, 1e-5, weight, counters, TOP_K, renormalize=True)
+        return len(launches) - count
+
+    assert [normalize_and_route(tokens) for tokens in (1, 2, 4)] == [1, 1, 1]
+    assert normalize_and_route(1, fuse_norm=False) == 2
+    assert normalize_and_route(1, most=0) == 3
+    assert normalize_and_route(5) > 1
+"""
+LAYER = """
+    import math
+    from skiff_runtime.kernels.fp8 import add_rms_norm_quantize, fp8_linear
+    from skiff_runtime.kernels.fp8_tensors import empty_fp8_weight
+    from skiff_runtime.kernels.fused_moe import ROUTER_COUNTERS, add_rms_norm_route
+
+    weights = [empty_fp8_weight(*shape, torch.device("cuda")) for shape in ((256, HIDDEN), (HIDDEN, 256))]
+    experts, norm_weight, x = make("fp8", 0), empty(HIDDEN), empty(1, HIDDEN)
+    counters = empty(ROUTER_COUNTERS, dtype=torch.int32)
+    count = len(launches)
+    normed, total = add_rms_norm_quantize(x, x, norm_weight, 1e-5)
+    fp8_linear(normed, weights[0])
+    output = fp8_linear(empty(1, 256), weights[1])
+    normed, total, *routing = add_rms_norm_route(
+        output, total, norm_weight, 1e-5, empty(EXPERTS, HIDDEN), counters, TOP_K, renormalize=True
+    )
+    fused_experts(normed, experts, *routing)
+    assert len(launches) - count == 6, len(launches) - count
+    names = [source.name for source, _ in driver.launched]
+    assert names == [
+        "add_rms_norm_quantize_kernel",
+        "preloading_fp8_gemv_kernel",
+        "preloading_fp8_gemv_kernel",
+        "router_topk_kernel",
+        "fp8_gate_up_gemv_kernel",
+        "fp8_down_gemv_kernel",
+    ], names
+"""
 
 
-@pytest.mark.parametrize("steps", [SIZES, REPEATED, SINGLE_TOKEN], ids=["sizes", "repeated", "single token"])
+@pytest.mark.parametrize(
+    "steps",
+    [SIZES, REPEATED, SINGLE_TOKEN, ROUTER, LAYER],
+    ids=["sizes", "repeated", "single token", "router", "layer"],
+)
 def test_launches(steps: str) -> None:
     """Steps of other sizes with the same tiles, and other ranks, compile nothing; a second launch repeats the first.
 
-    The products of a single token with FP8 experts need no launch that quantizes.
+    The products of a single token with FP8 experts need no launch that quantizes, and the norm and the selection of
+    experts none besides the router's. So a layer has six launches beside those of attention.
     """
     done = run_compiling("-c", COMPILE + steps)
     assert done.returncode == 0, done.stderr

@@ -201,5 +201,6 @@ def test_all_ranks_launch_the_same_kernels_of_experts(
         model, (2, 0), (2, 1), quantization=quantization, expert_parallel=expert_parallel
     )
     assert [launch[:3] for launch in first] == [launch[:3] for launch in second]
-    assert constants(first, "fused_topk_kernel", "EXPERTS", "TOP_K") == {(8, 3)}
+    for kernel in ("fused_topk_kernel", "router_topk_kernel"):
+        assert constants(first, kernel, "EXPERTS", "TOP_K") == {(8, 3)}
     assert constants(first, "moe_align_block_size_kernel", "EXPERTS") == {(4 if expert_parallel else 8,)}

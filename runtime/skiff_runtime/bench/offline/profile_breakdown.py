@@ -17,7 +17,7 @@ _HOST: Final = ("cpu_op",)
 _PATTERNS: Final = (
     (
         "experts",
-        r"fused_topk_kernel|count_experts_kernel|moe_\w+_kernel|(gate_up|down)_(gemv_)?kernel",
+        r"fused_topk_kernel|router_topk_kernel|count_experts_kernel|moe_\w+_kernel|(gate_up|down)_(gemv_)?kernel",
     ),
     ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|merge_splits_kernel|\bfmha"),
     (

@@ -7,7 +7,8 @@ there; these sums are added in float32. To dequantize each weight to float32 by 
 
 As there, the product with a gated MLP's weight of gate and up has a kernel that applies SwiGLU as well.
 
-Where no kernel ahead quantizes the token, such as attention, and the weight is small, the programs do it themselves.
+A small weight is loaded as a whole before the kernel ahead has ended: a program keeps all its rows in registers. Where
+no kernel ahead quantizes the token, such as attention, these programs do it themselves.
 """
 
 import math
@@ -25,7 +26,6 @@ from skiff_runtime.kernels.triton.fp8.fused_quantize import (
     load_int64,
     load_x8,
     max_abs_x8,
-    no_tensors,
     quantize_x4,
 )
 from skiff_runtime.kernels.triton.fp8.quantize import compute_scale
@@ -35,7 +35,8 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
-from skiff_runtime.kernels.tuning import FP8GemvTile, QuantizingGemvTile, tuning_for
+from skiff_runtime.kernels.triton.runtime.tensor_tuples import no_tensors
+from skiff_runtime.kernels.tuning import FP8GemvTile, PreloadingGemvTile, tuning_for
 
 EIGHT: Final = tl.constexpr(8)
 """FP8 numbers in an int64, in which they are loaded."""
@@ -98,9 +99,10 @@ def fp8_gemv_kernel(
 
 
 @triton.jit
-def quantizing_fp8_gemv_kernel(
+def preloading_fp8_gemv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    x_scale: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
     output: tl.tensor,
@@ -110,64 +112,84 @@ def quantizing_fp8_gemv_kernel(
     INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Quantize one token and multiply it with ROWS adjacent rows of the weight.
+    """Multiply one token with ROWS adjacent rows of the weight; with GATED, with those of gate and of up.
 
-    Grid: (runs of ROWS rows). All of these rows are loaded before the kernel ahead has ended.
+    Grid: (runs of ROWS outputs). All rows of a program are loaded before the kernel ahead has ended. A row's sum has an
+    order that follows from COLUMNS and the warps alone: neither QUANTIZE nor GATED changes its bits.
 
-    x                   bfloat16 or float16 [INPUTS]
-    bound               float: larger magnitudes become it; inf for none
-    weight, scales, bias, output  as ``fp8_gemv_kernel``
+    x                   with QUANTIZE bfloat16 or float16 [INPUTS], quantized here; else as ``fp8_gemv_kernel``
+    x_scale             as ``fp8_gemv_kernel``; not read with QUANTIZE
+    weight, scales, bias, output  as ``fp8_gemv_kernel``; with GATED as ``fp8_gemv_silu_and_mul_kernel``
+    bound               float: with QUANTIZE, larger magnitudes become it; inf for none
     """
     launch_dependents(PDL)
     EIGHTS: tl.constexpr = INPUTS // EIGHT
     RUN: tl.constexpr = COLUMNS // EIGHT
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0) * ROWS
+    LOADED: tl.constexpr = 2 * ROWS if GATED else ROWS
+    INPUT_DTYPE: tl.constexpr = x.dtype.element_ty
+    first_row = tl.program_id(0) * ROWS
     run = arange_for_x8(RUN)
-    loaded, lows, highs = no_tensors(), no_tensors(), no_tensors()
+    rows, loaded, row_scales, biases = no_tensors(), no_tensors(), no_tensors(), no_tensors()
+    for i in tl.static_range(LOADED):
+        # The last rows may not exist; what they give is not stored. Those of up lie behind those of gate.
+        rows += (tl.minimum(first_row + i % ROWS, outputs - 1) + i // ROWS * outputs,)
     for first in tl.static_range(0, EIGHTS, RUN):
         at = first + run
         inside = None if EIGHTS % RUN == 0 else at < EIGHTS
-        for i in tl.static_range(ROWS):
-            # The last rows may not exist; what they give is not stored.
-            source = weight + tl.minimum(row + i, outputs - 1).to(tl.int64) * weight_stride
-            loaded += (load_int64(source.to(tl.pointer_type(tl.int64)) + at, inside),)
-    row_scales, biases = no_tensors(), no_tensors()
-    for i in tl.static_range(ROWS):
-        row_scales += (tl.load(scales + tl.minimum(row + i, outputs - 1)),)
+        for i in tl.static_range(LOADED):
+            source = (weight + rows[i].to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int64))
+            loaded += (load_int64(source + at, inside),)
+    for i in tl.static_range(LOADED):
+        row_scales += (tl.load(scales + rows[i]),)
         if HAS_BIAS:
-            biases += (tl.load(bias + tl.minimum(row + i, outputs - 1)),)
+            biases += (tl.load(bias + rows[i]),)
     wait_for_dependencies(PDL)
-    largest = tl.zeros((RUN,), tl.float32)
+    lows, highs = no_tensors(), no_tensors()
     for first in tl.static_range(0, EIGHTS, RUN):
         at = first + run
         inside = None if EIGHTS % RUN == 0 else at < EIGHTS
         low, high = load_x8(x.to(tl.pointer_type(tl.int64)), at, inside)
         lows += (low,)
         highs += (high,)
-        largest = tl.maximum(largest, max_abs_x8(low, high, DTYPE, USE_PTX))
-    scale = compute_scale(tl.minimum(tl.max(largest, 0), bound))
-    reciprocal = tl.div_rn(1.0, scale)
+    if QUANTIZE:
+        largest = tl.zeros((RUN,), tl.float32)
+        for k in tl.static_range(len(lows)):
+            largest = tl.maximum(largest, max_abs_x8(lows[k], highs[k], INPUT_DTYPE, USE_PTX))
+        scale = compute_scale(tl.minimum(tl.max(largest, 0), bound))
+        reciprocal = tl.div_rn(1.0, scale)
+        scale *= _FP16_DOWNSCALE
+    else:
+        scale = tl.load(x_scale)
     accs = no_tensors()
-    for _ in tl.static_range(ROWS):
+    for _ in tl.static_range(LOADED):
         accs += (tl.zeros((RUN,), tl.float32),)
     for k in tl.static_range(len(lows)):
-        x_low = quantize_x4(lows[k], reciprocal, DTYPE, USE_PTX)
-        x_high = quantize_x4(highs[k], reciprocal, DTYPE, USE_PTX)
+        x_low, x_high = lows[k], highs[k]
+        if QUANTIZE:
+            x_low = quantize_x4(x_low, reciprocal, INPUT_DTYPE, USE_PTX)
+            x_high = quantize_x4(x_high, reciprocal, INPUT_DTYPE, USE_PTX)
         sums = no_tensors()
-        for i in tl.static_range(ROWS):
-            sums += (accs[i] + dot_fp8x8(loaded[k * ROWS + i], x_low, x_high, USE_PTX),)
+        for i in tl.static_range(LOADED):
+            sums += (accs[i] + dot_fp8x8(loaded[k * LOADED + i], x_low, x_high, USE_PTX),)
         accs = sums
-    scale *= _FP16_DOWNSCALE
-    for i in tl.static_range(ROWS):
+    dtype = output.dtype.element_ty
+    products = no_tensors()
+    for i in tl.static_range(LOADED):
         product = tl.sum(accs[i], 0) * (scale * row_scales[i])
         if HAS_BIAS:
             product += biases[i].to(tl.float32)
-        tl.store(output + row + i, product.to(output.dtype.element_ty), row + i < outputs)
+        products += (product.to(dtype),)
+    for i in tl.static_range(ROWS):
+        product = products[i]
+        if GATED:
+            product = multiply_by_silu(product.to(tl.float32), products[ROWS + i].to(tl.float32), dtype)
+        tl.store(output + first_row + i, product, first_row + i < outputs)
 
 
 @triton.jit
@@ -255,15 +277,17 @@ def fp8_gemv(
     weight: FP8Weight,
     bias: torch.Tensor | None = None,
     *,
-    tile: FP8GemvTile | None = None,
+    tile: FP8GemvTile | PreloadingGemvTile | None = None,
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
     The values of ``x`` are those of a single token: float16, see ``QuantizedActivations``. ``tile`` replaces the
-    tuned one.
+    tuned one, and its type chooses the kernel. The two kernels add a row's products up in different orders.
     """
     outputs, inputs = weight.values.shape
-    tile = tile or _choose_tile(inputs, x.values.device)
+    tile = tile or _choose_tile(weight)
+    if isinstance(tile, PreloadingGemvTile):
+        return _launch_preloading(x, weight, bias, math.inf, tile, gated=False)
     output = torch.empty((1, outputs), dtype=x.dtype, device=x.values.device)
     fp8_gemv_kernel[(triton.cdiv(outputs, 2),)](
         *(x.values, weight.values, x.scales, weight.scales, weight.scales if bias is None else bias),
@@ -283,7 +307,7 @@ def fp8_gemv_silu_and_mul(
     weight: FP8Weight,
     bias: torch.Tensor | None = None,
     *,
-    tile: FP8GemvTile | None = None,
+    tile: FP8GemvTile | PreloadingGemvTile | None = None,
 ) -> torch.Tensor:
     """Return silu(gate) * up [1, n] of x [1, inputs] times weight [2 * n, inputs] plus bias [2 * n]: gate, then up.
 
@@ -291,7 +315,9 @@ def fp8_gemv_silu_and_mul(
     the same ``tile``, which replaces the tuned one, and ``silu_and_mul``.
     """
     rows, inputs = weight.values.shape
-    tile = tile or _choose_tile(inputs, x.values.device)
+    tile = tile or _choose_tile(weight)
+    if isinstance(tile, PreloadingGemvTile):
+        return _launch_preloading(x, weight, bias, math.inf, tile, gated=True)
     output = torch.empty((1, rows // 2), dtype=x.dtype, device=x.values.device)
     fp8_gemv_silu_and_mul_kernel[(rows // 2,)](
         *(x.values, weight.values, x.scales, weight.scales, weight.scales if bias is None else bias),
@@ -312,27 +338,48 @@ def quantizing_fp8_gemv(
     bias: torch.Tensor | None = None,
     bound: float = math.inf,
     *,
-    tile: QuantizingGemvTile | None = None,
+    tile: PreloadingGemvTile | None = None,
 ) -> torch.Tensor:
     """Return x [1, inputs], quantized, times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    The token is quantized like ``quantize_activations(x, bound)``, in the same launch. ``can_quantize`` must hold.
+    The token is quantized like ``quantize_activations(x, bound)``, in the same launch; the result has the bits of that
+    and ``fp8_gemv`` with the same ``tile``. ``can_quantize`` must hold.
     """
-    outputs, inputs = weight.values.shape
-    tile = tile or tuning_for(x.device).fp8_gemv.quantizing_tile
+    tile = tile or tuning_for(x.device).fp8_gemv.preloading_tile
+    return _launch_preloading(x, weight, bias, bound, tile, gated=False)
+
+
+def _launch_preloading(
+    x: torch.Tensor | QuantizedActivations,
+    weight: FP8Weight,
+    bias: torch.Tensor | None,
+    bound: float,
+    tile: PreloadingGemvTile,
+    *,
+    gated: bool,
+) -> torch.Tensor:
+    (rows, inputs), device = weight.values.shape, weight.values.device
+    values, x_scale = (x.values, x.scales) if isinstance(x, QuantizedActivations) else (x, weight.scales)
+    outputs = rows // 2 if gated else rows
+    rows_of_program = max(1, tile.rows // 2) if gated else tile.rows
     needed = fused_quantize.choose_warps(inputs)
     assert needed is not None, "too many inputs for the registers of one program"
-    output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    quantizing_fp8_gemv_kernel[(triton.cdiv(outputs, tile.rows),)](
-        *(x, weight.values, weight.scales, weight.scales if bias is None else bias),
+    warps = max(tile.warps, needed)
+    # With more warps than the tile has, each thread still loads eight activations at a time.
+    columns = tile.columns if warps == tile.warps else max(tile.columns, warps * 32 * 8)
+    output = torch.empty((1, outputs), dtype=x.dtype, device=device)
+    preloading_fp8_gemv_kernel[(triton.cdiv(outputs, rows_of_program),)](
+        *(values, weight.values, x_scale, weight.scales, weight.scales if bias is None else bias),
         *(output, weight.values.stride(0), outputs, bound),
         INPUTS=inputs,
-        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
-        ROWS=tile.rows,
+        COLUMNS=min(columns, triton.next_power_of_2(inputs)),
+        ROWS=rows_of_program,
+        QUANTIZE=values is x,
+        GATED=gated,
         HAS_BIAS=bias is not None,
-        USE_PTX=supports_fp8_ptx(x.device),
-        num_warps=max(tile.warps, needed),
-        **pdl_options(x.device),
+        USE_PTX=supports_fp8_ptx(device),
+        num_warps=warps,
+        **pdl_options(device),
     )
     return output
 
@@ -343,11 +390,19 @@ def can_quantize(x: torch.Tensor) -> bool:
     return is_supported and fused_quantize.choose_warps(x.shape[1]) is not None
 
 
-def is_quantizing_profitable(weight: FP8Weight) -> bool:
-    """Return whether few enough programs quantize the same token, so that this takes less time than a launch."""
-    return weight.values.numel() <= tuning_for(weight.values.device).fp8_gemv.max_quantizing_weights
+def is_preloading_profitable(weight: FP8Weight) -> bool:
+    """Return whether the weight is so small that most of its programs, with all their rows, are resident at a time.
+
+    Then the weight is read while the kernel ahead runs, and to quantize the token once more in each of these programs
+    takes less time than a launch.
+    """
+    tuning = tuning_for(weight.values.device).fp8_gemv
+    is_small = weight.values.numel() <= tuning.max_preloaded_weights
+    return is_small and fused_quantize.choose_warps(weight.values.shape[1]) is not None
 
 
-def _choose_tile(inputs: int, device: torch.device) -> FP8GemvTile:
-    tuning = tuning_for(device).fp8_gemv
-    return tuning.tile if inputs <= tuning.short_inputs else tuning.long_tile
+def _choose_tile(weight: FP8Weight) -> FP8GemvTile | PreloadingGemvTile:
+    tuning = tuning_for(weight.values.device).fp8_gemv
+    if is_preloading_profitable(weight):
+        return tuning.preloading_tile
+    return tuning.tile if weight.values.shape[1] <= tuning.short_inputs else tuning.long_tile

@@ -8,7 +8,7 @@ The rules are those of ``quantize_kernel``, so products have the same bits. Acti
 four float16 numbers, divided by ``FP16_DOWNSCALE``.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -21,12 +21,6 @@ VALUES_PER_THREAD: Final = 64
 MAX_WARPS: Final = 8
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
-
-
-@triton.jit
-def no_tensors() -> Any:
-    """Return an empty tuple, to which tensors are added."""
-    return ()
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from skiff_runtime.kernels.triton.fp8.fused_quantize import (
     load_int64,
     load_x8,
     max_abs_x8,
-    no_tensors,
     quantize_x4,
 )
 from skiff_runtime.kernels.triton.fp8.quantize import compute_scale
@@ -31,6 +30,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
+from skiff_runtime.kernels.triton.runtime.tensor_tuples import no_tensors
 from skiff_runtime.kernels.tuning import ExpertGemvTile, tuning_for
 
 SCALE_BLOCK = 128

@@ -50,16 +50,50 @@ def fused_topk_kernel(
     """
     launch_dependents(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    wait_for_dependencies(PDL)
+    select_experts(
+        router_logits,
+        topk_weights,
+        topk_ids,
+        token,
+        tokens,
+        stride,
+        EXPERTS,
+        EXPERTS_BLOCK,
+        TOP_K,
+        RENORMALIZE,
+        CACHE_MODIFIER="",
+    )
+
+
+@triton.jit
+def select_experts(
+    router_logits: tl.tensor,
+    topk_weights: tl.tensor,
+    topk_ids: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    CACHE_MODIFIER: tl.constexpr,
+) -> None:
+    """Route the tokens with indices ``token`` [one for each warp of the program], those below ``tokens``.
+
+    The other arguments are those of ``fused_topk_kernel``; CACHE_MODIFIER is that of the loads of logits.
+    """
     expert = tl.arange(0, EXPERTS_BLOCK)[None, :]
     inside = (token < tokens)[:, None] & (expert < EXPERTS)
     row = token.to(tl.int64)[:, None]
-    wait_for_dependencies(PDL)
-    logit = tl.load(router_logits + row * stride + expert, inside, -float("inf"))
+    at = router_logits + row * stride + expert
+    logit = tl.load(at, inside, -float("inf"), cache_modifier=CACHE_MODIFIER)
     # Both zeros are equal, and have the same key. NaN, whatever its sign, is the largest.
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     bits = tl.where(logit == logit, bits, _MAGNITUDE)
     key = tl.where(expert < EXPERTS, bits ^ ((bits >> 31) & _MAGNITUDE), _LEAST)
-    rank = tl.full((TOKENS, EXPERTS_BLOCK), TOP_K, tl.int32)
+    rank = tl.full(key.shape, TOP_K, tl.int32)
     for each in tl.static_range(TOP_K):
         best = tl.max(key, 1)[:, None]
         chosen = tl.min(tl.where(key == best, expert, EXPERTS_BLOCK), 1)[:, None]
@@ -79,12 +113,7 @@ def fused_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what ``kernels.fused_moe.fused_topk`` does, with logits [T, E] at any row stride."""
     (tokens, experts), device = router_logits.shape, router_logits.device
-    if not 1 <= top_k <= experts:
-        raise ValueError(
-            f"top_k must be at least 1 and at most the number of experts, {experts}, not {top_k}"
-        )
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    weights, ids = empty_routing(tokens, experts, top_k, device)
     if tokens == 0:
         return weights, ids
     warps = tuning_for(device).moe.routing_warps
@@ -102,3 +131,15 @@ def fused_topk(
         **pdl_options(device),
     )
     return weights, ids
+
+
+def empty_routing(
+    tokens: int, experts: int, top_k: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate (weights float32, ids int32), both [tokens, top_k]; raise ``ValueError`` if there are fewer experts."""
+    if not 1 <= top_k <= experts:
+        raise ValueError(
+            f"top_k must be at least 1 and at most the number of experts, {experts}, not {top_k}"
+        )
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    return weights, torch.empty((tokens, top_k), dtype=torch.int32, device=device)
