@@ -1,5 +1,9 @@
-"""Memory of all GPUs as the driver reports it, to show that a service that ended has left none behind."""
+"""Memory of all GPUs as the driver reports it, to show that a service that ended has left none behind.
 
+Among the workers of pytest-xdist nothing is checked, because tests of other workers use the same GPUs.
+"""
+
+import os
 from typing import Final
 
 import torch
@@ -13,8 +17,8 @@ RELEASE_SECONDS: Final = 20.0
 
 
 def read_free_mib() -> list[int]:
-    """Return the free memory of each GPU in MiB; nothing without GPUs."""
-    if not ON_GPU:
+    """Return the free memory of each GPU in MiB; nothing without GPUs, or beside other workers."""
+    if not ON_GPU or "PYTEST_XDIST_WORKER" in os.environ:
         return []
     return [torch.cuda.mem_get_info(index)[0] // MIB for index in range(torch.cuda.device_count())]
 
