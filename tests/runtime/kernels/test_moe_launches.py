@@ -1,5 +1,8 @@
 """Launches of the kernels of mixture of experts on an offline driver: what is compiled, and what is launched again."""
 
+import json
+import subprocess
+
 import pytest
 from compiling import run_compiling
 
@@ -123,16 +126,35 @@ LAYER = """
 """
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [SIZES, REPEATED, SINGLE_TOKEN, ROUTER, LAYER],
-    ids=["sizes", "repeated", "single token", "router", "layer"],
-)
-def test_launches(steps: str) -> None:
+STEPS = {"sizes": SIZES, "repeated": REPEATED, "single token": SINGLE_TOKEN, "router": ROUTER, "layer": LAYER}
+FORK = """
+import json
+import os
+import sys
+
+for name, steps in json.loads(sys.argv[1]).items():
+    process = os.fork()
+    if not process:
+        exec(steps)
+        os._exit(0)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), sep="=", flush=True)
+"""
+"""Runs each of the steps in a process of its own, with the same imports."""
+
+
+@pytest.fixture(scope="module")
+def done() -> "subprocess.CompletedProcess[str]":
+    """The run of all steps, one after the other."""
+    head, block = COMPILE.split("with use_offline_driver", 1)
+    steps = {name: f"with use_offline_driver{block}{each}" for name, each in STEPS.items()}
+    return run_compiling("-c", head + FORK, json.dumps(steps))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_launches(done: "subprocess.CompletedProcess[str]", name: str) -> None:
     """Steps of other sizes with the same tiles, and other ranks, compile nothing; a second launch repeats the first.
 
     The products of a single token with FP8 experts need no launch that quantizes, and the norm and the selection of
     experts none besides the router's. So a layer has six launches beside those of attention.
     """
-    done = run_compiling("-c", COMPILE + steps)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and f"{name}=0" in done.stdout.splitlines(), done.stderr
