@@ -7,8 +7,9 @@ Without ``--text``, the demo model reads chats outside of its training data. Ans
 it was not taught to write, so there it is unsure, and small errors show. Agreement is the share of all positions at which
 the likeliest next token is that of the first line.
 
-Below the first lines are the formats of checkpoints, to which the demo model is rounded without calibration; all of these
-compute in float32, so that the difference from the first line is the cost of the format alone.
+Below the first lines are the formats of checkpoints, to which the model is rounded without calibration, a GGUF file after
+it is dequantized. All of these compute in float32, so that the difference from the first line is the cost of the format
+alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from quantized_formats import FORMATS, write_checkpoint
 
 from skiff_runtime import demo
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
 
@@ -90,14 +92,26 @@ def read_texts(llm: LLM, files: list[Path], count: int) -> list[Passage]:
 
 @contextmanager
 def quantized_model(model: str, name: str) -> Iterator[str]:
-    """Yield the directory of the demo model in the format ``name``, or ``model`` if there is no such format."""
+    """Yield the directory of the model in the format ``name``, or ``model`` if there is no such format."""
     if name not in QUANTIZED:
         yield model
         return
     with TemporaryDirectory() as folder:
-        path = Path(shutil.copytree(demo.DIRECTORY, Path(folder) / "model"))
+        path = Path(folder) / "model"
+        if is_gguf(Path(model)):
+            convert_gguf(Path(model), path)
+        else:
+            shutil.copytree(demo.DIRECTORY if model == DEMO else model, path)
         write_checkpoint(path, FORMATS[name])
         yield str(path)
+
+
+def convert_gguf(file: Path, directory: Path) -> None:
+    """Write the model of a GGUF file as transformers does, dequantized to float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for part in AutoModelForCausalLM, AutoTokenizer:
+        part.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
 
 
 def measure(llm: LLM, passages: list[Passage]) -> Losses:
@@ -141,8 +155,9 @@ def main() -> None:
     names = arguments.names or (known if arguments.model == DEMO else tuple(CONFIGURATIONS))
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no such line: {', '.join(unknown)}; known are {', '.join(known)}")
-    if arguments.model != DEMO and any(name in QUANTIZED for name in names):
-        parser.error("only the demo model is rounded to the formats of checkpoints")
+    is_local = arguments.model == DEMO or Path(arguments.model).exists()
+    if not is_local and any(name in QUANTIZED for name in names):
+        parser.error("only the demo model and files on disk are rounded to the formats of checkpoints")
     limit = {} if arguments.text is None else {"max_model_len": 2 * WINDOW}
     first: list[int] = []
     for name in names:

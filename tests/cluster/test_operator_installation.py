@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import toolchain
-from commands import ClusterError, output
+from commands import ClusterError, output, wait_for
 from controlplane import ControlPlane
 from operator_installation import CRD, OPERATOR_NAMESPACE, OperatorInstallation
 from paths import REPOSITORY, layout
@@ -28,8 +28,11 @@ class Cluster:
     def install_crd(self) -> None:
         """Install the CustomResourceDefinition, and wait until it is served: it can be deleted at once only then."""
         self.kubectl("apply", "-f", str(MANIFEST))
-        self.kubectl(
-            "wait", "--for=condition=established", "--timeout=30s", f"customresourcedefinition/{CRD}"
+        established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
+        wait_for(
+            "the definition is served",
+            lambda: self.kubectl("get", "crd", CRD, "--output", established) == "True",
+            timeout_seconds=60,
         )
 
     def crds(self) -> str:
