@@ -25,6 +25,8 @@ from tiny_tokenizer import VOCAB_SIZE
 from skiff_runtime.messages import FinishReason, GenerateRequest, SamplingSpec
 
 pytestmark = [needs_gpus(2), *([pytest.mark.gpu] if ON_GPU else [])]
+FULL: Final = () if ON_GPU else (pytest.mark.soak,)
+"""On a CPU these are for ``make soak``, beside others of their kind in ``make test``."""
 
 COUNT: Final = 8
 LENGTHS: Final = (90, 1, 5, 16, 33, 70, 12)
@@ -116,7 +118,7 @@ def test_four_ranks_replicate_two_kv_heads(four_ranks: RankPool, tmp_path: Path)
     assert first[0] == oracle_choices(load_reference(path), prompts, first[0])
 
 
-@pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=needs_gpus(4))])
+@pytest.mark.parametrize("ranks", ["two_ranks", pytest.param("four_ranks", marks=(needs_gpus(4), *FULL))])
 def test_ranks_sample_with_every_parameter_like_one_rank(
     request: pytest.FixtureRequest, tmp_path: Path, ranks: str
 ) -> None:
@@ -256,7 +258,7 @@ KINDS: Final[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=FULL)])
 def test_identical_steps_give_identical_tokens(two_ranks: RankPool, tmp_path: Path, dtype: str) -> None:
     """With and without overlap scheduling, with and without CUDA graphs, over pages of any size.
 

@@ -44,7 +44,7 @@ POLLS = 1_000_000
 PREFETCH_BYTES = push_norm.PREFETCH_BYTES
 POLL_SECONDS = 0.0005
 KINDS = ("words", "one-shot", "two-shot", "fused one-shot")
-SIZES = (8, 16, 24, 4096, 8200)
+SIZES = (8, 24, 4096, 8200)
 """Elements: a few lines, or several programs, the last of which has fewer lines."""
 
 

@@ -101,6 +101,7 @@ def test_greedy_answers_equal_transformers_on_all_prompts(llm: LLM, reference: A
     assert check_prompts(llm, reference, prompts) <= 10
 
 
+@pytest.mark.checkpoint
 def test_comparison_sees_a_wrong_token(llm: LLM, reference: Any) -> None:
     [prompt] = [llm.encode(render_chat(read_prompts()[0]), add_special_tokens=False)]
     right = greedy_tokens(reference, prompt, 8)
