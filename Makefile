@@ -14,17 +14,20 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
-TEST_FLAGS := -m "not e2e and not gpu and not matrix and not soak" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+TEST_FLAGS := -m "not e2e and not gpu and not matrix and not soak and not checkpoint" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
-	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py) \
+	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
 	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs \
 	nan_logits batch_invariance engine)) \
 	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)
+TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
+	rank_start_faults.py) \
+	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest matrix soak gpu-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test test-latest matrix checkpoint soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,12 +70,19 @@ test-latest: ## The same tests on the newest versions that pyproject.toml allows
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
+checkpoint: setup ## A published checkpoint, SmolLM2-135M-Instruct: 200 greedy answers against transformers, and all tests of its service
+	$(PYTEST) -m checkpoint $(PYTEST_ARGS)
+
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)
 
 gpu-test: setup ## On a GPU: kernels against float64, engine and services against transformers, 20,000 requests
 	$(GPU_PIP) --editable '.[gpu]'
 	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak" $(GPU_SUITES) $(PYTEST_ARGS)
+
+tp-test: setup ## On two GPUs or more: several ranks against one and transformers, faults of ranks, 20,000 requests
+	$(GPU_PIP) --editable '.[gpu]'
+	SKIFF_TEST_DEVICE=cuda $(PYTEST) -m "not soak and not matrix" $(TP_SUITES) $(PYTEST_ARGS)
 
 gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models with random weights: no download
 	$(GPU_PIP) --editable '.[gpu]'

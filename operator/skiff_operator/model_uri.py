@@ -8,13 +8,13 @@ from skiff_runtime import contract
 
 _FORMS: Final = {
     "demo": re.compile(r"demo://"),
-    "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+)"),
+    "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+(:[A-Za-z0-9][A-Za-z0-9_-]{0,31})?)"),
     "pvc": re.compile(r"pvc://(?P<location>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
     "file": re.compile(r"file://(?P<location>/.+)"),
 }
 assert tuple(sorted(_FORMS)) == tuple(sorted(contract.MODEL_SCHEMES))
 
-_HELP: Final = "use demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
+_HELP: Final = "use demo://, hf://ORGANISATION/NAME[:QUANTIZATION], pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
 
 
 class Source(NamedTuple):

@@ -30,6 +30,10 @@ class StartupError(SkiffError):
     """A process did not become ready in time, or died before it did."""
 
 
+class CollectiveTimeout(SkiffError):
+    """A rank waited for another one in a collective for longer than it may."""
+
+
 class RequestError(SkiffError):
     """An error of one request, which affects no other request.
 

@@ -1,7 +1,7 @@
 """Checks of third-party internals: undocumented parts of a library that Skiff uses must have the expected shape.
 
-For each such library, one module imports its internals inside a ``with borrowed(...)``; all other modules import
-them from there. A version outside of the tested bounds in pyproject.toml may lack one of them; the error then
+For each such library, or part of one, one module imports its internals inside a ``with borrowed(...)``; all other modules
+import them from there. A version outside of the tested bounds in pyproject.toml may lack one of them; the error then
 names it and the bounds.
 """
 

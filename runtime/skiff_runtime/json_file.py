@@ -1,12 +1,17 @@
 """JSON files: bounded reading, and typed fields with errors that name the file and the key."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 from skiff_runtime.errors import ModelError
 
 MAX_JSON_BYTES: Final = 64 << 20
+MAX_COUNT: Final = (1 << 31) - 1
+"""The largest count or size that a file may name; code that loops over one sets a lower limit."""
+MAX_NUMBER: Final = sys.float_info.max
+"""Larger whole numbers, and infinity, are refused: they are no finite float."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,12 +44,16 @@ class JsonObject:
         """Return whether the key is present, even with a null."""
         return key in self._values
 
+    def list_keys(self) -> list[str]:
+        """Return all keys, in the order of the file."""
+        return list(self._values)
+
     def get(self, key: str) -> Any:
         """Return the raw value, or None."""
         return self._values.get(key)
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; without a default it is required."""
+    def positive(self, key: str, default: int | None = None, *, limit: int = MAX_COUNT) -> int:
+        """Return a whole number from 1 to ``limit``; without a default it is required."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -52,6 +61,8 @@ class JsonObject:
             raise ModelError(f"{self.source} lacks {key!r}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"{self.source}: {key!r} must be a positive whole number, not {value!r}")
+        if value > limit:
+            raise ModelError(f"{self.source}: {key!r} must be at most {limit}, not {value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -61,7 +72,7 @@ class JsonObject:
             value = default
         if value is None:
             raise ModelError(f"{self.source} lacks {key!r}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
             raise ModelError(f"{self.source}: {key!r} must be a number, not {value!r}")
         return float(value)
 

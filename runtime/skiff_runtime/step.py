@@ -40,7 +40,8 @@ class StepPlan:
     Row i computes ``lengths[i]`` tokens of slot ``slots[i]``, at positions ``starts[i]`` and on. Where ``samples[i]``
     is set, its last position yields a token, which the engine also writes into the slot's line of the token table, at
     position ``starts[i] + lengths[i]``. ``page_slots``, ``page_columns`` and ``page_ids`` int32[W] are cells of the
-    page table to set before the step; no cell occurs twice.
+    page table to set before the step; no cell occurs twice. With ``captures_graph``, the engine captures the next of its
+    deferred CUDA graphs before the step; a plan without rows does nothing else.
     """
 
     number: int
@@ -53,6 +54,7 @@ class StepPlan:
     page_slots: Int32
     page_columns: Int32
     page_ids: Int32
+    captures_graph: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +103,10 @@ class StepHandle(Protocol):
     """A launched step."""
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the step has run or failed, at most this long; return whether it has."""
+        """Wait until the step has run or failed, at most this long; return whether it has.
+
+        Raises ``CollectiveTimeout`` if a collective of this rank has given up, whether or not the step still runs.
+        """
         ...
 
     def result(self) -> StepResult:

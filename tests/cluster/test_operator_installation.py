@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import toolchain
-from commands import ClusterError, output
+from commands import ClusterError, output, wait_for
 from controlplane import ControlPlane
 from operator_installation import CRD, OPERATOR_NAMESPACE, OperatorInstallation
 from paths import REPOSITORY, layout
@@ -24,6 +24,16 @@ class Cluster:
     def kubectl(self, *words: str) -> str:
         """Run kubectl and return its output."""
         return output([*self._base, *words])
+
+    def install_crd(self) -> None:
+        """Install the CustomResourceDefinition, and wait until it is served: it can be deleted at once only then."""
+        self.kubectl("apply", "-f", str(MANIFEST))
+        established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
+        wait_for(
+            "the definition is served",
+            lambda: self.kubectl("get", "crd", CRD, "--output", established) == "True",
+            timeout_seconds=60,
+        )
 
     def crds(self) -> str:
         """Names of the CustomResourceDefinitions."""
@@ -49,7 +59,7 @@ def test_what_was_claimed_is_ours_until_it_is_removed(cluster: Cluster) -> None:
     operator_installation = cluster.operator_installation
     assert not operator_installation.ours
     operator_installation.claim()
-    cluster.kubectl("apply", "-f", str(MANIFEST))
+    cluster.install_crd()
     operator_installation.claim()
     assert operator_installation.ours and CRD in cluster.crds()
     operator_installation.remove()
@@ -59,7 +69,7 @@ def test_what_was_claimed_is_ours_until_it_is_removed(cluster: Cluster) -> None:
 @pytest.mark.parametrize("namespace", [OPERATOR_NAMESPACE, "platform"])
 def test_an_operator_of_somebody_else_is_not_claimed(cluster: Cluster, namespace: str) -> None:
     cluster.kubectl("create", "namespace", namespace)
-    cluster.kubectl("apply", "-f", str(MANIFEST))
+    cluster.install_crd()
     with pytest.raises(ClusterError, match="not installed from here"):
         cluster.operator_installation.claim()
     assert not cluster.operator_installation.ours and CRD in cluster.crds()

@@ -57,6 +57,29 @@ def test_xqa_decode_equals_reference(page_size: int, group: int) -> None:
             ]
 
 
+def test_xqa_decode_of_each_layer_has_its_window() -> None:
+    """One more module is compiled, for all windows."""
+    from skiff_runtime.attention.flashinfer import FlashInferDecode
+
+    page_size, group = MODULES[0]
+    torch.manual_seed(page_size)
+    windows = (1, None, 17, 64, 1000, 5000)
+    contexts = [torch.randn(2, length, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for length in LENGTHS]
+    paged = PagedContexts(contexts, page_size, windows=windows)
+    decode = FlashInferDecode(paged.pool)
+    decode.prepare(
+        paged.batch([length - 1 for length in LENGTHS], [1] * len(LENGTHS), decode_rows=len(LENGTHS))
+    )
+    q = torch.randn(len(LENGTHS), KV_HEADS * group, DIM, dtype=DTYPE, device=DEVICE)
+    for layer, window in enumerate(windows):
+        attended = torch.full_like(q, torch.nan)
+        decode.forward(layer, q, attended)
+        for row, (keys, values) in enumerate(contexts):
+            one = slice(row, row + 1)
+            expected = causal_attention(q[one], keys, values, window)
+            assert error(attended[one], expected) < 2 * TOLERANCE[DTYPE], (window, LENGTHS[row])
+
+
 @pytest.mark.parametrize(
     "page_size, dtype, heads, reason",
     [(8, DTYPE, 8, "pages of"), (16, torch.float32, 8, "bfloat16 or float16"), (16, DTYPE, 34, "at most 16")],

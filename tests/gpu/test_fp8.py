@@ -11,6 +11,8 @@ from skiff_runtime.kernels.fp8_tensors import (
     QuantizedActivations,
     quantize_rows,
 )
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, quantizing_fp8_gemv
+from skiff_runtime.kernels.tuning import FP8GemvTile, PreloadingGemvTile
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,37 @@ def test_fp8_linear_equals_reference(
     product = fp8_linear(x, FP8Weight(weight, scales, tile_counters), added)
     assert product.dtype == dtype and product.shape == (tokens, outputs)
     assert error(product, expected) < TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(48, 208), (2048, 4096), (1040, 5120), (1024, 16_384)])
+def test_fp8_linear_quantizes_a_token(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """A small weight's GEMV quantizes the token itself; a diagonal shows its values, bit by bit."""
+    x = noise(1, inputs, dtype=dtype, seed=3) * 3
+    values, scales = quantize_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
+    weight = FP8Weight(values, scales, torch.zeros(outputs, dtype=torch.int32, device="cuda"))
+    expected = dequantize(quantize_activations(x, 5.0)) @ (values.double() * scales.double()).T
+    product = fp8_linear(x, weight, bound=5.0)
+    assert product.dtype == dtype and error(product, expected) < TOLERANCE[torch.bfloat16]
+    values.copy_(torch.eye(outputs, inputs, device="cuda").to(E4M3))
+    assert torch.equal(fp8_linear(x, weight, bound=5.0), fp8_linear(quantize_activations(x, 5.0), weight))
+
+
+@pytest.mark.parametrize("outputs, inputs", [(48, 208), (5120, 2048), (2048, 4096), (1024, 16_384)])
+def test_a_quantized_token_gives_the_bits_of_one_that_the_gemv_quantizes(outputs: int, inputs: int) -> None:
+    """However many rows a program has; the kernel for larger weights adds up in another order."""
+    x = noise(1, inputs, dtype=torch.bfloat16, seed=3) * 3
+    values, scales = quantize_rows(noise(outputs, inputs, dtype=torch.float32, seed=1))
+    weight = FP8Weight(values, scales, torch.zeros(outputs, dtype=torch.int32, device="cuda"))
+    quantized = quantize_activations(x)
+    expected = dequantize(quantized) @ (values.double() * scales.double()).T
+    first = fp8_gemv(quantized, weight, tile=PreloadingGemvTile(1024, 1, 1))
+    for rows in (1, 2, 4):
+        tile = PreloadingGemvTile(1024, 1, rows)
+        assert torch.equal(fp8_gemv(quantized, weight, tile=tile), first)
+        assert torch.equal(quantizing_fp8_gemv(x, weight, tile=tile), first)
+    assert error(first, expected) < TOLERANCE[torch.bfloat16]
+    assert error(fp8_gemv(quantized, weight, tile=FP8GemvTile(1024)), first) < TOLERANCE[torch.bfloat16]
 
 
 def dequantize(x: QuantizedActivations) -> torch.Tensor:

@@ -54,9 +54,38 @@ def test_prefill_equals_reference_for_any_page_size(
         prefill.forward(0, q, attended)
         for found, reference in zip(torch.split(attended, lengths), expected, strict=True):
             assert error(found, reference) < TOLERANCE[DTYPE], page_size
-        if is_fa3 and prefill._wrappers is prefill._default:
+        if is_fa3 and prefill._wrappers[None] in prefill._default[None]:
             identical.append(attended)
     assert all(torch.equal(each, identical[0]) for each in identical)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("split_kv", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_prefill_of_each_layer_has_its_window(page_size: int, split_kv: bool) -> None:
+    """Windows of one token, shorter than a page, of whole tiles, and beyond every context, beside full attention."""
+    from skiff_runtime.attention.flashinfer import FlashInferPrefill  # only on GPU machines
+
+    torch.manual_seed(page_size)
+    starts, lengths = [3 * LONG, 0, 9, LONG + 5], [129, 1, 300, 40]
+    windows = (None, 1, 5, 128, 1000, LONG, 4 * LONG)
+    totals = np.add(starts, lengths).tolist()
+    contexts = [torch.randn(2, total, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for total in totals]
+    paged = PagedContexts(contexts, page_size, windows=windows)
+    q = torch.randn(sum(lengths), HEADS, DIM, dtype=DTYPE, device=DEVICE)
+    prefill = FlashInferPrefill(paged.pool, HEADS, split_kv=split_kv)
+    for rows in (slice(None), slice(0, 1), slice(3, None)):  # one row alone leaves the GPU idle, and is split
+        parts = torch.split(q, lengths)[rows]
+        queries = torch.cat(parts)
+        batch = paged.batch(starts[rows], lengths[rows], slots=range(len(starts))[rows])
+        prefill.prepare(batch)
+        for layer, window in enumerate(windows):
+            attended = torch.full_like(queries, torch.nan)
+            prefill.forward(layer, queries, attended)
+            found = torch.split(attended, lengths[rows])
+            for one, part, (keys, values) in zip(found, parts, contexts[rows], strict=True):
+                expected = causal_attention(part, keys, values, window)
+                assert error(one, expected) < TOLERANCE[DTYPE], (window, len(part))
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from bf16_engine import error_of, known_logits, make_wide_model, serve, tie_of
+from bf16_engine import SETTINGS, error_of, known_logits, make_wide_model, serve, tie_of
+from gpus import needs_gpus
 from grammar_factory import GrammarFactory
+from rank_processes import on_ranks
 from reference_logits_processors import process_row
 from scheduler_bench import UNPREDICTED, ReceivedLogprobs, request
+from serving_engine import serve_on_rank
 from tiny_tokenizer import EOS_ID, VOCAB_SIZE
 
 from skiff_runtime.kernels.gumbel import add_gumbel
 from skiff_runtime.messages import FinishReason, SamplingSpec
-from skiff_runtime.scheduler import admission
 
 pytestmark = pytest.mark.gpu
 
@@ -50,14 +52,12 @@ ABORTED: Final = (1, 6)
 
 @pytest.mark.parametrize("attention", ["flashinfer,triton", "triton"])
 @pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=needs_gpus(2))], ids=lambda tp: f"tp{tp}")
 def test_answers_respect_all_sampling_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, crowded: bool
+    tmp_path: Path, attention: str, crowded: bool, tp: int
 ) -> None:
     """In the crowded case there are few pages, so that requests are preempted, and two requests are aborted."""
-    monkeypatch.setattr(
-        admission, "INITIAL_NEW_TOKEN_RATIO", 0.1
-    )  # admits too many requests, so that some are preempted
-    path = make_wide_model(tmp_path, "llama", seed=37)
+    path = make_wide_model(tmp_path / "model", "llama", seed=37)
     maker, rng = GrammarFactory(path), np.random.default_rng(9)
     samplings = [
         SamplingSpec(**{"max_tokens": COUNT, "seed": at, **requests})
@@ -74,9 +74,13 @@ def test_answers_respect_all_sampling_parameters(
         request(uid, *each) for uid, each in enumerate(zip(prompts, samplings, grammars, strict=True))
     ]
     few: dict[str, Any] = {"max_total_tokens": 192, "max_num_batched_tokens": 48, "aborted": ABORTED}
-    served = serve(
-        path, requests, attention_backend=attention, **(few if crowded else {"max_num_batched_tokens": 256})
-    )
+    options = {**SETTINGS, "attention_backend": attention, "new_token_ratio": 0.1}
+    options |= few if crowded else {"max_num_batched_tokens": 256}
+    if tp == 1:
+        served = serve(path, requests, **options)
+    else:
+        [served], [other] = on_ranks(tp, tmp_path, serve_on_rank, path, requests, [options])
+        assert served == other
     assert served.lost_pages == 0 and (served.preempted > 0) is crowded
     replies = [served.replies[uid] for uid in range(len(requests))]
     for uid in ABORTED if crowded else ():

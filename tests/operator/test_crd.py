@@ -40,6 +40,8 @@ def test_defaults_are_filled_in(api: ApiServer) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "spec.model.uri: Required value"),
     ({"model": {"uri": "s3://bucket/llama"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
+    ({"model": {"uri": "hf://org/name:_x"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
+    ({"model": {"uri": "hf://org/name:Q4 K"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
     ({"model": {"uri": "pvc://a/../b"}}, "name the directory itself"),
     ({"model": {"uri": "file://relative"}}, "file:///ABSOLUTE/PATH"),
     ({"model": {"uri": "demo://", "revision": "main"}}, "remove model.revision"),

@@ -38,6 +38,7 @@ def test_there_and_back_again() -> None:
     [
         ("demo://", ("demo", "", "")),
         ("hf://Qwen/Qwen3-0.6B", ("hf", "Qwen/Qwen3-0.6B", "")),
+        ("hf://Qwen/Qwen3-0.6B-GGUF:Q8_0", ("hf", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "")),
         ("pvc://models", ("pvc", "models", "")),
         ("pvc://models/a/b/", ("pvc", "models", "a/b")),
         ("file:///srv/llama", ("file", "/srv/llama", "")),
@@ -98,6 +99,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"replicas": "two"}, "Expected `int`"),
     ({"replicas": -1}, "0 or more"),
     ({"model": {"uri": "s3://bucket"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "hf://org/name:_x"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "hf://org/name:\u00c4"}}, "hf://ORGANISATION/NAME"),
+    ({"model": {"uri": "hf://org/name:../x"}}, "hf://ORGANISATION/NAME"),
     ({"model": {"uri": "pvc://a/../b"}}, "must not contain '..'"),
     ({"model": {"uri": "demo://", "revision": "main"}}, "only hf:// models have revisions"),
     (

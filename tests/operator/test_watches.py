@@ -14,7 +14,17 @@ import pytest
 from apiserver import ApiServer
 from controlplane import ControlPlane
 from fault_proxy import FaultProxy, listing, watching
-from operator_checks import CHILDREN, assert_no_ghost, assert_served, create, delete, known, probe, resynced
+from operator_checks import (
+    CHILDREN,
+    assert_no_ghost,
+    assert_served,
+    create,
+    delete,
+    known,
+    probe,
+    resynced,
+    settle,
+)
 from operator_process import OperatorProcess, eventually
 
 KINDS = ("inferenceservices", *CHILDREN, "persistentvolumeclaims", "poddisruptionbudgets", "pods")
@@ -74,6 +84,7 @@ def test_everything_is_listed_once_and_a_restart_writes_nothing(
     operator = start()
     create(api, "one")
     create(other, "two")
+    settle(operator)
     assert operator.stop() == 0
     proxy.answered.clear()
     operator.start()

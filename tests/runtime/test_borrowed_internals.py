@@ -11,16 +11,17 @@ import pytest
 from skiff_runtime.internals import missing_internals
 
 BORROWERS = {
-    "uvicorn": "skiff_runtime.api.http.uvicorn_internals",
-    "torch": "skiff_runtime.kernels.torch_internals",
-    "triton": "skiff_runtime.kernels.triton_internals",
-    "flashinfer": "skiff_runtime.kernels.flashinfer_internals",
-    "transformers": "skiff_runtime.conversion.transformers_internals",
+    "uvicorn": ("skiff_runtime.api.http.uvicorn_internals",),
+    "torch": ("skiff_runtime.kernels.torch_internals", "skiff_runtime.distributed.symmetric_memory"),
+    "triton": ("skiff_runtime.kernels.triton_internals",),
+    "flashinfer": ("skiff_runtime.kernels.flashinfer_internals",),
+    "transformers": ("skiff_runtime.conversion.transformers_internals",),
 }
-INSTALLED = {library: borrower for library, borrower in BORROWERS.items() if find_spec(library)}
+INSTALLED = {library: borrowers for library, borrowers in BORROWERS.items() if find_spec(library)}
 INTERNALS = [
     pytest.param(library, borrower, name, id=name)
-    for library, borrower in INSTALLED.items()
+    for library, borrowers in INSTALLED.items()
+    for borrower in borrowers
     for name in import_module(borrower).NEEDED
 ]
 # Each entry changes one library as a later release might.
@@ -51,6 +52,11 @@ CHANGES = {
         "convert_slow_tokenizer:TikTokenConverter pattern",
     ),
     "gone from torch": ("torch", "import torch; del torch._scaled_mm", "_scaled_mm"),
+    "gone from torch's symmetric memory": (
+        "torch",
+        "import torch.distributed._symmetric_memory as m; del m.rendezvous",
+        "torch.distributed._symmetric_memory:rendezvous",
+    ),
 }
 
 
@@ -62,7 +68,7 @@ def test_installed_library_has_the_borrowed_internals(library: str, borrower: st
 
 @pytest.mark.parametrize(("library", "change", "lacked"), CHANGES.values(), ids=CHANGES)
 def test_changed_library_is_refused_by_name_and_version(library: str, change: str, lacked: str) -> None:
-    code = f"{change}\nimport {BORROWERS[library]}"
+    code = f"{change}\nimport {', '.join(BORROWERS[library])}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     error = done.stderr.splitlines()[-1]
     assert error.startswith(f"skiff_runtime.errors.ConfigError: {library} {version(library)} does not fit"), (
@@ -96,6 +102,6 @@ def test_profiler_settings_work_with_older_torch(monkeypatch: pytest.MonkeyPatch
         def __init__(self, verbose: bool = False) -> None:
             """Take ``verbose`` alone."""
 
-    borrower = import_module(BORROWERS["torch"])
+    borrower = import_module(BORROWERS["torch"][0])
     monkeypatch.setattr(borrower, "_ExperimentalConfig", Older)
     assert isinstance(borrower.profiler_settings(all_threads=True), Older)

@@ -39,7 +39,7 @@ def make_config(path: Path, **changes: Any) -> Config:
 def make_engine(path: Path, group: TensorParallelGroup | None = None, **changes: Any) -> Engine:
     """Build an engine over the model in ``path``; ``changes`` are fields of ``Config``."""
     config = make_config(path, **changes)
-    model = read_model_config(path, max_model_len=config.max_model_len)
+    model = read_model_config(path, max_model_len=config.max_model_len, rope_scaling=config.rope_scaling)
     group = group or TensorParallelGroup(device=torch.device("cuda", 0) if config.device == "cuda" else None)
     return Engine(config, model, group, on_phase=lambda phase, progress: None)
 

@@ -147,28 +147,37 @@ class Crowd(Channel):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The counters, and memory after a tenth of the requests and after all of them."""
+    """The counters, memory after a tenth of the requests and after all of them, and the lockstep checksum."""
 
     ledger: Ledger
     early: Memory
     late: Memory
+    checksum: int
 
 
-def soak(path: Path, count: int, *, longest: int, outputs: int, seed: int, **changes: Any) -> Outcome:
-    """Serve ``count`` requests of at most ``longest`` prompt and ``outputs`` output tokens.
+def soak(
+    path: Path,
+    count: int,
+    *,
+    group: TensorParallelGroup,
+    longest: int,
+    outputs: int,
+    seed: int,
+    **changes: Any,
+) -> Outcome:
+    """Serve ``count`` requests of at most ``longest`` prompt and ``outputs`` output tokens, on this rank of ``group``.
 
     ``changes`` are fields of ``Config``.
     """
-    config = make_config(path, **changes)
+    config = make_config(path, tp_size=group.tp_size, **changes)
     model = read_model_config(path, max_model_len=config.max_model_len)
-    group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=path)
     engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
     engine.warmup()
     crowd = Crowd(model.vocab_size, longest=longest, outputs=outputs, seed=seed)
     scheduler = Scheduler(config, eos_token_ids=(), num_pages=engine.num_pages, engine=engine, channel=crowd)
     early, late = (_serve(scheduler, crowd, total) for total in (count // 10, count))
     engine.close()
-    return Outcome(crowd.ledger, early, late)
+    return Outcome(crowd.ledger, early, late, scheduler.checksum)
 
 
 def _serve(scheduler: Scheduler, crowd: Crowd, num_requests: int) -> Memory:

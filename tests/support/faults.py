@@ -20,6 +20,8 @@ DEADLINE_SECONDS: Final = 15
 FLAGS: Final = (
     "--heartbeat-timeout-seconds",
     str(HEARTBEAT_SECONDS),
+    "--rank-heartbeat-timeout-seconds",
+    str(HEARTBEAT_SECONDS),
     "--watchdog-timeout",
     str(STEP_SECONDS),
     "--grammar-timeout-seconds",

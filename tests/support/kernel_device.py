@@ -1,11 +1,13 @@
 """The device on which tests run Triton kernels: the GPU if there is one, else the CPU with Triton's interpreter."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
+from pairwise import cover_pairs
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -20,6 +22,11 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the distance of ``value`` from ``expected`` relative to its norm; NaN where either contains NaN."""
     wide, wanted = value.double().cpu(), expected.double().cpu()
     return float((wide - wanted).norm() / wanted.norm())
+
+
+def combine(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations of a test's parameters on a GPU; for the interpreter, which is slow, a few with all pairs."""
+    return list(itertools.product(*axes)) if DEVICE.type == "cuda" else cover_pairs(*axes)
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

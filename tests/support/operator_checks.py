@@ -60,6 +60,17 @@ def resynced(operator: OperatorProcess, times: int = 2) -> None:
     eventually(enough, "resyncs")
 
 
+def settle(operator: OperatorProcess) -> None:
+    """Wait until a resync writes nothing: the status of a Deployment changes for a while after it is made."""
+
+    def is_settled() -> bool:
+        before = operator.writes()
+        resynced(operator)
+        return operator.writes() == before
+
+    eventually(is_settled, "a resync without writes")
+
+
 def assert_no_ghost(api: ApiServer, operator: OperatorProcess, name: str) -> None:
     """Nothing comes back under a deleted service's name, and the operator writes nothing."""
     eventually(lambda: not left(api, name), f"nothing is left of {name}")

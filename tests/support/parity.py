@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from engine_driver import make_config
+from pairwise import cover_pairs
 from scheduler_bench import Replies, generate
 from tiny_tokenizer import VOCAB_SIZE
 
@@ -22,7 +23,7 @@ from skiff_runtime.worker.step_profiler import StepProfiler
 
 PROMPTS: Final = 40
 TOKENS: Final = 24
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe")
 MAX_TURNS: Final = 20_000
 KV_TOKENS: Final = {1: 192, 16: 192, 64: 256}
 """Tokens of the KV cache by page size: so few that requests evict and preempt each other, though each fits alone."""
@@ -70,19 +71,8 @@ def product() -> list[Setting]:
 
 
 def covering() -> list[Setting]:
-    """Return a few settings that contain every pair of values of any two options, found greedily."""
-
-    def pairs(setting: Setting) -> set[tuple[tuple[str, Any], ...]]:
-        return set(itertools.combinations(asdict(setting).items(), 2))
-
-    candidates = product()
-    missing = set().union(*map(pairs, candidates))
-    chosen: list[Setting] = []
-    while missing:
-        best = max(candidates, key=lambda setting: len(pairs(setting) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
-    return chosen
+    """Return a few settings that contain every pair of values of any two options."""
+    return [Setting(*values) for values in cover_pairs(*_VALUES)]
 
 
 def prompts(seed: int) -> list[list[int]]:

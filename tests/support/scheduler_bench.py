@@ -146,10 +146,13 @@ class MemoryChannel(Channel):
 
     def __init__(self) -> None:
         self.arriving: deque[SchedulerInput] = deque()
+        self.waits: list[bool] = []
+        """For each turn, whether the scheduler waits for a message."""
         self.sent: deque[TokenBatch] = deque()
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
         """Return all of ``arriving``. Never blocks: there is no other thread that could add to it."""
+        self.waits.append(wait)
         items = list(self.arriving)
         self.arriving.clear()
         return items
@@ -161,7 +164,9 @@ class MemoryChannel(Channel):
 class SchedulerBench:
     """A scheduler, its engine and its clients. ``options`` are fields of ``Config``."""
 
-    def __init__(self, *, num_pages: int = 64, max_model_len: int = 128, **options: Any) -> None:
+    def __init__(
+        self, *, num_pages: int = 64, max_model_len: int = 128, num_deferred_graphs: int = 0, **options: Any
+    ) -> None:
         self.config = Config(
             **{
                 "page_size": 4,
@@ -180,7 +185,12 @@ class SchedulerBench:
         )
         self.channel = MemoryChannel()
         self.scheduler = Scheduler(
-            self.config, eos_token_ids=(EOS,), num_pages=num_pages, engine=self.engine, channel=self.channel
+            self.config,
+            eos_token_ids=(EOS,),
+            num_pages=num_pages,
+            engine=self.engine,
+            channel=self.channel,
+            num_deferred_graphs=num_deferred_graphs,
         )
         self.replies = Replies()
         self.stats: list[StepStats] = []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +60,22 @@ class Service:
 
 
 @contextmanager
-def running_service(model: Path | str, *flags: str, ready: bool = True) -> Iterator[Service]:
-    """Serve ``model`` on a free port; kill every process of the service at the end."""
+def running_service(
+    model: Path | str, *flags: str, ready: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[Service]:
+    """Serve ``model`` on a free port; kill every process of the service at the end.
+
+    ``environment``: variables that differ from those of this process.
+    """
     command = [sys.executable, "-m", "skiff_runtime", "serve", "--model", str(model), "--port", "0"]
     command += ["--device", DEVICE]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--cpu-threads", "1", *flags], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, "--cpu-threads", "1", *flags],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **(environment or {})},
+        )
         service = Service(process, log)
         try:
             if ready:

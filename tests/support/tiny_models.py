@@ -11,7 +11,15 @@ from typing import Any, Final
 
 import torch
 from tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from skiff_runtime.engine.cpu import avoid_trapping_amx
 
@@ -37,8 +45,18 @@ _LLAMA3_ROPE: Final = {
     "original_max_position_embeddings": 64,
 }
 
-FAMILIES: Final = ("llama", "llama_tied", "qwen2", "qwen3", "mistral")
+MOE_FAMILIES: Final = ("qwen3_moe", "mixtral")
+"""Mixtures of experts; the second layer of ``qwen3_moe`` is dense."""
+FAMILIES: Final = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", *MOE_FAMILIES)
 """Names that ``make_model`` knows; ``llama`` has llama3 rope scaling and biases nowhere."""
+_QWEN3_MOE: Final[dict[str, Any]] = {
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 
 
 def make_model(
@@ -131,6 +149,10 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
             return Qwen3Config(**{"head_dim": 32, **shape})
         case "mistral":
             return MistralConfig(**{"sliding_window": None, **shape})
+        case "qwen3_moe":
+            return Qwen3MoeConfig(**{**_QWEN3_MOE, **shape})
+        case "mixtral":
+            return MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **shape})
     raise ValueError(f"unknown family {family!r}; known are {', '.join(FAMILIES)}")
 
 

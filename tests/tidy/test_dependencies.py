@@ -37,6 +37,7 @@ BROUGHT_ALONG = {
 INTERNALS = {
     "uvicorn.protocols": "skiff_runtime.api.http.uvicorn_internals",
     "torch": "skiff_runtime.kernels.torch_internals",
+    "torch.distributed._symmetric_memory": "skiff_runtime.distributed.symmetric_memory",
     "triton.backends": "skiff_runtime.kernels.triton_internals",
     "triton.knobs": "skiff_runtime.kernels.triton_internals",
     "triton.runtime": "skiff_runtime.kernels.triton_internals",

@@ -37,7 +37,11 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """Causal grouped-query attention over the paged KV cache."""
+    """Causal grouped-query attention over the paged KV cache.
+
+    In a layer with a sliding window w (``pool.layout.window(layer)``), the token at position i attends to the tokens j
+    with i - w < j <= i.
+    """
 
     needs_block_table = False
     """``AttentionBatch.block_table`` must be set."""
@@ -48,6 +52,10 @@ class AttentionBackend(ABC):
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
+
+    def describe(self) -> str:
+        """Return the names of the implementations that were chosen."""
+        return type(self).__name__
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> None:

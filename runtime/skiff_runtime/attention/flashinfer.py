@@ -63,13 +63,19 @@ def is_prefill_built(pool: KVPool, backend: str | None = None) -> bool:
     dtype, dim = pool.layout.dtype, pool.layout.head_dim
     backend = backend or determine_attention_backend(pool.device, 0, False, False, dtype, dtype)
     parameters = (dtype, dtype, dtype, torch.int32, dim, dim)
-    name = get_batch_prefill_uri(backend, *parameters, 0, False, False, False)
     folders = (environment.FLASHINFER_AOT_DIR, environment.FLASHINFER_JIT_DIR)
-    return any((folder / name / f"{name}.so").exists() for folder in folders)
+    names = [
+        get_batch_prefill_uri(backend, *parameters, 0, window is not None, False, False)
+        for window in pool.layout.distinct_windows
+    ]
+    return all(any((folder / name / f"{name}.so").exists() for folder in folders) for name in names)
 
 
 class FlashInferPrefill(PhaseAttention):
-    """Prefill that is planned on the engine's thread while the GPU still computes the step before."""
+    """Prefill that is planned on the engine's thread while the GPU still computes the step before.
+
+    A plan is for one sliding window, so a step is planned once for each that the model has.
+    """
 
     def __init__(self, pool: KVPool, query_heads: int, *, split_kv: bool | None = None) -> None:
         """``split_kv`` allows kernels that split contexts, for few tokens after long ones (None: if they are built)."""
@@ -77,21 +83,22 @@ class FlashInferPrefill(PhaseAttention):
         self._paged_kv = _paged_views(pool)
         self._enable_pdl = device_support_pdl(pool.device)
         self._query_heads = query_heads
-        self._default = _make_wrappers(pool.device, "auto")
         split_kv = is_prefill_built(pool, SPLIT_KV_BACKEND) if split_kv is None else split_kv
-        self._split_kv = _make_wrappers(pool.device, SPLIT_KV_BACKEND) if split_kv else self._default
-        self._wrappers = self._default
+        windows = pool.layout.distinct_windows
+        self._default = {window: _make_wrappers(pool.device, "auto") for window in windows}
+        self._split_kv = self._default
+        if split_kv:
+            self._split_kv = {window: _make_wrappers(pool.device, SPLIT_KV_BACKEND) for window in windows}
+        self._wrappers: dict[int | None, flashinfer.BatchPrefillWithPagedKVCacheWrapper] = {}
         self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._long_context = tuning_for(pool.device).prefill_choice.long_context
         self._planned: list[torch.cuda.Event | None] = [None] * PLANS_IN_FLIGHT
         self._turn = 0
-        self._long_context = tuning_for(pool.device).prefill_choice.long_context
 
     def prepare(self, batch: AttentionBatch) -> None:
         layout, first = self._pool.layout, batch.decode_rows
         lengths, seq_lens = batch.prefill_rows()
         pages = -(-seq_lens // layout.page_size)
-        self._wrappers = self._split_kv if self._leaves_gpu_idle(lengths, seq_lens) else self._default
         indptr = _to_pinned(_indptr(pages))
         self._turn = (self._turn + 1) % PLANS_IN_FLIGHT
         event = self._planned[self._turn]
@@ -103,30 +110,41 @@ class FlashInferPrefill(PhaseAttention):
             indptr.to(self._pool.device, non_blocking=True),
             total=int(pages.sum()),
         )
-        self._wrappers[self._turn].plan(
-            _to_pinned(_indptr(lengths)),
-            indptr,
-            indices,
-            _to_pinned(seq_lens - (pages - 1) * layout.page_size),
-            self._query_heads,
-            layout.kv_heads,
-            layout.head_dim,
-            layout.page_size,
-            causal=True,
-            q_data_type=layout.dtype,
-            kv_data_type=layout.dtype,
-        )
+        query_indptr = _to_pinned(_indptr(lengths))
+        last_page_lens = _to_pinned(seq_lens - (pages - 1) * layout.page_size)
+        for window in layout.distinct_windows:
+            is_idle = self._leaves_gpu_idle(lengths, seq_lens, window)
+            wrappers = (self._split_kv if is_idle else self._default)[window]
+            self._wrappers[window] = wrappers[self._turn]
+            self._wrappers[window].plan(
+                query_indptr,
+                indptr,
+                indices,
+                last_page_lens,
+                self._query_heads,
+                layout.kv_heads,
+                layout.head_dim,
+                layout.page_size,
+                causal=True,
+                window_left=_window_left(window),
+                q_data_type=layout.dtype,
+                kv_data_type=layout.dtype,
+            )
         planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         planned.record()
         self._planned[self._turn] = planned
 
     def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        self._wrappers[self._turn].run(q, self._paged_kv[layer], out=out, enable_pdl=self._enable_pdl)
+        wrapper = self._wrappers[self._pool.layout.window(layer)]
+        wrapper.run(q, self._paged_kv[layer], out=out, enable_pdl=self._enable_pdl)
 
-    def _leaves_gpu_idle(self, lengths: Int32, seq_lens: Int32) -> bool:
+    def _leaves_gpu_idle(self, lengths: Int32, seq_lens: Int32, window: int | None) -> bool:
         """Return whether one program per tile and head would fill less than half of the GPU, and for long."""
         programs = int((-(-lengths // TILE_TOKENS)).sum()) * self._query_heads
-        return 2 * programs <= self._num_sms and int(seq_lens.max()) >= self._long_context
+        longest = int(seq_lens.max())
+        if window is not None:
+            longest = min(longest, window + TILE_TOKENS)
+        return 2 * programs <= self._num_sms and longest >= self._long_context
 
 
 class FlashInferDecode(PhaseAttention):
@@ -156,9 +174,15 @@ class FlashInferDecode(PhaseAttention):
             batch.seq_lens[:rows].view(torch.uint32),
             table.shape[1] * self._pool.layout.page_size,
             bmm1_scale=self._scale,
+            window_left=_window_left(self._pool.layout.window(layer)),
             kv_layout="NHD",
             out=out,
         )
+
+
+def _window_left(window: int | None) -> int:
+    """Return FlashInfer's form of a window: the tokens before the query's own, and -1 for full attention."""
+    return -1 if window is None else window - 1
 
 
 def _make_wrappers(

@@ -5,7 +5,11 @@ from abc import ABC, abstractmethod
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
-from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.triton.attention.decode_attention import (
+    DecodeAttention,
+    DecodeRows,
+    max_group_rows,
+)
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
 from skiff_runtime.kernels.triton.runtime.cached_launch import LayerKV
 from skiff_runtime.kvcache.kv_pool import KVPool
@@ -39,6 +43,9 @@ class HybridAttention(AttentionBackend):
         self.needs_block_table = decode.needs_block_table
         self.shared_prefix_rows = decode.shared_prefix_rows
 
+    def describe(self) -> str:
+        return f"{type(self._prefill).__name__},{type(self._decode).__name__}"
+
     def prepare(self, batch: AttentionBatch) -> None:
         self._decode_rows = batch.decode_rows
         if batch.decode_rows:
@@ -59,55 +66,73 @@ class HybridAttention(AttentionBackend):
 
 
 class _TritonAttention(PhaseAttention):
-    """Our kernels, for any page size and dtype. They need no plan: a step's launches are prepared in its first layer."""
+    """Our kernels, for any page size and dtype.
+
+    They need no plan: a step's launches are prepared in the first of the layers that have the same sliding window.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._batch: AttentionBatch | None = None
-        self._launch: DecodeAttention | PrefillAttention | None = None
+        self._launches: dict[int | None, DecodeAttention | PrefillAttention] = {}
 
     def prepare(self, batch: AttentionBatch) -> None:
-        self._batch, self._launch = batch, None
+        self._batch, self._launches = batch, {}
 
     def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        kv = self._pool.layer_kv(layer)
-        if self._launch is None:
+        kv, window = self._pool.layer_kv(layer), self._pool.layout.window(layer)
+        launch = self._launches.get(window)
+        if launch is None:
             assert self._batch is not None
-            self._launch = self._make_launch(self._batch, q, kv)
-        self._launch(q, kv, out)
+            launch = self._launches[window] = self._make_launch(self._batch, q, kv, window)
+        launch(q, kv, out)
 
     @abstractmethod
     def _make_launch(
-        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV
+        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV, window: int | None
     ) -> DecodeAttention | PrefillAttention:
-        """Prepare the launch that all layers of a step share, from the queries and the KV cache of one layer."""
+        """Prepare the launch of all layers with this window, from the queries and the KV cache of one of them."""
 
 
 class TritonDecode(_TritonAttention):
-    """Decode rows: one token each."""
+    """Decode rows: one token each.
+
+    Shared prefixes are read together in layers with full attention only. In a layer with a window, each row reads its
+    own: the windows of a group's rows begin at different tokens, and bound what each of them reads anyway.
+    """
 
     def __init__(self, pool: KVPool, query_heads: int, max_model_len: int) -> None:
         super().__init__(pool)
         self._max_model_len = max_model_len
-        self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
+        if None in pool.layout.distinct_windows:
+            self.shared_prefix_rows = max_group_rows(pool.device, query_heads, pool.layout.kv_heads)
 
-    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> DecodeAttention:
+    def _make_launch(
+        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV, window: int | None
+    ) -> DecodeAttention:
+        page_size = self._pool.layout.page_size
         return DecodeAttention(
-            *(q, kv, batch.rows[0], batch.page_table, batch.seq_lens, self._pool.layout.page_size),
+            q,
+            kv,
+            DecodeRows(batch.rows[0], batch.page_table, batch.seq_lens, page_size),
             max_seq_len=self._max_model_len,
-            shared=batch.shared_prefixes,
+            shared=batch.shared_prefixes if window is None else None,
+            window=window,
         )
 
 
 class TritonPrefill(_TritonAttention):
     """Prefill rows: chunks of prompts."""
 
-    def _make_launch(self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV) -> PrefillAttention:
+    def _make_launch(
+        self, batch: AttentionBatch, q: torch.Tensor, kv: LayerKV, window: int | None
+    ) -> PrefillAttention:
         first = batch.decode_rows
         return PrefillAttention(
             *(q, kv, batch.rows[:, first:], batch.page_table, self._pool.layout.page_size),
             max_chunk_len=int(batch.lengths[first:].max()),
             skipped=first,
+            window=window,
         )
 
 

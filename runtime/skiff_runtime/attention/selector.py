@@ -1,13 +1,19 @@
 """Choice of the attention backend by the value of ``--attention-backend``: one name for all rows, or PREFILL,DECODE."""
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
+
+import torch
 
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
 from skiff_runtime.config import AUTO
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.kernels.kernel_cache import may_have_flashinfer_modules
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVPool
 
@@ -41,6 +47,26 @@ def make_backend(
             prefill, decode, pool, query_heads, max_model_len, small_prefill_tokens if name == AUTO else 0
         )
     return HybridAttention(pool, TritonPrefill(pool), TritonDecode(pool, query_heads, max_model_len))
+
+
+def import_ahead(name: str, device: torch.device) -> threading.Thread | None:
+    """Start to import what the backend ``name`` on ``device`` may need, on a thread; None if that is nothing.
+
+    FlashInfer is imported this way while the weights are read. An error is left to ``make_backend``, which imports it
+    again.
+    """
+    is_needed = may_have_flashinfer_modules() if name == AUTO else _FLASHINFER in name
+    if device.type != "cuda" or not is_needed or find_spec(_FLASHINFER) is None:
+        return None
+    thread = threading.Thread(target=_import_flashinfer, args=(device,), name="import-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_flashinfer(device: torch.device) -> None:
+    with suppress(Exception):
+        torch.cuda.set_device(device)  # each thread has its own: the import must not open another GPU
+        import_module(_FLASHINFER)
 
 
 def _make_with_flashinfer(
@@ -85,7 +111,7 @@ def _choose_default(pool: KVPool, query_heads: int) -> str:
     """Choose by measurement: on a GPU, our decode kernel is the fastest, and FlashInfer's prefill where it is built."""
     if pool.device.type != "cuda":
         return _TORCH
-    if find_spec(_FLASHINFER) is None:
+    if find_spec(_FLASHINFER) is None or not may_have_flashinfer_modules():
         return _TRITON
     from skiff_runtime.attention.flashinfer import is_prefill_built, unsupported_reason
 

@@ -2,10 +2,12 @@
 
 from skiff_runtime.config.config import (
     AUTO,
+    AllReduceBackend,
     Config,
     Device,
     Dtype,
     Quantization,
+    QuantizationOption,
     TokenizerBackend,
     field_names,
     flag,
@@ -14,10 +16,12 @@ from skiff_runtime.config.config import (
 
 __all__ = [
     "AUTO",
+    "AllReduceBackend",
     "Config",
     "Device",
     "Dtype",
     "Quantization",
+    "QuantizationOption",
     "TokenizerBackend",
     "field_names",
     "flag",

@@ -22,7 +22,11 @@ Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TokenizerBackend = Literal["tokenizers", "fastokens"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
+"""How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
+QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
+"""The same, or ``auto``, which is as the checkpoint is."""
+AllReduceBackend = Literal["auto", "nccl", "p2p"]
 
 
 def option(default: Any, group: str, text: str, *, secret: bool = False, flags: tuple[str, ...] = ()) -> Any:
@@ -45,7 +49,8 @@ class Config:
     model: str = option(
         "demo://",
         "Model",
-        "the model: a directory, file:///path, hf://org/name, demo://, or shape://name for a benchmark",
+        "the model: a directory or GGUF file, file:///path, hf://org/name (hf://org/name:Q4_K_M chooses a GGUF file), "
+        "demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     download_dir: str | None = option(
@@ -54,22 +59,32 @@ class Config:
     served_model_name: str | None = option(
         None, "Model", "the model's name in the API (default: the last part of --model)"
     )
-    load_format: Literal["safetensors", "dummy"] = option(
-        "safetensors", "Model", "dummy: seeded random weights instead of the model's files, for benchmarks"
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
+        AUTO,
+        "Model",
+        "dummy: seeded random weights instead of the model's files, for benchmarks (auto: the model's files, safetensors "
+        "or GGUF)",
     )
     dtype: Dtype = option(
         AUTO,
         "Model",
         "data type of weights and activations (auto: the model's own; float32 for float16 on a CPU)",
     )
-    quantization: Literal["auto", "none", "fp8"] = option(
+    quantization: QuantizationOption = option(
         AUTO,
         "Model",
-        "fp8: weights of attention and MLP in FP8 (e4m3) with one scale per output channel, activations quantized "
-        "to FP8 with one scale per token (auto: as the checkpoint is)",
+        "fp8: weights of attention, MLP and experts in FP8 (e4m3), with one scale per output channel, and activations "
+        "with one scale per token. All other methods are those of checkpoints (auto: as the checkpoint is)",
     )
     max_model_len: int | None = option(
         None, "Model", "maximum length of prompt plus output, in tokens (default: the model's own)"
+    )
+    rope_scaling: str | None = option(
+        None,
+        "Model",
+        "YaRN settings that extend the context, as JSON, instead of the model's own RoPE scaling: "
+        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768} serves factor times as many '
+        "tokens (default: the model's own)",
     )
 
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
@@ -149,10 +164,19 @@ class Config:
         1800.0, "Server", "time that the processes have until the model is ready"
     )
     heartbeat_timeout_seconds: float = option(
-        60.0, "Server", "time without a heartbeat after which a process counts as dead"
+        60.0, "Server", "time without a heartbeat after which a process other than a rank counts as dead"
     )
-    watchdog_timeout: float = option(
-        600.0, "Server", "seconds after which a step of the engine counts as hung, which ends the service"
+    rank_heartbeat_timeout_seconds: float | None = option(
+        None,
+        "Server",
+        "the same for a rank, whose main loop only plans steps and waits for them: the others wait for it in a collective "
+        "(default: 60 on a CPU, 10 on a GPU)",
+    )
+    watchdog_timeout: float | None = option(
+        None,
+        "Server",
+        "seconds after which a step of the engine counts as hung, which ends the service (default: 600 on a CPU, 120 on "
+        "a GPU)",
     )
     otlp_traces_endpoint: str | None = option(
         None, "Server", "OpenTelemetry collector that receives a trace of each request: http(s)://host:4318"
@@ -167,6 +191,18 @@ class Config:
         "Engine",
         "tensor-parallel size: number of ranks, each a process (with one GPU)",
         flags=("--tp", "--tensor-parallel-size"),
+    )
+    expert_parallel: bool = option(
+        False,
+        "Engine",
+        "divide the experts of a mixture of experts over the ranks, instead of each expert's columns",
+        flags=("--expert-parallel", "--enable-expert-parallel"),
+    )
+    all_reduce: AllReduceBackend = option(
+        AUTO,
+        "Engine",
+        "how GPUs of several ranks sum activations; p2p: kernels that write into the memory of the other GPUs, NCCL for "
+        "messages too large for them; nccl: NCCL alone (auto: p2p where the GPUs have peer access)",
     )
     attention_backend: Attention = option(
         AUTO,
@@ -183,6 +219,18 @@ class Config:
         False,
         "Engine",
         "do not group decode rows that share a prefix; each row reads the whole of its own context",
+    )
+    disable_deferred_graph_capture: bool = option(
+        False,
+        "Engine",
+        "capture all CUDA graphs before the service is ready; by default those of more than 8 rows, and those of prompts, "
+        "are captured once it is, while it is idle or between steps",
+    )
+    disable_memory_profile_cache: bool = option(
+        False,
+        "Engine",
+        "measure the memory of CUDA graphs at every start, instead of keeping it in --kernel-cache-dir; the memory of "
+        "the largest step is measured in any case",
     )
     kernel_cache_dir: str | None = option(
         None,
@@ -305,6 +353,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("drain_timeout_seconds", 0, 86400),
     ("startup_timeout_seconds", 1, 86400),
     ("heartbeat_timeout_seconds", 1, 3600),
+    ("rank_heartbeat_timeout_seconds", 2, 3600),
     ("watchdog_timeout", 1, 86400),
     ("tp_size", 1, MAX_TENSOR_PARALLEL),
     ("cpu_threads", 1, 1024),

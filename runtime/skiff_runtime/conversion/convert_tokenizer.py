@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
+from skiff_runtime.conversion.gguf_vocabulary import GgufVocabulary
+from skiff_runtime.errors import ModelError
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
 _SPACE: Final = "\u2581"
@@ -43,7 +46,7 @@ def main() -> int:
     model, source, target = map(Path, sys.argv[1:])
     try:
         convert(model, source, target)
-    except ConversionError as error:
+    except (ConversionError, ModelError) as error:
         print(error, file=sys.stderr)
         return 1
     except Exception as error:  # noqa: BLE001 (the process ends here, and transformers may raise anything)
@@ -53,8 +56,10 @@ def main() -> int:
 
 
 def convert(model: Path, source: Path, target: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into ``target``. Raises ``ConversionError``."""
-    if source.name == _TEKKEN_NAME:
+    """Write tokenizer.json and tokenizer_config.json into ``target``. Raises ``ConversionError`` or ``ModelError``."""
+    if is_gguf(source):
+        _convert_gguf(GgufVocabulary(source), target)
+    elif source.name == _TEKKEN_NAME:
         _require("tiktoken")
         _save(_load_staged(model, source, source.name), target, _tekken(source))
     elif _is_tiktoken(source):
@@ -68,11 +73,23 @@ def convert(model: Path, source: Path, target: Path) -> None:
         _save(_load_staged(model, source, source.name), target, None)
 
 
+def _convert_gguf(vocabulary: GgufVocabulary, target: Path) -> None:
+    """Convert the vocabulary in a GGUF file, with its chat template."""
+    if vocabulary.is_sentencepiece:
+        _require("sentencepiece", "google.protobuf")
+        with tempfile.TemporaryDirectory() as staged:
+            _convert_sentencepiece(Path(staged), vocabulary.stage_sentencepiece(Path(staged)), target)
+    else:
+        vocabulary.build_byte_level().save(str(target / "tokenizer.json"))
+    vocabulary.check(Tokenizer.from_file(str(target / "tokenizer.json")))
+    vocabulary.write_settings(target)
+
+
 def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
     """Save the first of transformers' conversions that encodes like SentencePiece.
 
     The generic conversion omits the space that SentencePiece puts before a text, and Llama's drops a space that the text
-    begins with, so each is tried as it is and with another normalizer.
+    begins with, so each is tried as it is, with another normalizer, and for models that add no space.
     """
     reference, user_defined = _sentencepiece(source)
     is_llama = str(_read_config(model).get("tokenizer_class", "Llama")).startswith("Llama")
@@ -80,7 +97,7 @@ def _convert_sentencepiece(model: Path, source: Path, target: Path) -> None:
     for load in (_load_llama, _load_staged) if is_llama else (_load_staged, _load_llama):
         tokenizer = load(model, source, source.name)
         _add_user_defined(tokenizer, user_defined)
-        for adapt in (None, _prepend_space):
+        for adapt in (None, _prepend_space, _add_no_space):
             if adapt is not None:
                 adapt(tokenizer)
             try:
@@ -126,6 +143,16 @@ def _prepend_space(tokenizer: Any) -> None:
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = None
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+
+
+def _add_no_space(tokenizer: Any) -> None:
+    """Neither add a space before a text nor strip one from it, as SentencePiece does without ``add_dummy_prefix``."""
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
 
 
 def _add_user_defined(tokenizer: Any, pieces: list[str]) -> None:

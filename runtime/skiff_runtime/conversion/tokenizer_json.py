@@ -1,4 +1,4 @@
-"""The tokenizer.json of a model: its own, or one converted from SentencePiece or tiktoken files.
+"""The tokenizer.json of a model: its own, or one converted from SentencePiece or tiktoken files or a GGUF file's metadata.
 
 A conversion needs transformers, which no process of the service imports, so a child process converts before they start.
 The result is cached under a digest of its source files, never in the model's directory.
@@ -18,6 +18,7 @@ from typing import Final
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import ModelError
+from skiff_runtime.gguf.header import is_gguf, read_header
 
 TOKENIZER: Final = "tokenizer.json"
 SOURCES: Final = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "tekken.json", "vocab.json")
@@ -35,7 +36,7 @@ _CHILD_MODULE: Final = "skiff_runtime.conversion.convert_tokenizer"
 
 
 def find_or_convert_tokenizer(model: Path, caches: Sequence[Path]) -> Path:
-    """Return the directory with the model's tokenizer.json: ``model``, or the one of a converted tokenizer in a cache.
+    """Return the directory with the tokenizer.json of ``model``: itself, or that of a converted tokenizer in a cache.
 
     A new conversion goes into the first of ``caches`` that is writable. Returns ``model`` if there is nothing to convert
     either. Raises ``ModelError`` if the conversion fails.
@@ -52,13 +53,18 @@ def find_or_convert_tokenizer(model: Path, caches: Sequence[Path]) -> Path:
 
 
 def find_source(model: Path) -> Path | None:
-    """Return the file of ``model`` from which its tokenizer.json can be converted."""
+    """Return the file of ``model`` from which its tokenizer.json can be converted; a GGUF file contains its own."""
+    if is_gguf(model) and model.is_file():
+        return model
     return next((path for glob in SOURCES for path in sorted(model.glob(glob)) if path.is_file()), None)
 
 
 def _digest(model: Path, source: Path) -> str:
     """Return the name of the conversion of these files by this version of transformers."""
     running = hashlib.sha256(f"1 {version('transformers')}".encode())
+    if is_gguf(source):
+        running.update(read_header(source).digest.encode())
+        return running.hexdigest()[:32]
     for path in (source, *(model / name for name in _RELATED_FILES)):
         content = path.read_bytes() if path.is_file() else b""
         running.update(f"\0{path.name} {len(content)}\0".encode() + content)

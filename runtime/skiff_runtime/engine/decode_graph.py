@@ -4,11 +4,14 @@ The rows are padded to one of a few sizes. A step copies two short columns to th
 the tokens back: nothing is allocated, nothing is waited for, and no request is looked at. Without graphs the same work
 is launched kernel by kernel, padded to the same sizes, so the tokens are the same. Where rows share enough of their
 prefixes, the step is of a second kind, which reads these once and has fewer sizes and graphs of its own.
+
+With tensor parallelism the graph ends with this rank's shard of the logits, and up to two small graphs follow it: a
+draw for all rows, which exchanges one key a row, and one for the rows whose filters need whole logits, padded to a size
+of its own. The host chooses them by what the rows request, which is the same on every rank.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +19,11 @@ from numpy.typing import NDArray
 
 from skiff_runtime.attention.base import AttentionBatch
 from skiff_runtime.engine.forward_pass import ForwardPass
+from skiff_runtime.engine.graph_captures import CaptureTask
+from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.sampler import Sampler
-from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs
-from skiff_runtime.kernels.sampling import sample_tokens
+from skiff_runtime.kernels.prepare_inputs import prepare_decode_inputs, write_cells
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.step_inputs import empty_step_inputs
 from skiff_runtime.kernels.tuning import tuning_for
@@ -30,6 +34,16 @@ MAX_GRAPH_ROWS: Final = 512
 
 GraphKey = tuple[int, bool]
 """(Padded number of rows, rows share prefixes)."""
+
+
+class GraphPart(NamedTuple):
+    """One graph of a step: ``model`` (with one rank also the draw), ``draw``, or ``draw_whole`` for filtered rows."""
+
+    kind: Literal["model", "draw", "draw_whole"]
+    size: int
+    """The padded number of rows."""
+    shared: bool = False
+    """True if rows share prefixes."""
 
 
 def decode_capture_sizes(rows: int) -> list[int]:
@@ -67,60 +81,102 @@ class DecodeGraphRunner:
             2 * largest + packed_size(largest), dtype=torch.int32, device=forward_pass.device
         )
         self._inputs = empty_step_inputs(largest, largest, forward_pass.device)
-        self._logits = forward_pass.empty_logits(largest)
-        """Shared by all graphs: with 256 rows of a vocabulary of 150,000, separate buffers would take a gigabyte."""
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._results: dict[GraphKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._largest = largest
+        self._logits = forward_pass.empty_logits(largest + sampler.is_sharded)
+        """Shared by all graphs: with 256 rows of a vocabulary of 150,000, separate buffers would take a gigabyte. With
+        tensor parallelism the last one is a padding row of the filtered rows."""
+        self._filtered_columns = torch.empty(3 * largest, dtype=torch.int32, device=forward_pass.device)
+        self._tokens = torch.zeros(largest + 1, dtype=torch.int32, device=forward_pass.device)
+        """With tensor parallelism, the tokens of both draws; the last one is of the padding row."""
+        self._graphs: dict[GraphPart, torch.cuda.CUDAGraph] = {}
+        self._results: dict[GraphPart, torch.Tensor] = {}
         self._memory_pool: Any = None
 
     def can_run(self, plan: StepPlan) -> bool:
         """Return whether the step has decode rows alone, and not too many."""
         return plan.decode_rows == len(plan.slots) <= self.sizes[-1]
 
-    def run(self, plan: StepPlan) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
-        """Run a step; return its rows, their logits [S, vocab], and tokens int32[S] sampled from unprocessed logits.
+    def run(
+        self, plan: StepPlan, filtered: NDArray[np.int64]
+    ) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
+        """Run a step; return its rows, this rank's logits [S, shard], and tokens int32[S] drawn from unprocessed logits.
 
-        The tokens are in the token table already. The next step overwrites all results.
+        ``filtered`` are the rows that must be made whole, none with one rank. The tokens are in the token table
+        already. The next step overwrites all results.
         """
         count = len(plan.slots)
         prefixes = self._find_prefixes(plan)
         size = int(self._padded_size[prefixes is not None][count])
-        key = size, prefixes is not None
         self._send(plan.slots, plan.starts, size, prefixes)
-        graph = self._graphs.get(key)
-        if graph is None:
-            logits, tokens = self._compute(*key)
-        else:
-            graph.replay()
-            logits, tokens = self._results[key]
+        tokens = self._run(GraphPart("model", size, prefixes is not None))
+        if self._sampler.is_sharded and len(filtered) < count:
+            tokens = self._run(GraphPart("draw", size))
+        if len(filtered):
+            padded = int(self._padded_size[False][len(filtered)])
+            self._send_filtered(filtered, plan.slots[filtered], plan.starts[filtered] + 1, padded)
+            tokens = self._run(GraphPart("draw_whole", padded))
         rows = SampledRows(
             slots=self._columns[:count],
             positions=self._inputs.seq_lens[:count],
             host_slots=plan.slots,
             host_positions=plan.starts + 1,
         )
-        return rows, logits[:count], tokens[:count]
+        return rows, self._logits[:count], tokens[:count]
 
-    def capture_tasks(self) -> list[Callable[[], None]]:
-        """Return the tasks that capture the graphs, the largest first.
+    def parts(self, size: int, shared: bool) -> list[GraphPart]:
+        """Return the model's part of the steps of one of ``graph_keys``, and with it each draw of this size once.
 
-        All of them must run on one stream, which must not be the default one. The largest comes first because the
+        ``draw_whole``, which takes memory, is in the first task of its size: the memory profile counts all tasks but
+        the first like the second.
+        """
+        parts = [GraphPart("model", size, shared)]
+        if self._sampler.is_sharded and not shared:
+            parts.append(GraphPart("draw", size))
+        if self._sampler.is_sharded and shared is ((size, True) in self.graph_keys):
+            parts.append(GraphPart("draw_whole", size))
+        return parts
+
+    def capture_tasks(self, memory: GraphMemory = NO_GRAPH_MEMORY) -> list[CaptureTask]:
+        """Return the tasks that capture the graphs, the largest first; they need the profiled ``memory``.
+
+        All of them must run on one stream, which must not be the default one. The largest must run first, because the
         others then fit into its memory.
         """
-        return [partial(self._capture, *key) for key in sorted(self.graph_keys, reverse=True)]
+        keys = sorted(self.graph_keys, reverse=True)
+        return [
+            CaptureTask(key[0], partial(self._capture, *key), memory.further if at else memory.largest)
+            for at, key in enumerate(keys)
+        ]
+
+    def release_graphs(self) -> None:
+        """Release all graphs and their memory; steps then launch their kernels one by one."""
+        self._results.clear()
+        self._graphs.clear()
+        self._memory_pool = None
+        torch.cuda.empty_cache()
 
     def _capture(self, size: int, shared: bool) -> None:
         no_rows = np.empty(0, np.int32)
         self._send(no_rows, no_rows, size, np.zeros(packed_size(size), np.int32) if shared else None)
-        self._compute(size, shared)  # compiles, and lets libraries set up what they must not under capture
-        torch.cuda.current_stream().synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
-        graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
-        self._results[size, shared] = self._compute(size, shared)
-        graph.capture_end()
-        self._memory_pool = graph.pool()
-        self._graphs[size, shared] = graph
+        self._send_filtered(no_rows, no_rows, no_rows, size)
+        for part in self.parts(size, shared):
+            self.compute(part)  # compiles, and lets libraries set up what they must not under capture
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
+            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
+            self._results[part] = self.compute(part)
+            graph.capture_end()
+            self._memory_pool = graph.pool()
+            self._graphs[part] = graph
+
+    def _run(self, part: GraphPart) -> torch.Tensor:
+        """Replay the part's graph, or launch its kernels one by one where there is none; return its result."""
+        graph = self._graphs.get(part)
+        if graph is None:
+            return self.compute(part)
+        graph.replay()
+        return self._results[part]
 
     def _find_prefixes(self, plan: StepPlan) -> Int32 | None:
         """Return the rows' shared prefixes, packed; None if sharing is not profitable."""
@@ -137,9 +193,31 @@ class DecodeGraphRunner:
         numbers = columns.ravel() if prefixes is None else np.concatenate((columns.ravel(), prefixes))
         self._tables.staging.send(numbers, self._columns[: len(numbers)])
 
+    def _send_filtered(self, filtered: NDArray[Any], slots: Int32, positions: Int32, size: int) -> None:
+        """Copy indices, slots and positions of the filtered rows to the device, padded with the padding slot."""
+        columns = np.empty((3, size), np.int32)
+        for column, values, padding in zip(
+            columns, (filtered, slots, positions), (self._largest, self._tables.padding_slot, 0), strict=True
+        ):
+            column[: len(values)], column[len(values) :] = values, padding
+        self._tables.staging.send(columns.ravel(), self._filtered_columns[: columns.size])
+
     @torch.inference_mode()
-    def _compute(self, size: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits and tokens of the rows that were sent; this is the work that a graph captures."""
+    def compute(self, part: GraphPart) -> torch.Tensor:
+        """Compute a part from the rows that were sent; this is the work that its graph captures.
+
+        Returns the tokens, int32, of the step's rows and perhaps more; of a ``model`` without a draw, the logits.
+        """
+        if part.kind == "model":
+            return self._compute_model(part.size, part.shared)
+        if part.kind == "draw":
+            self._tokens[: part.size].copy_(self._draw(part.size))
+        else:
+            self._draw_whole(part.size)
+        return self._tokens
+
+    def _compute_model(self, size: int, shared: bool) -> torch.Tensor:
+        """Compute the logits of the rows that were sent, and with one rank draw their tokens int32 [size]."""
         tables = self._tables
         rows, inputs = self._columns[: 2 * size].view(2, size), self._inputs.first_rows(size)
         block_table = None if tables.block_table is None else tables.block_table[:size]
@@ -159,10 +237,19 @@ class DecodeGraphRunner:
         )
         hidden = self._pass.forward(inputs, attention)
         logits = self._pass.logits(hidden, self._logits[:size])
-        tokens = sample_tokens(
-            logits, rows[0], inputs.seq_lens, *self._sampler.parameters, token_table=tables.tokens
-        )
-        return logits, tokens
+        return logits if self._sampler.is_sharded else self._draw(size)
+
+    def _draw(self, size: int) -> torch.Tensor:
+        """Draw tokens int32 [size] for all rows, and write them to the table."""
+        slots, positions = self._columns[:size], self._inputs.seq_lens[:size]
+        return self._sampler.draw(self._logits[:size], slots, positions, self._tables.tokens)
+
+    def _draw_whole(self, size: int) -> None:
+        """Draw the tokens of the filtered rows, from whole logits, and write them to their places and to the table."""
+        indices, slots, positions = self._filtered_columns[: 3 * size].view(3, size)
+        tokens = self._sampler.draw_whole(self._logits.index_select(0, indices), slots, positions).int()
+        write_cells(self._tables.tokens, torch.stack((slots, positions, tokens.clamp(min=0))))
+        self._tokens.index_copy_(0, indices.long(), tokens)
 
 
 def _padded_sizes(sizes: list[int], largest: int) -> NDArray[np.int32]:

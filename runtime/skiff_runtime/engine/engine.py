@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import Final
 
@@ -14,11 +16,15 @@ from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.cpu import StepThreads, avoid_trapping_amx
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.forward_pass import HiddenStates
+from skiff_runtime.engine.free_memory import allocatable_bytes
 from skiff_runtime.engine.grammar_masks import GrammarMaskManager, mask_fill_threads
+from skiff_runtime.engine.graph_captures import CaptureTask, GraphCaptures, order_captures
+from skiff_runtime.engine.graph_memory import MemoryProfile
 from skiff_runtime.engine.input_batch import InputBatch, SlotTables
 from skiff_runtime.engine.logits_processors import LogitsProcessors
 from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
 from skiff_runtime.engine.memory_profile import profile_memory
+from skiff_runtime.engine.memory_profile_cache import MemoryProfileCache, describe_start
 from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, effective_max_model_len
 from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
@@ -30,6 +36,9 @@ from skiff_runtime.models.footprint import count_parameters
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
+MIN_COLLECTIVE_TIMEOUT_SECONDS: Final = 30.0
+"""Least limit on a rank's wait for another one within a collective: a rank may compile a kernel, for some ten seconds or
+more, that another one finds in the cache."""
 WARMUP_SAMPLING: Final = SamplingSpec(
     max_tokens=2,
     seed=0,
@@ -43,15 +52,23 @@ WARMUP_SAMPLING: Final = SamplingSpec(
     prompt_logprobs=1,
 )
 """Uses every stage of the sampling pipeline, except for grammars."""
+WARMUP_FILTERS: Final = SamplingSpec(max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1)
+"""With tensor parallelism, such rows are sampled by kernels that other rows do not use."""
 
 
 class _LaunchedStep(StepHandle):
-    """A launched step; ``result`` raises the error of a step that failed."""
+    """A launched step; ``result`` raises the error of a step that failed, or of a collective that timed out."""
 
-    def __init__(self, future: "Future[StepOutput]") -> None:
+    def __init__(self, future: "Future[StepOutput]", group: TensorParallelGroup) -> None:
         self._future = future
+        self._group = group
 
     def wait(self, timeout_seconds: float) -> bool:
+        done = self._wait(timeout_seconds)
+        self._group.check()  # also while it runs: behind a failed collective the next one may wait for ever
+        return done
+
+    def _wait(self, timeout_seconds: float) -> bool:
         deadline = monotonic() + timeout_seconds
         try:
             error = self._future.exception(timeout_seconds)
@@ -60,7 +77,9 @@ class _LaunchedStep(StepHandle):
         return error is not None or self._future.result().wait(deadline - monotonic())
 
     def result(self) -> StepResult:
-        return self._future.result().result()
+        result = self._future.result().result()
+        self._group.check()
+        return result
 
 
 class Engine:
@@ -71,7 +90,11 @@ class Engine:
     ) -> None:
         """Load the model and allocate the KV cache; ``on_phase`` is called with each start phase and its progress."""
         self._on_phase = on_phase
+        self._group = group
+        self._collective_timeout = collective_timeout(config)
+        self._step_timeout = max(self._collective_timeout, config.watchdog_timeout or 0.0)
         self._page_size = config.page_size
+        self._is_sharded = group.tp_size > 1
         if group.device.type == "cpu" and config.dtype != "float32":
             avoid_trapping_amx()
         threads = config.cpu_threads or torch.get_num_threads()
@@ -80,8 +103,6 @@ class Engine:
         self._grammar_masks = GrammarMaskManager(
             config.max_running_requests, model, threads=mask_fill_threads(group.device, group.tp_size)
         )
-        if group.device.type == "cuda":
-            self._grammar_masks.prepare()
         self._runner = ModelRunner(config, model, group, on_phase=on_phase)
         context = effective_max_model_len(config, model)
         self._tables = SlotTables(config.max_running_requests, context, config.page_size, group.device)
@@ -89,7 +110,7 @@ class Engine:
         processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._sampler = Sampler(self._tables.padding_slot + 1, group.device)
+        self._sampler = Sampler(self._tables.padding_slot + 1, group.device, self._runner.vocab_shard)
         self._sampling = SamplingPipeline(
             self._tables,
             self._sampler,
@@ -99,15 +120,17 @@ class Engine:
         )
         self._decode_graphs: DecodeGraphRunner | None = None
         self._prefill_graphs: PrefillGraphRunner | None = None
-        self._allocate(config, model)
-        self._should_capture = not config.disable_cuda_graph
+        self._profile_cache: MemoryProfileCache | None = None
+        self._memory_profile = self._allocate(config, model)
+        self._captures = self._plan_captures(config)
+        self._no_rows = torch.empty(0, dtype=torch.int32, device=group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads, group.device)
         )
 
-    def _allocate(self, config: Config, model: ModelConfig) -> None:
-        """Allocate the KV cache in the memory that remains, and on a GPU the graph runners."""
+    def _allocate(self, config: Config, model: ModelConfig) -> MemoryProfile | None:
+        """Allocate the KV cache in the memory that remains, and on a GPU the graph runners; return a GPU's profile."""
         runner, tables = self._runner, self._tables
         on_gpu = runner.device.type == "cuda"
         tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
@@ -116,15 +139,73 @@ class Engine:
                 0 if config.disable_cascade_attn else runner.backend.shared_prefix_rows
             )
         # The profile runs over a pool of one page; the pool that replaces it has another padding page.
-        reserved = profile_memory(config, model, runner, tables, self._sampler) if on_gpu else None
-        runner.allocate_kv_cache(reserved)
+        profile = None
+        if on_gpu:
+            self._profile_cache = self._open_profile_cache(config, model)
+            profile = profile_memory(
+                config, model, runner, tables, self._sampler, cache=self._profile_cache, agree=self._agree
+            )
+        runner.allocate_kv_cache(None if profile is None else profile.reserved_bytes)
         tables.set_padding_page(runner.pool.num_pages, block_table=runner.backend.needs_block_table)
         if not on_gpu:
-            return
+            return None
         if runner.backend.supports_cuda_graphs:
             self._decode_graphs = DecodeGraphRunner(runner, tables, self._sampler, rows=config.running_limit)
             self._prefill_graphs = PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens)
         torch.cuda.synchronize()  # steps run on another stream than the one that allocated all this
+        return profile
+
+    def _open_profile_cache(self, config: Config, model: ModelConfig) -> MemoryProfileCache | None:
+        if config.disable_memory_profile_cache or config.kernel_cache_dir is None:
+            return None
+        device = self._runner.device
+        key = describe_start(
+            config, model, tp_rank=self._group.tp_rank, backend=self._runner.backend.describe(), device=device
+        )
+        total = torch.cuda.get_device_properties(device).total_memory
+        return MemoryProfileCache(Path(config.kernel_cache_dir), key, max_bytes=total)
+
+    def _agree(self, fine: bool) -> bool:
+        """Return whether every rank calls this with True; they all wait for each other."""
+        return self._group.all_reduce_min(int(fine)) == 1
+
+    def _plan_captures(self, config: Config) -> GraphCaptures:
+        """Make the tasks that capture the graphs; none on a CPU or without graphs."""
+        decode, prefill, profile = self._decode_graphs, self._prefill_graphs, self._memory_profile
+        early: list[CaptureTask] = []
+        deferred: list[CaptureTask] = []
+        if (
+            decode is not None
+            and prefill is not None
+            and profile is not None
+            and not config.disable_cuda_graph
+        ):
+            early, deferred = order_captures(
+                decode.capture_tasks(profile.decode_graphs), prefill.capture_tasks(profile.prefill_graphs)
+            )
+        return GraphCaptures(early, deferred, has_room=self._has_room, agree=self._agree)
+
+    def _has_room(self, needed: int) -> bool:
+        """Return whether ``needed`` bytes of the GPU can be taken, and the largest step still fits."""
+        assert self._memory_profile is not None
+        return allocatable_bytes(self._runner.device) >= needed + self._memory_profile.step_bytes
+
+    def _check_memory_profile(self) -> None:
+        """Compare the profile, once the first graphs are captured, with what is free then.
+
+        If the graphs that are left do not fit, the profile is not kept, so the next start measures anew. If not even the
+        largest step fits, the graphs so far are released, and steps run without any.
+        """
+        if self._decode_graphs is None or self._memory_profile is None:
+            return
+        if self._agree(self._has_room(self._captures.deferred_bytes)):
+            return
+        log.warning("memory_profile_dropped", reason="less memory is free than the profile promised")
+        if self._profile_cache is not None:
+            self._profile_cache.remove()
+        if not self._agree(self._has_room(0)):
+            self._captures.give_up()
+            self._thread.submit(self._decode_graphs.release_graphs).result()
 
     @property
     def num_pages(self) -> int:
@@ -138,12 +219,18 @@ class Engine:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step after those launched before it, and return at once."""
         self._grammar_masks.open(plan.opened)  # now, so that grammars load while earlier steps run
-        return _LaunchedStep(self._thread.submit(self._run, plan))
+        return _LaunchedStep(self._thread.submit(self._run, plan), self._group)
 
-    def warmup(self) -> None:
+    @property
+    def num_deferred_graphs(self) -> int:
+        """Number of captures that plans must still carry (``StepPlan.captures_graph``)."""
+        return self._captures.num_deferred
+
+    def warmup(self, *, defer_captures: bool = False) -> None:
         """Run a prefill and a decode step through everything, and capture the graphs, before the first request comes.
 
-        It leaves nothing that a request could see: a slot's tokens and pages are set anew when it opens.
+        With ``defer_captures``, only those of few rows; the others are captured as the plans of steps say. It leaves
+        nothing that a request could see: a slot's tokens and pages are set anew when it opens.
         """
         self._on_phase("warmup", 0.0)
         prompt = self._warmup_tokens
@@ -151,26 +238,47 @@ class Engine:
         opened = SlotOpened(0, np.zeros(prompt, dtype=np.int32), WARMUP_SAMPLING, prompt)
         self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
         self.launch(_plan_row(prompt, 1, decode=True)).result()
-        if self._decode_graphs is not None and self._prefill_graphs is not None and self._should_capture:
-            self._should_capture = False
-            started = monotonic()
-            captures = [*self._decode_graphs.capture_tasks(), *self._prefill_graphs.capture_tasks()]
-            for capture in captures:
-                self._thread.submit(capture).result()
-            log.event("graphs_captured", sizes=len(captures), seconds=round(monotonic() - started, 2))
+        if self._is_sharded:
+            opened = replace(opened, sampling=WARMUP_FILTERS)
+            self.launch(_plan_row(0, prompt, decode=False, opened=(opened,), pages=pages)).result()
+        while self._captures.num_early:
+            self._thread.submit(self._captures.capture_early).result()
+        self._check_memory_profile()
+        while self._captures.num_deferred and not defer_captures:
+            self._thread.submit(self._captures.capture_deferred).result()
+        if self._captures.num_deferred:
+            log.event("graphs_deferred", sizes=self._captures.num_deferred)
+        # During the start one rank may compile many kernels that another one finds in the cache.
+        self._group.set_timeout(self._collective_timeout)
+
+    def prepare_grammars(self) -> None:
+        """Start to import what grammars need, on a GPU; a CPU has no core to spare, so there the first grammar does."""
+        if self._runner.device.type == "cuda":
+            self._grammar_masks.prepare()
 
     def close(self) -> None:
         """Wait for launched steps, and end the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._grammar_masks.close()
 
+    def _capture_deferred(self) -> None:
+        """Capture the next deferred graph, between two steps of the engine's thread."""
+        self._group.set_timeout(self._step_timeout)
+        self._captures.capture_deferred()
+        self._group.set_timeout(self._collective_timeout)
+
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepOutput:
+        if plan.captures_graph:
+            self._capture_deferred()
+        if len(plan.slots) == 0:
+            return StepOutput(self._no_rows)
         self._threads.set_for(plan.num_tokens)
         self._tables.apply(plan)
         self._sampling.open(plan.opened)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
-            return self._sampling.resample(*self._decode_graphs.run(plan))
+            filtered = self._sampling.find_filtered(plan.slots)
+            return self._sampling.resample(*self._decode_graphs.run(plan, filtered))
         batch = self._tables.make_batch(plan)
         hidden, prompts = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:
@@ -190,6 +298,15 @@ class Engine:
             return self._runner.forward_selected(batch.inputs, batch.attention, batch.logits_indices), ()
         prompts = self._logprobs.compute_prompts(plan, counts, hidden, self._runner, self._tables.tokens)
         return hidden.select(batch.logits_indices), prompts
+
+
+def collective_timeout(config: Config) -> float:
+    """Return the seconds that a rank waits for another one in a peer-to-peer collective of a step.
+
+    All ranks launch the same steps at the same time, so this is half the limit on the step itself: the error that names
+    the collective comes before the step watchdog's, but for a limit that is too short for both.
+    """
+    return max(MIN_COLLECTIVE_TIMEOUT_SECONDS, (config.watchdog_timeout or 0.0) / 2)
 
 
 def _plan_row(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
+from skiff_runtime.distributed.vocab_shard import VocabShard
 from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.models.decoder import DecoderModel
 
@@ -67,5 +68,17 @@ class ForwardPass:
 
     @torch.inference_mode()
     def logits(self, hidden: HiddenStates, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the logits [N, vocab] of N tokens in the model's dtype (on a CPU, float32); in ``out`` if given."""
+        """Compute this rank's shard of N tokens' logits, [N, vocab_shard.size]; in ``out`` if given.
+
+        They have the model's dtype (on a CPU, float32).
+        """
         return self._model.logits(hidden.output, hidden.residual, out)
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """The tokens of which this rank computes logits."""
+        return self._model.vocab_shard
+
+    def whole_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """Compute the logits [N, vocab] of N tokens, gathered on every rank."""
+        return self.vocab_shard.gather(self.logits(hidden))

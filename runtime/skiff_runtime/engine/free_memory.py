@@ -1,18 +1,21 @@
 """Free memory for this process: of the GPU, or of the machine and its control groups."""
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ROOT: Final = Path("/")
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: "torch.device") -> int:
     """Return the free memory of ``device`` in bytes."""
     if device.type == "cuda":
+        import torch  # not at the top: a rank reads the host's free memory before it imports torch
+
         return torch.cuda.mem_get_info(device)[0]
     return host_free_bytes()
 
@@ -67,3 +70,10 @@ def _group_free(directory: Path, limit_file: str, usage_file: str, reclaimable: 
         return int(limit) - used + int(stats.get(reclaimable, 0))
     except (OSError, ValueError):
         return None
+
+
+def allocatable_bytes(device: "torch.device") -> int:
+    """Return the free memory of a GPU, with what torch's allocator holds of it without using it."""
+    import torch
+
+    return free_bytes(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -2,15 +2,16 @@
 
 The mask of a row's next token is filled on a thread as soon as the token before it is known, while the model's next
 forward pass runs, and is waited for just before the next token is sampled. A grammar is loaded on another thread, before
-its request is admitted. xgrammar is imported there, too (on a GPU while the model loads), because many small services
-never need it.
+its request is admitted. xgrammar is imported there, too (on a GPU once the service is ready), because many small services
+never need it, and its import, of which transformers takes most, would delay the start.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from skiff_runtime import log
 from skiff_runtime.engine.input_batch import SampledRows
+from skiff_runtime.engine.paced_imports import paced_imports
 from skiff_runtime.engine.staging_buffers import upload
 from skiff_runtime.engine.step_output import StepOutput
 from skiff_runtime.errors import ModelError
@@ -57,13 +59,15 @@ class GrammarMaskManager:
         self._batch: BatchGrammarMatcher | None = None
         self._cache: LoadedGrammarCache | None = None
         self._cache_lock = Lock()
+        self._is_wanted = Event()
+        """Set by the first grammar, which must not wait for a paced import."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar-reader")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
 
     def prepare(self) -> None:
-        """Start to import xgrammar and to read the vocabulary, so that the first grammar need not wait for it."""
-        self._loader.submit(self._open_cache)
+        """Start to import xgrammar and to read the vocabulary, at leisure, so that the first grammar need not wait for it."""
+        self._loader.submit(self._prepare)
 
     def load(self, grammar: CompiledGrammar) -> "Future[None] | None":
         """Start to load a grammar before a slot opens with it; None if it is in the cache.
@@ -72,6 +76,7 @@ class GrammarMaskManager:
         """
         if self._cache is not None and grammar.key in self._cache:
             return None
+        self._is_wanted.set()
         return self._reader.submit(self._load, grammar)
 
     def open(self, opened: Sequence[SlotOpened]) -> None:
@@ -79,6 +84,7 @@ class GrammarMaskManager:
         for each in opened:
             self._has_grammar[each.slot] = each.grammar is not None
             if each.grammar is not None:
+                self._is_wanted.set()
                 before = self._pending[each.slot]
                 self._pending[each.slot] = self._loader.submit(self._start_matcher, each, before)
 
@@ -125,6 +131,11 @@ class GrammarMaskManager:
         if pending is not None:
             pending.result()
         return self._matchers[slot]
+
+    def _prepare(self) -> None:
+        with paced_imports(self._is_wanted):
+            self._open_cache()
+        gc.freeze()  # as ``Child.report_ready`` does: no later collection scans the objects of transformers
 
     def _load(self, grammar: CompiledGrammar) -> None:
         with suppress(*_LOAD_ERRORS):

@@ -130,7 +130,8 @@ def _compute_in_chunks(
     parts = []
     for at in range(0, len(next_tokens), PROMPT_LOGPROBS_CHUNK):
         chunk = next_tokens[at : at + PROMPT_LOGPROBS_CHUNK]
-        logits = forward_pass.logits(hidden.select(slice(offset + at, offset + at + len(chunk)))).float()
+        own = hidden.select(slice(offset + at, offset + at + len(chunk)))
+        logits = forward_pass.whole_logits(own).float()
         parts.append(gather_logprobs(logits.log_softmax(-1), chunk, top))
     return DeviceLogprobs(
         torch.cat([part.token_logprobs for part in parts]),

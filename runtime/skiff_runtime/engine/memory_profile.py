@@ -1,4 +1,8 @@
-"""Memory profile: the GPU memory that steps take besides weights and KV cache, measured by running the largest ones."""
+"""Memory profile: the GPU memory that steps take besides weights and KV cache, measured by running the largest ones.
+
+A profile that an earlier start kept is used again if the largest step, which every start runs, takes what it took then.
+Thus what a step needs is always measured; the memory of graphs alone, whose captures take time, is taken from the cache.
+"""
 
 import gc
 from collections.abc import Callable
@@ -11,7 +15,9 @@ from skiff_runtime import log
 from skiff_runtime.config import Config
 from skiff_runtime.engine.decode_graph import DecodeGraphRunner
 from skiff_runtime.engine.free_memory import free_bytes
+from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory, MemoryProfile
 from skiff_runtime.engine.input_batch import SlotTables
+from skiff_runtime.engine.memory_profile_cache import MemoryProfileCache
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
@@ -20,49 +26,107 @@ from skiff_runtime.models.footprint import estimate_sampling_bytes
 from skiff_runtime.step import StepPlan
 
 MIB = 1 << 20
-FRAGMENTATION = 0.1
-"""Share of the activations that fragmentation of the allocator may cost."""
 NODE_BYTES = 16 << 20
 """Bound of the driver's memory for one layer's part of a graph. If more is gone, another process has taken it."""
 EXTRA_NODES = 8
 """Bound of the driver's memory for parts of a graph outside of the layers, such as sampling, in layers."""
+MAX_DEVIATION = 0.02
+"""Share by which the activations of a start may differ from those of the cached profile."""
+MAX_DEVIATION_BYTES = 16 << 20
+"""The same in bytes, for small models; the larger bound counts."""
 
 
 @torch.inference_mode()
 def profile_memory(
-    config: Config, model: ModelConfig, runner: ModelRunner, tables: SlotTables, sampler: Sampler
-) -> int:
-    """Return the bytes that steps and graphs of this configuration will take; the rows are padding and leave no trace."""
+    config: Config,
+    model: ModelConfig,
+    runner: ModelRunner,
+    tables: SlotTables,
+    sampler: Sampler,
+    *,
+    cache: MemoryProfileCache | None,
+    agree: Callable[[bool], bool],
+) -> MemoryProfile:
+    """Return the memory that steps and graphs of this configuration will take; the rows are padding and leave no trace.
+
+    ``agree(fine)`` returns True if it is called with True on every rank: the profile contains collectives, so all ranks
+    take theirs from the ``cache`` (None: there is none), or none does.
+    """
     stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        activations = _measure_activations(config, runner, tables)
-        max_driver_bytes = NODE_BYTES * (model.num_layers + EXTRA_NODES)
-        graphs = 0
-        if runner.backend.supports_cuda_graphs:
-            graphs += _measure_graphs(
-                lambda: DecodeGraphRunner(runner, tables, sampler, rows=config.running_limit),
-                config,
-                max_driver_bytes,
-            )
-            graphs += _measure_graphs(
-                lambda: PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens),
-                config,
-                max_driver_bytes,
-            )
-    sampling = estimate_sampling_bytes(config, model)
+        profile = find_or_measure(
+            cache,
+            agree,
+            measure_activations=lambda: _measure_activations(config, runner, tables),
+            measure_graphs=lambda: _measure_all_graphs(config, model, runner, tables, sampler),
+            sampling=estimate_sampling_bytes(config, model),
+        )
     _release_cached()
+    return profile
+
+
+def find_or_measure(
+    cache: MemoryProfileCache | None,
+    agree: Callable[[bool], bool],
+    *,
+    measure_activations: Callable[[], int],
+    measure_graphs: Callable[[], tuple[GraphMemory, GraphMemory]],
+    sampling: int,
+) -> MemoryProfile:
+    """Measure the activations, and take the graphs' memory from a cached profile that fits them, or measure it, too.
+
+    ``measure_graphs`` returns the memory of decode graphs and of prefill graphs. A new profile replaces a cached one.
+    """
+    cached = None if cache is None else cache.load()
+    activations = measure_activations()
+    is_cached = agree(cached is not None and fits(cached, activations, sampling))
+    if is_cached:
+        assert cached is not None
+        graphs = cached.decode_graphs, cached.prefill_graphs
+    else:
+        graphs = measure_graphs()
+    profile = MemoryProfile(activations, *graphs, sampling)
+    if cache is not None and not is_cached:
+        cache.store(profile)
     log.event(
         "memory_profiled",
         activations_mib=activations // MIB,
-        graphs_mib=graphs // MIB,
+        graphs_mib=(profile.decode_graphs.total + profile.prefill_graphs.total) // MIB,
         sampling_mib=sampling // MIB,
+        cached=is_cached,
     )
-    return int(activations * (1 + FRAGMENTATION)) + graphs + sampling
+    return profile
+
+
+def fits(cached: MemoryProfile, activations: int, sampling: int) -> bool:
+    """Return whether a cached profile describes an engine whose largest step takes ``activations`` bytes."""
+    allowed = max(MAX_DEVIATION_BYTES, int(cached.activations * MAX_DEVIATION))
+    return abs(activations - cached.activations) <= allowed and sampling == cached.sampling
+
+
+def _measure_all_graphs(
+    config: Config, model: ModelConfig, runner: ModelRunner, tables: SlotTables, sampler: Sampler
+) -> tuple[GraphMemory, GraphMemory]:
+    if not runner.backend.supports_cuda_graphs:
+        return NO_GRAPH_MEMORY, NO_GRAPH_MEMORY
+    max_driver_bytes = NODE_BYTES * (model.num_layers + EXTRA_NODES)
+    decode = _measure_graphs(
+        lambda: DecodeGraphRunner(runner, tables, sampler, rows=config.running_limit),
+        config,
+        max_driver_bytes,
+    )
+    prefill = _measure_graphs(
+        lambda: PrefillGraphRunner(runner, tokens=config.max_num_batched_tokens), config, max_driver_bytes
+    )
+    return decode, prefill
 
 
 def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables) -> int:
-    """Measure the peak of a step of ``max_num_batched_tokens`` tokens, with the logits of all rows that may run."""
+    """Measure the peak of a step of ``max_num_batched_tokens`` tokens, with the whole logits of all rows that may run.
+
+    With tensor parallelism this also sets up the connections over which rows are gathered and exchanged.
+    """
     _release_cached()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -70,9 +134,12 @@ def _measure_activations(config: Config, runner: ModelRunner, tables: SlotTables
     batch = tables.make_batch(plan)
     hidden = runner.forward(batch.inputs, batch.attention)
     first = torch.zeros(config.running_limit, dtype=torch.int64, device=runner.device)
-    logits = runner.logits(hidden.select(first))
+    logits, tp_size = runner.logits(hidden.select(first)), config.tp_size
+    whole = runner.vocab_shard.gather(logits)
+    if tp_size > 1:
+        runner.vocab_shard.exchange_rows(logits[:1].repeat(tp_size, 1))
     torch.cuda.synchronize()
-    del logits, hidden, batch
+    del logits, whole, hidden, batch
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -98,7 +165,7 @@ def _largest_plan(config: Config, tables: SlotTables) -> StepPlan:
 
 def _measure_graphs(
     make_runner: Callable[[], DecodeGraphRunner | PrefillGraphRunner], config: Config, max_driver_bytes: int
-) -> int:
+) -> GraphMemory:
     """Estimate the memory of one kind of graphs and of their runner, from its two largest graphs.
 
     All other graphs use the memory of the largest one, except for their nodes and the results that they return besides
@@ -107,16 +174,17 @@ def _measure_graphs(
     """
     seen = [_read_memory()]
     runner = make_runner()
+    seen.append(_read_memory())
     tasks = runner.capture_tasks()
-    for capture in tasks[:2]:
+    for task in tasks[:2]:
         if not config.disable_cuda_graph:
-            capture()
+            task.capture()
         seen.append(_read_memory())
     taken = []
     for (free, reserved), (free_after, reserved_after) in pairwise(seen):
         ours = reserved_after - reserved
         taken.append(ours + min(max(0, free - free_after - ours), max_driver_bytes))
-    return taken[0] + sum(taken[1:]) * (len(tasks) - 1)
+    return GraphMemory(taken[0], taken[1], sum(taken[2:]), len(tasks))
 
 
 def _read_memory() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.attention.selector import make_backend
-from skiff_runtime.config import Config, Quantization
+from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.forward_pass import ForwardPass
 from skiff_runtime.engine.fp8_support import check_fp8_support
@@ -20,6 +20,7 @@ from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.tuning import tuning_for
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool, plan_capacity
 from skiff_runtime.layers.sharding import LayerContext
+from skiff_runtime.layers.weight_format import Fp8Format, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.footprint import DTYPE_BYTES, estimate_working_bytes
@@ -46,7 +47,8 @@ class ModelRunner(ForwardPass):
             from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
             from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 
-            check_fp8_support(config, torch.cuda.get_device_capability(group.device))
+            weight_format = choose_weight_format(config.quantization, model.weight_format)
+            check_fp8_support(config, weight_format, torch.cuda.get_device_capability(group.device))
             compute_cache_keys()
             log_compilations()
         context = make_layer_context(config, model, group)
@@ -86,7 +88,8 @@ class ModelRunner(ForwardPass):
         return self._model_config.hidden_size
 
     def _make_backend(self, pool: KVPool) -> AttentionBackend:
-        element_bytes = 1 if self._config.quantization == "fp8" else DTYPE_BYTES[self._config.dtype]
+        weight_format = choose_weight_format(self._config.quantization, self._model_config.weight_format)
+        element_bytes = 1 if isinstance(weight_format, Fp8Format) else DTYPE_BYTES[self._config.dtype]
         launch_bound = launch_bound_tokens(
             self._model_config,
             self._group.tp_size,
@@ -148,10 +151,18 @@ def effective_max_model_len(config: Config, model: ModelConfig) -> int:
 
 def make_layer_context(config: Config, model: ModelConfig, group: TensorParallelGroup) -> LayerContext:
     """Return dtype, device and quantization of the layers of a rank of ``group``, by a resolved configuration."""
-    quantization: Quantization = "fp8" if config.quantization == "fp8" else "none"
     scale_ub = math.inf if model.activation_scale_ub is None else model.activation_scale_ub
     dtype = getattr(torch, config.dtype)
-    return LayerContext(dtype, group.device, group, quantization, scale_ub, model.unquantized)
+    return LayerContext(
+        dtype,
+        group.device,
+        group,
+        config.quantization,
+        scale_ub,
+        model.unquantized,
+        model.weight_format,
+        config.expert_parallel,
+    )
 
 
 def make_kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, tp_size: int) -> KVLayout:
@@ -162,4 +173,5 @@ def make_kv_layout(config: Config, model: DecoderModel, dtype: torch.dtype, *, t
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=E4M3 if config.kv_cache_dtype == "fp8_e4m3" else dtype,
+        windows=model.config.sliding_windows,
     )

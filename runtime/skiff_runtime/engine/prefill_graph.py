@@ -6,7 +6,6 @@ graphs. The tokens are padded to one of a few sizes. Without graphs the same wor
 to the same sizes, so the tokens are the same.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +14,8 @@ import torch
 
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
 from skiff_runtime.engine.forward_pass import HiddenStates
+from skiff_runtime.engine.graph_captures import CaptureTask
+from skiff_runtime.engine.graph_memory import NO_GRAPH_MEMORY, GraphMemory
 from skiff_runtime.engine.input_batch import InputBatch
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import empty_step_inputs
@@ -72,9 +73,13 @@ class PrefillGraphRunner:
             last.replay()
         return HiddenStates(self._hidden.output[:count], self._hidden.residual[:count])
 
-    def capture_tasks(self) -> list[Callable[[], None]]:
+    def capture_tasks(self, memory: GraphMemory = NO_GRAPH_MEMORY) -> list[CaptureTask]:
         """Return the tasks that capture the graphs, the largest first, as ``DecodeGraphRunner.capture_tasks`` does."""
-        return [partial(self._capture, size) for size in sorted(self.sizes, reverse=True)]
+        sizes = sorted(self.sizes, reverse=True)
+        return [
+            CaptureTask(size, partial(self._capture, size), memory.further if at else memory.largest)
+            for at, size in enumerate(sizes)
+        ]
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:

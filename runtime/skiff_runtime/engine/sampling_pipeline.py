@@ -1,7 +1,9 @@
 """The sampling pipeline: from logits to tokens.
 
 Rows with sampling parameters alone are sampled together. Rows that request more (a logits processor, a grammar or
-log-probabilities) are sampled after them, from float32 logits of their own.
+log-probabilities) are sampled after them, from float32 logits of their own. With tensor parallelism only these rows'
+logits are gathered, and every rank processes them alike: they are few, and what they cost is as if all were gathered
+where they are not.
 """
 
 from collections.abc import Sequence
@@ -50,15 +52,15 @@ class SamplingPipeline:
     def sample(
         self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[DevicePromptLogprobs]
     ) -> StepOutput:
-        """Sample rows from logits [S, vocab]; ``prompts`` go to the host together with the tokens."""
+        """Sample rows from this rank's logits [S, shard]; ``prompts`` go to the host together with the tokens."""
         special = self._is_special(rows.host_slots)
         if not special.any():
-            return StepOutput(self._sample_and_append(logits, rows), prompts=prompts)
+            return StepOutput(self._append(self._sampler.sample(logits, rows), rows), prompts=prompts)
         tokens = torch.empty(len(special), dtype=torch.int32, device=logits.device)
         plain = np.flatnonzero(~special)
         if len(plain):
             indices, part, own = _select(plain, rows, logits)
-            tokens[indices] = self._sample_and_append(own, part).int()
+            tokens[indices] = self._append(self._sampler.sample(own, part), part).int()
         return self._sample_special(rows, logits, tokens, np.flatnonzero(special), prompts)
 
     def resample(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> StepOutput:
@@ -71,6 +73,15 @@ class SamplingPipeline:
             return StepOutput(tokens)
         return self._sample_special(rows, logits, tokens, special, ())
 
+    def find_filtered(self, slots: Int32) -> NDArray[np.int64]:
+        """Return the indices of those rows, by their slots, for which a decode graph has to make the logits whole.
+
+        They have filters and are not sampled again by ``resample``. With one rank there are none. All ranks find the
+        same, from what requests ask for alone.
+        """
+        filtered = self._sampler.needs_whole_rows(slots)
+        return np.flatnonzero(filtered & ~self._is_special(slots) if filtered.any() else filtered)
+
     def _is_special(self, slots: Int32) -> NDArray[np.bool_]:
         """Return which of these slots request more than sampling parameters."""
         return (
@@ -79,9 +90,8 @@ class SamplingPipeline:
             | self._logprobs.applies_to(slots)
         )
 
-    def _sample_and_append(self, logits: torch.Tensor, rows: SampledRows) -> torch.Tensor:
-        """Sample tokens int[S] from the logits as they are, and write them to the table."""
-        tokens = self._sampler.sample(logits, rows)
+    def _append(self, tokens: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+        """Write sampled tokens int[S] to the table; return them."""
         self._tables.append(rows, tokens)
         return tokens
 
@@ -98,12 +108,12 @@ class SamplingPipeline:
         Where all rows are special and the logits are float32, they are processed in place: nothing reads them after this.
         """
         indices, part, own = _select(special, rows, logits)
-        own = own.float()
+        own = self._sampler.gather(own).float()
         # Log-probabilities are those of the model, so they are taken first. A grammar has the last word on the logits.
         row_logprobs = self._logprobs.compute_rows(own, part)
         self._processors.apply(own, part)
         stuck = self._grammar_masks.apply_masks(own, part)
-        sampled = self._sample_and_append(own, part)
+        sampled = self._append(self._sampler.sample_whole(own, part), part)
         logprobs = None if row_logprobs is None else row_logprobs.gather(sampled)
         if len(stuck):
             sampled[upload(stuck, sampled.device)] = NO_TOKEN
@@ -118,7 +128,7 @@ class SamplingPipeline:
 def _select(
     some: NDArray[np.int64], rows: SampledRows, logits: torch.Tensor
 ) -> tuple[torch.Tensor, SampledRows, torch.Tensor]:
-    """Return the indices int64[N] of ``some`` rows on the device, these rows, and their logits [N, vocab].
+    """Return the indices int64[N] of ``some`` rows on the device, these rows, and their logits [N, shard].
 
     The logits are a copy, unless the rows are all there are.
     """

@@ -25,7 +25,8 @@ from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, parse_reference
 DESCRIPTION: Final = "Download a model from a Hugging Face hub into the hub's cache, and verify it. Concurrent runs share one download."
 EPILOG: Final = f"""\
 Only the files that serving needs are downloaded: configuration, tokenizer, chat
-template and safetensors weights. The model's directory is printed to standard output.
+template and safetensors weights, or one GGUF file. The model's directory, or its GGUF
+file, is printed to standard output.
 A model that is complete in the cache needs no network; to update a branch, pass the
 new commit as {FLAG_REVISION}.
 
@@ -39,6 +40,7 @@ environment, as for all tools of the hub:
 
 examples:
   skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
+  skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B-GGUF:Q8_0
   skiff fetch {FLAG_MODEL} hf://meta-llama/Llama-3.1-8B-Instruct {FLAG_DOWNLOAD_DIR} /models
 """
 
@@ -48,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(FLAG_MODEL, required=True, metavar="URI", help="the model: hf://org/name")
+    parser.add_argument(
+        FLAG_MODEL,
+        required=True,
+        metavar="URI",
+        help="the model: hf://org/name, or hf://org/name:Q4_K_M for a GGUF file",
+    )
     parser.add_argument(
         FLAG_REVISION,
         default=None,

@@ -28,7 +28,10 @@ CHECKSUM_ATTEMPTS: Final = 2
 
 
 def fetch_uri(uri: str, revision: str | None, cache_dir: Path) -> Path:
-    """Fetch the model of an ``hf://`` URI, and return its directory. Raises ``ConfigError`` and ``FetchError``."""
+    """Fetch the model of an ``hf://`` URI, and return its directory, or its GGUF file.
+
+    Raises ``ConfigError`` and ``FetchError``.
+    """
     return fetch(parse_reference(uri, revision), cache_dir)
 
 
@@ -40,7 +43,7 @@ def default_hub_cache() -> Path:
 
 
 def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = None) -> Path:
-    """Fetch a model into ``cache_dir`` (layout: ``model_cache.py``), verify it, and return its directory.
+    """Fetch a model into ``cache_dir`` (layout: ``model_cache.py``), verify it, and return its directory or GGUF file.
 
     A snapshot with a marker is returned without network. Otherwise the revision is resolved to a commit once, and the
     files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
@@ -55,9 +58,9 @@ def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = No
             cache.prepare()
         except OSError:
             # A read-only cache: its snapshot is served without a marker if it verifies.
-            if (cached := _verify_cached(cache)) is None:
+            if (cached := _verify_cached(cache, reference)) is None:
                 raise
-            return cache.snapshot(cached[0])
+            return cache.locate_model(cached[0], [file.name for file in cached[1]])
         with exclusive_lock(cache.lock_path):
             # Another process may have downloaded it while this one waited for the lock.
             if (found := cache.find_verified()) is not None:
@@ -69,7 +72,8 @@ def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = No
 def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
     """Return a directory with at least the model's config.json and generation_config.json.
 
-    It is the snapshot in ``cache_dir`` if that is complete; else these two files are downloaded into ``temporary``.
+    It is the snapshot in ``cache_dir`` if that is complete; else these two files are downloaded into ``temporary``. A
+    GGUF model must be complete in ``cache_dir``; its file is returned.
     """
     with _disk_errors(cache_dir):
         if (found := ModelCache(cache_dir, reference).find_verified()) is not None:
@@ -80,6 +84,11 @@ def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> P
         client = HubClient(reference)
         with client.bounded_retry_after():
             listing = client.list_files()
+            if listing.is_gguf:
+                raise FetchError(
+                    f"{reference} is a GGUF model, whose configuration is inside of its file; download it first "
+                    "(skiff fetch)"
+                )
             for file in listing.config_files():
                 if file.name in (CONFIG, GENERATION_CONFIG):
                     client.download(listing.commit, file.name, temporary)
@@ -95,23 +104,25 @@ def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | No
         try:
             listing = client.list_files()
         except HubUnavailable as error:
-            cached = _verify_cached(cache)
+            cached = _verify_cached(cache, reference)
             if cached is None:
                 raise
             log.warning("fetch_fell_back_to_cache", model=reference, commit=cached[0], reason=str(error))
             return cache.mark_verified(*cached)
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
-        files = _download(cache, client, listing)
+        files = _download(cache, client, listing, reference.quant_type)
     path = cache.mark_verified(listing.commit, files)
     total = sum(file.size_bytes for file in files)
     log.event("fetch_finished", model=reference, files=len(files), bytes=total, path=path)
     return path
 
 
-def _download(cache: ModelCache, client: "HubClient", listing: RepositoryListing) -> list[RemoteFile]:
+def _download(
+    cache: ModelCache, client: "HubClient", listing: RepositoryListing, quant_type: str
+) -> list[RemoteFile]:
     config_files = listing.config_files()
     _download_all(cache, client, listing.commit, config_files)
-    weights = listing.weight_files(cache.snapshot(listing.commit))
+    weights = listing.weight_files(cache.snapshot(listing.commit), quant_type)
     _download_all(cache, client, listing.commit, weights)
     return config_files + weights
 
@@ -163,13 +174,14 @@ def _download_file(cache: ModelCache, client: "HubClient", commit: str, file: Re
     )
 
 
-def _verify_cached(cache: ModelCache) -> tuple[str, list[RemoteFile]] | None:
+def _verify_cached(cache: ModelCache, reference: HubReference) -> tuple[str, list[RemoteFile]] | None:
     """Return the commit and the files of the snapshot in the cache if it is complete and intact."""
     listing = cache.list_unverified()
     if listing is None:
         return None
     try:
-        files = listing.config_files() + listing.weight_files(cache.snapshot(listing.commit))
+        snapshot = cache.snapshot(listing.commit)
+        files = listing.config_files() + listing.weight_files(snapshot, reference.quant_type)
     except FetchError as error:
         log.warning("fetch_cache_incomplete", path=cache.snapshot(listing.commit), reason=str(error))
         return None

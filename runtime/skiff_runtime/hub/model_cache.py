@@ -8,6 +8,7 @@
       refs/REVISION               the commit of this revision when it was fetched (huggingface_hub)
       .skiff/lock                 held (flock) by the process that downloads
       .skiff/COMMIT.json          marker, written last: names and sizes of all verified files
+      .skiff/COMMIT.Q4_K_M.json   marker of one GGUF file, chosen by its quantization
 
 A snapshot without a marker is verified before it is served. Reading a snapshot with a marker takes no lock and writes
 nothing, so a complete cache can be mounted read-only and needs no network.
@@ -18,13 +19,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.hub.file_lock import is_unlocked
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
 from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
@@ -57,10 +59,16 @@ class ModelCache:
         if not os.access(self.marker_dir, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.marker_dir))
 
+    def locate_model(self, commit: str, names: Iterable[str]) -> Path:
+        """Return what is served of a snapshot with the files ``names``: its directory, or its GGUF file."""
+        path = self.snapshot(commit)
+        return next((path / name for name in names if is_gguf(path / name)), path)
+
     def find_verified(self) -> Path | None:
-        """Return the snapshot of the reference's revision if it has a marker and is complete."""
+        """Return the model at the reference's revision if it has a marker and is complete."""
         commit = self._commit()
-        return self.snapshot(commit) if commit is not None and self._has_marker(commit) else None
+        names = None if commit is None else self._read_marker(commit)
+        return None if commit is None or names is None else self.locate_model(commit, names)
 
     def list_unverified(self) -> RepositoryListing | None:
         """List the files of the revision in the cache, whichever tool downloaded them. Digests are the names of the blobs."""
@@ -75,13 +83,11 @@ class ModelCache:
     def mark_verified(self, commit: str, files: Sequence[RemoteFile]) -> Path:
         """Write the marker of a complete and verified snapshot, and point the revision at it."""
         sizes = {file.name: file.size_bytes for file in files}
-        _replace_text(
-            self.marker_dir / f"{commit}.json", json.dumps({"commit": commit, "files": sizes}, indent=1)
-        )
+        _replace_text(self._marker_path(commit), json.dumps({"commit": commit, "files": sizes}, indent=1))
         if self._reference.revision != commit:
             self._ref_path().parent.mkdir(parents=True, exist_ok=True)
             _replace_text(self._ref_path(), commit)
-        return self.snapshot(commit)
+        return self.locate_model(commit, sizes)
 
     def has_file(self, commit: str, file: RemoteFile) -> bool:
         """Return whether the cache has the file, even if it belongs to another commit."""
@@ -139,13 +145,19 @@ class ModelCache:
     def _ref_path(self) -> Path:
         return self.root / "refs" / self._reference.revision
 
-    def _has_marker(self, commit: str) -> bool:
+    def _marker_path(self, commit: str) -> Path:
+        quant_type = self._reference.quant_type
+        return self.marker_dir / (f"{commit}.{quant_type}.json" if quant_type else f"{commit}.json")
+
+    def _read_marker(self, commit: str) -> list[str] | None:
+        """Return the names in the marker of a snapshot; None without a marker, or if it is not complete."""
         snapshot = self.snapshot(commit)
         try:
-            files = json.loads((self.marker_dir / f"{commit}.json").read_text())["files"]
-            return all((snapshot / name).stat().st_size == size for name, size in files.items())
+            files = json.loads(self._marker_path(commit).read_text())["files"]
+            complete = all((snapshot / name).stat().st_size == size for name, size in files.items())
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
-            return False
+            return None
+        return list(files) if complete else None
 
 
 def _digest_of(path: Path) -> str:

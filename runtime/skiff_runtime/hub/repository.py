@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from skiff_runtime.errors import FetchError
+from skiff_runtime.gguf.header import SUFFIX
+from skiff_runtime.gguf.selection import select_by_quant_type
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -64,8 +66,19 @@ class RepositoryListing:
     commit: str
     files: Sequence[RemoteFile]
 
+    @property
+    def is_gguf(self) -> bool:
+        """True if the only weights are GGUF files, which contain configuration, tokenizer and template."""
+        suffixes = {Path(file.name).suffix for file in self.files}
+        return SUFFIX in suffixes and ".safetensors" not in suffixes
+
     def config_files(self) -> list[RemoteFile]:
-        """Return the configuration, tokenizer and template files. Raises ``FetchError`` without a config.json."""
+        """Return the configuration, tokenizer and template files, none of a GGUF model.
+
+        Raises ``FetchError`` without a config.json.
+        """
+        if self.is_gguf:
+            return []
         found = [
             file for file in self.files if any(fnmatchcase(file.name, glob) for glob in _CONFIG_PATTERNS)
         ]
@@ -73,20 +86,39 @@ class RepositoryListing:
             raise FetchError("the repository has no config.json at its top level: Skiff cannot serve it")
         return found
 
-    def weight_files(self, snapshot: Path) -> list[RemoteFile]:
+    def weight_files(self, snapshot: Path, quant_type: str = "") -> list[RemoteFile]:
         """Return the files that the index in ``snapshot`` names, else model.safetensors, else every *.safetensors.
 
-        A repository may hold the same weights twice, as consolidated.safetensors too; one set is enough. Raises
-        ``FetchError`` if there are none.
+        A repository may hold the same weights twice, as consolidated.safetensors too; one set is enough. Of a GGUF
+        model it is the one file of ``quant_type``. Raises ``FetchError`` if there are none.
         """
+        if self.is_gguf:
+            return [self._gguf_file(quant_type)]
+        if quant_type:
+            raise FetchError(
+                f"the repository has no GGUF files alone, so {quant_type!r} chooses none; omit it"
+            )
         found = {file.name: file for file in self.files if file.name.endswith(".safetensors")}
         if any(file.name == INDEX for file in self.files):
             return _files_in_index((snapshot / INDEX).read_bytes(), found)
         if not found:
             raise FetchError(
-                "the repository has no *.safetensors files, and Skiff reads no other weight format"
+                "the repository has no *.safetensors and no *.gguf files, and Skiff reads no other weight format"
             )
         return [found[SINGLE]] if SINGLE in found else list(found.values())
+
+    def _gguf_file(self, quant_type: str) -> RemoteFile:
+        names = [file.name for file in self.files if file.name.endswith(SUFFIX)]
+        found = select_by_quant_type(names, quant_type)
+        if len(found) != 1:
+            chosen = (
+                f"{quant_type!r} chooses {', '.join(found) or 'none'} of its" if quant_type else "it has the"
+            )
+            raise FetchError(
+                f"{chosen} GGUF files {', '.join(sorted(names))}: choose one by its quantization, as in "
+                "hf://org/name:Q4_K_M"
+            )
+        return next(file for file in self.files if file.name == found[0])
 
 
 def _files_in_index(index: bytes, found: dict[str, RemoteFile]) -> list[RemoteFile]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +20,16 @@ from skiff_runtime.errors import ConfigError
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_config
 from skiff_runtime.hub.hub_reference import SCHEME, parse_reference
 from skiff_runtime.info.memory_fit import GPUS, Gpu, GpuFit, MemoryNeed, estimate_memory, fit_gpu
+from skiff_runtime.layers.rope_scaling import YarnScaling
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.models.footprint import count_active_parameters, num_sparse_layers
 from skiff_runtime.processes.resolve import locate
 
 DESCRIPTION: Final = """\
 Show a model's shape, the memory that each part of it takes on each rank, and the number
-of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json: of
-an hf:// model nothing else is downloaded, and no GPU is needed."""
+of tokens of KV cache that fit beside it on a GPU. All of it follows from config.json,
+or from the metadata of a GGUF file: of an hf:// model nothing else is downloaded (its
+GGUF file must be in the cache), and no GPU is needed."""
 EPILOG: Final = """\
 The engine computes the same sizes when it starts; the memory of the driver and of
 libraries is assumed (1 GiB). With --gpu or --gpu-memory the exit code is 1 if the model
@@ -42,7 +46,9 @@ _CONFIG_FLAGS: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "rope_scaling",
     "tp_size",
+    "expert_parallel",
     "max_running_requests",
     "max_num_batched_tokens",
     "page_size",
@@ -58,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a directory, hf://org/name or demo://")
+    parser.add_argument("model", metavar="MODEL", help="a directory or GGUF file, hf://org/name or demo://")
     parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
@@ -76,11 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the tables or the JSON, and return the exit code. Raises ``ConfigError`` and ``FetchError``."""
     config = build_config(arguments)
     model = _read_model(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} exceeds the {model.max_position_embeddings} positions "
-            "of the model"
+            "of the model; --rope-scaling extends them"
         )
     dtype = model.dtype if config.dtype == AUTO else config.dtype
     need = estimate_memory(config, model, dtype)
@@ -97,12 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_model(config: Config) -> ModelConfig:
     """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
     if not config.model.startswith(SCHEME):
-        return read_model_config(locate(config), max_model_len=config.max_model_len)
+        return _read_config(locate(config), config)
     reference = parse_reference(config.model, config.revision)
     cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
     with TemporaryDirectory(prefix="skiff-info-") as temporary:
         path = fetch_config(reference, cache, Path(temporary))
-        return read_model_config(path, max_model_len=config.max_model_len)
+        return _read_config(path, config)
+
+
+def _read_config(path: Path, config: Config) -> ModelConfig:
+    return read_model_config(path, max_model_len=config.max_model_len, rope_scaling=config.rope_scaling)
 
 
 def _gpus(arguments: argparse.Namespace) -> list[Gpu]:
@@ -119,7 +129,11 @@ def _as_json(
         "model": config.model,
         "architecture": model.architecture,
         "config": {name: value for name, value in shape.items() if name not in _NOT_SHAPE},
-        "parameters": {**asdict(need.parameters), "total": need.parameters.total},
+        "parameters": {
+            **asdict(need.parameters),
+            "total": need.parameters.total,
+            "active": count_active_parameters(model),
+        },
         "dtype": dtype,
         "quantization": need.quantization,
         "tp": config.tp_size,
@@ -128,6 +142,7 @@ def _as_json(
             "weight_bytes": need.weight_bytes,
             "kv_bytes_per_token": need.kv_bytes_per_token,
             "kv_bytes_for_max_model_len": need.kv_bytes_for_max_model_len,
+            "kv_bytes_read_at_max_model_len": need.kv_bytes_read_at_max_model_len,
             "working_bytes": need.working_bytes,
         },
         "gpus": [
@@ -155,11 +170,14 @@ def _print_tables(
         ("model", f"{config.model}, {model.architecture}"),
         ("shape", f"{model.num_layers} layers of {model.hidden_size}, {heads}"),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
-        ("context", f"{need.max_model_len:,} tokens"),
+        ("context", f"{need.max_model_len:,} tokens{_describe_yarn(model)}"),
+        *_window_rows(model),
+        *_expert_rows(model),
         ("parameters", f"{_count(parts.total)}: {by_part}"),
         (f"weights in {kinds}", _size(need.weight_bytes) + ranks),
         ("KV cache for a token", _size(need.kv_bytes_per_token) + ranks),
         ("KV cache for full context", _size(need.kv_bytes_for_max_model_len) + ranks),
+        *_read_rows(need, ranks),
         ("working memory, up to", _size(need.working_bytes) + ranks),
     ]
     console = Console(highlight=False)
@@ -167,6 +185,41 @@ def _print_tables(
     lines = [(each.gpu.name, _size(each.gpu.memory_bytes), *_fit_columns(each)) for each in fits]
     title = "GPU" if config.tp_size == 1 else f"{config.tp_size} GPUs"
     console.print(_table((title, "memory", "fits", "tokens of KV cache", "at full length"), lines, "right"))
+
+
+def _describe_yarn(model: ModelConfig) -> str:
+    scaling = model.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return ""
+    return f" (YaRN: {scaling.factor:g} times {scaling.original_max_position_embeddings:,})"
+
+
+def _window_rows(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return a row for each size of sliding windows."""
+    return [
+        ("sliding window", f"{window:,} tokens in {count} of {model.num_layers} layers")
+        for window, count in Counter(model.sliding_windows).items()
+        if window is not None
+    ]
+
+
+def _read_rows(need: MemoryNeed, ranks: str) -> list[tuple[str, str]]:
+    """Return the row of what a decode step reads of a full context, if windows make it less than the whole."""
+    read = need.kv_bytes_read_at_max_model_len
+    return [] if read == need.kv_bytes_for_max_model_len else [("of which a step reads", _size(read) + ranks)]
+
+
+def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the row about experts and the number of parameters that a token takes; none for a dense model."""
+    if model.moe is None:
+        return []
+    experts = (
+        f"{model.moe.top_k} of {model.moe.num_experts} for each token, in {num_sparse_layers(model)} layers"
+    )
+    return [
+        ("experts", experts),
+        ("active parameters", f"{_count(count_active_parameters(model))} for each token"),
+    ]
 
 
 def _fit_columns(found: GpuFit) -> tuple[str, str, str]:
@@ -178,7 +231,8 @@ def _fit_columns(found: GpuFit) -> tuple[str, str, str]:
 def _table(heads: tuple[str, ...], rows: list[Any], justify: Any) -> Table:
     table = Table(box=rich.box.SIMPLE_HEAD if any(heads) else None, show_header=any(heads))
     for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index == 0 else justify)
+        # Long values wrap, but not what a line is about.
+        table.add_column(head, justify="left" if index == 0 else justify, no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     return table

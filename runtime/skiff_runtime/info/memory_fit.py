@@ -12,7 +12,9 @@ from skiff_runtime.models.footprint import (
     estimate_weight_bytes,
     estimate_working_bytes,
     kv_bytes_per_token,
+    kv_bytes_read,
 )
+from skiff_runtime.processes.resolve import choose_quantization
 
 LIBRARY_BYTES: Final = 1 << 30
 """Assumed for the driver, the CUDA libraries and NCCL on a GPU."""
@@ -48,12 +50,17 @@ GPUS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Memory that each rank needs, by part, in bytes. ``max_model_len`` is the longest sequence in tokens."""
+    """Memory that each rank needs, by part, in bytes. ``max_model_len`` is the longest sequence in tokens.
+
+    ``kv_bytes_read_at_max_model_len`` are read by a decode step for one such sequence; with sliding windows, that is
+    less than the cache holds of it.
+    """
 
     parameters: ParameterCounts
     quantization: Quantization
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_bytes_read_at_max_model_len: int
     working_bytes: int
     max_model_len: int
 
@@ -86,21 +93,27 @@ def estimate_memory(config: Config, model: ModelConfig, dtype: str) -> MemoryNee
     """Estimate the memory of each of ``config.tp_size`` ranks in ``dtype``: that of the first rank, which no other exceeds."""
     element_bytes = DTYPE_BYTES[dtype]
     kv_element_bytes = element_bytes if config.kv_cache_dtype == AUTO else 1
-    quantization = model.quantization if config.quantization == AUTO else config.quantization
+    quantization = choose_quantization(config, model)
+    max_model_len = config.max_model_len or model.max_position_embeddings
     return MemoryNeed(
         parameters=count_parameters(model),
         quantization=quantization,
         weight_bytes=estimate_weight_bytes(
-            model, config.tp_size, element_bytes=element_bytes, quantization=quantization
+            model,
+            config.tp_size,
+            element_bytes=element_bytes,
+            quantization=quantization,
+            expert_parallel=config.expert_parallel,
         ),
         kv_bytes_per_token=kv_bytes_per_token(model, config.tp_size, kv_element_bytes),
+        kv_bytes_read_at_max_model_len=kv_bytes_read(model, config.tp_size, kv_element_bytes, max_model_len),
         working_bytes=estimate_working_bytes(
             replace(config, quantization=quantization),
             model,
             tp_size=config.tp_size,
             element_bytes=element_bytes,
         ),
-        max_model_len=config.max_model_len or model.max_position_embeddings,
+        max_model_len=max_model_len,
     )
 
 

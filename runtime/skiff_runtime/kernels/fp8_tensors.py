@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
+
+from skiff_runtime.kernels.constants import FP8_BLOCK
 
 E4M3: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
@@ -19,6 +22,8 @@ MIN_SCALE: Final = 1e-12
 @dataclass(frozen=True, slots=True)
 class QuantizedActivations:
     """Activations [T, n]: FP8 ``values`` times ``scales`` float32 [T, 1]; products of them are of type ``dtype``.
+
+    For block FP8 the scales are [T, groups of 128], and the tokens of one group lie beside each other.
 
     On a GPU the values of a single token are float16, though rounded to FP8 numbers, divided by ``FP16_DOWNSCALE``,
     and their scale is multiplied by it: the kernel that multiplies them would only have to convert them back.
@@ -35,6 +40,19 @@ class FP8Weight:
 
     ``tile_counters`` int32 [outputs], all zero, belong to the product in flight (``stream_k_gemm``), so a weight can
     have one at a time.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    tile_counters: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFP8Weight:
+    """A layer's weight: FP8 ``values`` [outputs, inputs] times a float32 scale for each block of 128 x 128.
+
+    ``scales`` [blocks of outputs, blocks of inputs, padded to a multiple of 4 with zeros]; ``tile_counters`` as in
+    ``FP8Weight``.
     """
 
     values: torch.Tensor
@@ -67,3 +85,11 @@ def quantize_rows(values: torch.Tensor, bound: float = math.inf) -> tuple[torch.
     amax = wide.abs().amax(1, keepdim=True).clamp_(max=bound)
     scales = (amax / fp8_max).clamp_(min=MIN_SCALE)
     return cast_to_fp8(wide * scales.reciprocal()), scales
+
+
+def quantize_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize [N, n] to (FP8 [N, n], scales float32 [N, groups]), each 128 elements of a row like ``quantize_rows``."""
+    rows, width = values.shape
+    padded = F.pad(values.float(), (0, -width % FP8_BLOCK))
+    quantized, scales = quantize_rows(padded.view(-1, FP8_BLOCK))
+    return quantized.view(padded.shape)[:, :width].contiguous(), scales.view(rows, -1)

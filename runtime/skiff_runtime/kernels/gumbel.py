@@ -16,13 +16,19 @@ _LOW33: Final = (1 << 33) - 1
 _BITS: Final = 23
 
 
-def add_gumbel(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64 [S]; return them."""
+def add_gumbel(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, *, first_token: int = 0
+) -> torch.Tensor:
+    """Add noise to float32 logits [S, V] in place, by ``seeds`` and ``positions`` int64 [S]; return them.
+
+    The columns are those of the tokens ``first_token`` and on.
+    """
     first = _mix64(seeds * _signed(0x9E3779B97F4A7C15, 64) + positions)
     second = _mix64(first + positions)
-    vocab = logits.shape[1]
-    tokens = _wrap(torch.arange(vocab, device=logits.device) * 0x9E3779B1)
-    step = max(1, BLOCK_ELEMENTS // vocab)
+    columns = logits.shape[1]
+    ids = torch.arange(first_token, first_token + columns, device=logits.device)
+    tokens = _wrap(ids * 0x9E3779B1)
+    step = max(1, BLOCK_ELEMENTS // columns)
     for at in range(0, logits.shape[0], step):
         rows = slice(at, at + step)
         hashed = _hash(tokens, _wrap(first[rows, None]), _wrap(second[rows, None]))

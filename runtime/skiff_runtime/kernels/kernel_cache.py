@@ -6,6 +6,7 @@ Like every compiler's cache it is keyed by sources, versions and architecture, s
 import contextlib
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ _TRITON_VARIABLE: Final = "TRITON_CACHE_DIR"
 _FLASHINFER_VARIABLE: Final = "FLASHINFER_WORKSPACE_BASE"
 _FLASHINFER_SUBFOLDER: Final = Path(".cache") / "flashinfer"
 """Folders that FlashInfer appends to its workspace base."""
+_FLASHINFER_KERNELS: Final = "flashinfer_jit_cache"
+"""The package of FlashInfer's kernels that were compiled by its authors."""
 _directories: Final[list[Path]] = []
 """The active directory, if any."""
 
@@ -34,6 +37,16 @@ def activate(directory: Path, scratch: Path) -> None:
         directory = scratch
     os.environ[_TRITON_VARIABLE] = str(directory / TRITON_FOLDER)
     os.environ[_FLASHINFER_VARIABLE] = str(directory / FLASHINFER_FOLDER)
+
+
+def may_have_flashinfer_modules() -> bool:
+    """Return False if no kernel of FlashInfer is compiled, so that a start need not import it to learn this."""
+    if not _directories or find_spec(_FLASHINFER_KERNELS) is not None:
+        return True
+    package = find_spec(FLASHINFER_FOLDER)
+    shipped = [Path(each) / "data" / "aot" for each in (package and package.submodule_search_locations) or ()]
+    folders = [*shipped, *(directory / FLASHINFER_FOLDER for directory in _directories)]
+    return any(next(folder.rglob("*.so"), None) is not None for folder in folders)
 
 
 def use_prebuilt_flashinfer_modules() -> None:

@@ -16,3 +16,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if gemv.is_profitable(x, weight):
             return gemv.gemv(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def fused_linear_silu_and_mul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Return ``silu_and_mul`` of ``linear``, bit for bit, by one kernel; ``None`` where there is none, or no faster one.
+
+    x [T, inputs], weight [2n, inputs] and bias [2n], those of gate before those of up: [T, n].
+    """
+    if x.device.type == "cuda":
+        from skiff_runtime.kernels.triton.linear import gemv
+
+        if gemv.is_fusion_profitable(x, weight):
+            return gemv.gemv_silu_and_mul(x, weight, bias)
+    return None

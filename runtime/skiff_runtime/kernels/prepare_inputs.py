@@ -82,8 +82,11 @@ def read_cells(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
 
 
 def write_cells(table: torch.Tensor, cells: torch.Tensor) -> None:
-    """Set cells of an int32 table: ``cells`` int32 [3, N] are rows, columns and values. No cell may be named twice."""
-    if table.device.type == "cuda":
+    """Set cells of an int32 table: ``cells`` int32 [3, N] are rows, columns and values.
+
+    Of a cell that is named twice, as only those of padding rows may be, one of the values remains.
+    """
+    if cells.device.type == "cuda":
         from skiff_runtime.kernels.triton import prepare_inputs as kernel
 
         kernel.write_cells(table, cells)

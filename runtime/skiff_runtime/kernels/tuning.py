@@ -10,7 +10,7 @@ no GPU, where the capability is all that is known, and a start must find exactly
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -88,6 +88,10 @@ class GemvTuning:
     """For those between, where its columns divide the weight's."""
     uneven_tile: GemvTile
     """For those between, where they do not."""
+    fuse_silu_and_mul: bool
+    """Whether the product with gate and up applies SwiGLU as well."""
+    uneven_silu_tile: GemvTile
+    """Takes the place of ``uneven_tile`` there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,19 @@ class FP8GemvTile:
     warps: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class PreloadingGemvTile:
+    """A GEMV in FP8 that loads all its weights before the kernel ahead has ended.
+
+    ``columns`` are those of one run. A program has at least ``warps`` warps and ``rows`` rows of the weight; of gate and up
+    half as many each, but at least one.
+    """
+
+    columns: int
+    warps: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8GemvTuning:
     """Numbers of ``triton.fp8.fp8_gemv``."""
@@ -106,6 +123,14 @@ class FP8GemvTuning:
     tile: FP8GemvTile
     """For weights of at most ``short_inputs`` columns."""
     long_tile: FP8GemvTile
+    fuse_silu_and_mul: bool
+    """Whether the product with gate and up applies SwiGLU as well."""
+    preloading_tile: PreloadingGemvTile
+    max_preloaded_weights: int
+    """The largest weight, in numbers, that is loaded as a whole before the kernel ahead has ended; 0 for none.
+
+    The GEMV of such a weight quantizes its token itself, if no kernel ahead does.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +165,139 @@ class StreamKTuning:
     """The same for weights with more than twice as many inputs as outputs, of which the library makes few tiles."""
     rules: tuple[StreamKRule, ...]
     """The first rule applies whose tile divides the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixTile:
+    """The tokens and outputs of a tile, the warps of its program and the stages of its software pipeline."""
+
+    tokens: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFP8Tuning:
+    """Numbers of ``triton.fp8.block_fp8_gemv`` and ``triton.fp8.block_fp8_gemm``."""
+
+    short_inputs: int
+    gemv_tile: FP8GemvTile
+    """For weights of at most ``short_inputs`` columns."""
+    long_gemv_tile: FP8GemvTile
+    max_tokens: int
+    """With more tokens than this, the library's product is taken, or that in tiles."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs."""
+    matrix_tile: MatrixTile
+
+
+@dataclass(frozen=True, slots=True)
+class Int4GemvTile:
+    """The words of one loop iteration, each of eight inputs, for two adjacent rows of the weight, and the warps."""
+
+    words: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W4A16Tuning:
+    """Numbers of ``triton.w4a16``."""
+
+    gemv_tile: Int4GemvTile
+    max_tokens: int
+    """With more tokens than this, the weight is dequantized and multiplied by the library."""
+    rules: tuple[StreamKRule, ...]
+    """The first rule applies whose tile divides the inputs, padded to a multiple of 128."""
+    dequantize_rows: int
+    """The rows of a program that dequantizes 128 inputs of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmTile:
+    """The outputs and inputs of one loop iteration, the row blocks of a group, the warps and the stages.
+
+    A tile of gate·up has ``outputs`` columns of gate and as many of up. The programs of ``group`` row blocks take turns
+    at the outputs, so that the row blocks of one expert read its weights from the L2 cache. With ``swap`` the weights
+    are the first operand of the tensor cores, of which Hopper's take 64 rows at a time, and the tokens the second, of
+    which they take 8.
+    """
+
+    outputs: int
+    inputs: int
+    group: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmRule:
+    """Tiles for at most ``max_rows`` rows of each expert, on average; ``rows`` of one expert are a row block.
+
+    ``max_rows`` None is any number.
+    """
+
+    max_rows: float | None
+    rows: int
+    gate_up: GroupedGemmTile
+    down: GroupedGemmTile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGemvTile:
+    """The columns of one loop iteration, the warps, and the outputs of a program, which are ``rows`` of a weight.
+
+    Of gate and up a program takes ``rows`` each. In the model's type it always takes one of each, and two of down.
+    """
+
+    columns: int
+    warps: int
+    rows: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGemvTuning:
+    """Numbers of ``triton.moe.expert_gemv`` and ``triton.moe.fp8_expert_gemv``."""
+
+    gate_up: ExpertGemvTile
+    short_inputs: int
+    down: ExpertGemvTile
+    """For experts of at most ``short_inputs`` intermediate values."""
+    long_down: ExpertGemvTile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoETuning:
+    """Numbers of ``triton.moe``."""
+
+    routing_warps: int
+    """The tokens that one program of ``fused_topk`` routes, each in one warp."""
+    max_router_topk_tokens: int
+    """The most tokens of a step whose experts are selected in the launch of the router's product; 0 for none."""
+    router_topk_rows: int
+    """The experts whose logits one program of ``router_topk`` computes."""
+    fuse_router_norm: bool
+    """Whether that launch also adds the residual and normalizes, where no sum over ranks does."""
+    experts_per_pair: int
+    """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
+    max_chunk: int
+    """The pairs that ``moe_align_block_size`` counts at a time; with more of them, counting is a launch of its own."""
+    gemv: ExpertGemvTuning
+    fp8_gemv: ExpertGemvTuning
+    quantizing_gate_up_tokens: int
+    """The most tokens of a step whose FP8 GEMV for gate and up quantizes them itself; more need a launch for that."""
+    quantizing_down_tokens: int
+    """The same for the intermediate values of a token and the FP8 GEMV of the down-projection."""
+    rules: tuple[GroupedGemmRule, ...]
+    """The first rule with enough rows applies; the last one has no bound."""
+    fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each output."""
+    block_fp8_rules: tuple[GroupedGemmRule, ...]
+    """For weights with one scale for each block of 128 x 128: 128 inputs, and outputs that divide 128."""
+    sum_block: int
+    sum_warps: int
+    """The outputs of a token that one program of ``moe_sum`` adds up, and its warps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +353,20 @@ class PrefillChoiceTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceLimits:
+    """The largest messages, in bytes, that up to ``ranks`` ranks sum by each algorithm of ``distributed.all_reduce``."""
+
+    ranks: int
+    low_latency: int
+    """By one-shot with LL words, alone or fused with the norm."""
+    one_shot: int
+    fused_one_shot: int
+    """By one-shot behind flags, fused with the norm; beyond it, up to ``one_shot``, the norm is a launch of its own."""
+    two_shot: int
+    """NCCL sums larger ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """All tuned numbers of one kind of GPU."""
 
@@ -208,16 +380,164 @@ class Tuning:
     gemv: GemvTuning
     fp8_gemv: FP8GemvTuning
     stream_k: StreamKTuning
+    block_fp8: BlockFP8Tuning
+    w4a16: W4A16Tuning
     single_row_chunk: int
     single_row_warps: int
     """The elements of a single row that one program of ``silu_and_mul_quantize`` takes, and its warps."""
+    single_row_max_block: int
+    """A single row of more elements is quantized by many programs, ``single_row_chunk`` elements each."""
     sampling_block: int
     sampling_warps: int
     """The logits of a row that one program of ``sample_tokens`` takes, and its warps."""
+    row_exchange_min_rows: int
+    """With tensor parallelism, rows that need whole logits are divided among the ranks from this many on; fewer are
+    gathered on every rank."""
+    moe: MoETuning
     top_k_top_p: TopKTopPTuning
     shared_prefix: SharedPrefixTuning
     prefill_choice: PrefillChoiceTuning
+    all_reduce: tuple[AllReduceLimits, ...]
+    """By ascending numbers of ranks."""
 
+
+_FP8_SMALL: Final = GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=4, swap=True)
+_BLOCK_FP8_MIDDLE: Final = GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=4)
+
+HOPPER_MOE: Final = MoETuning(
+    # untuned: a warp for each token needs no exchange between warps.
+    routing_warps=4,
+    # us for norm, router, top-k and experts of 1, 2 and 4 tokens in FP8: 18.0, 31.3 and 48.1 by three launches ahead of the
+    # experts', 18.3, 27.6 and 44.5 by two, 17.5, 26.8 and 43.8 by one; in bfloat16 24.5, 45.0 and 77.3; 24.7, 40.7 and
+    # 73.5; 24.3, 40.6 and 73.0.
+    max_router_topk_tokens=4,
+    fuse_router_norm=True,
+    # untuned: 128 experts are 128 programs, fewer than a GPU has multiprocessors.
+    router_topk_rows=1,
+    # untuned: the bound that vLLM takes. At it, one expert in four is read, and few are read twice.
+    experts_per_pair=4,
+    # untuned.
+    max_chunk=4096,
+    gemv=ExpertGemvTuning(
+        # 8 experts of 768 outputs by 2,048 inputs, 1 token: 12.9 us; other tiles up to 17.4, 4 tokens: 44.5 to 61.
+        gate_up=ExpertGemvTile(columns=1024, warps=4),
+        short_inputs=4096,
+        # A warp for each of 8 experts of 768 inputs, 1 token: 7.54 us; 4 warps 8.71, 2 warps 9.03; 512 columns 9.50.
+        # 4 tokens: 23.1, 24.3, 25.5 and 31.9 us.
+        down=ExpertGemvTile(columns=256, warps=8),
+        # untuned: ``gemv.tile``.
+        long_down=ExpertGemvTile(columns=2048, warps=4),
+    ),
+    fp8_gemv=ExpertGemvTuning(
+        # 1 and 2 tokens, which programs quantize: 7.9 us, 13.5 us; one row 8.2, 16.0; four by two warps 9.0, 15.2.
+        gate_up=ExpertGemvTile(columns=1024, warps=1, rows=2),
+        short_inputs=8192,
+        # Behind gate and up, 1, 2 and 4 tokens, both products: 13.5, 23.0 and 39.5 us; 2 rows by 4 warps 13.8, 22.7 and
+        # 39.9, 8 rows 14.4, 24.7 and 40.6, one row 14.5, 25.2 and 45.4.
+        down=ExpertGemvTile(columns=256, warps=8, rows=4),
+        # untuned: ``fp8_gemv.long_tile``.
+        long_down=ExpertGemvTile(columns=2048, warps=2, rows=2),
+    ),
+    # Both products of 1, 2 and 4 tokens, launches quantize: 18.7, 26.3 and 44.7 us; the products do: 13.7, 23.8 and 42.0.
+    # Block FP8, which is not quantized so: 16.2 against 18.5 us for 1 token, 42.9 against 49.8 for 4.
+    quantizing_gate_up_tokens=4,
+    quantizing_down_tokens=4,
+    # untuned: the tiles that vLLM publishes for the H200 (128 experts of 768, 8 for each token), where gate and up
+    # count as one matrix, so that half of their outputs are of each.
+    rules=(
+        GroupedGemmRule(
+            0.5,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            1,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=256, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=256, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            2,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=32, inputs=128, group=16, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            4,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=1, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            8,
+            rows=16,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=1, warps=4, stages=2),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=1, warps=4, stages=2),
+        ),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=2),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=2),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=64, group=1, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=64, group=1, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=64, group=16, warps=8, stages=4),
+            down=GroupedGemmTile(outputs=256, inputs=64, group=16, warps=8, stages=4),
+        ),
+    ),
+    # untuned: weights first below 64 rows, as vLLM found; the outputs and inputs of a tile are guesses.
+    fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, outputs=128, group=16, stages=3),
+        ),
+        GroupedGemmRule(
+            32,
+            rows=64,
+            gate_up=GroupedGemmTile(outputs=64, inputs=128, group=16, warps=4, stages=3),
+            down=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=4, stages=3),
+        ),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=GroupedGemmTile(outputs=128, inputs=128, group=16, warps=8, stages=3),
+            down=GroupedGemmTile(outputs=256, inputs=128, group=16, warps=8, stages=3),
+        ),
+    ),
+    # untuned, likewise.
+    block_fp8_rules=(
+        GroupedGemmRule(4, rows=16, gate_up=_FP8_SMALL, down=_FP8_SMALL),
+        GroupedGemmRule(
+            16,
+            rows=32,
+            gate_up=replace(_FP8_SMALL, group=16, stages=3),
+            down=replace(_FP8_SMALL, group=16, stages=3),
+        ),
+        GroupedGemmRule(32, rows=64, gate_up=_BLOCK_FP8_MIDDLE, down=replace(_BLOCK_FP8_MIDDLE, outputs=128)),
+        GroupedGemmRule(
+            None,
+            rows=128,
+            gate_up=replace(_BLOCK_FP8_MIDDLE, warps=8),
+            down=replace(_BLOCK_FP8_MIDDLE, outputs=128, warps=8),
+        ),
+    ),
+    # untuned.
+    sum_block=1024,
+    sum_warps=4,
+)
+"""Of mixture of experts on compute capability 9.0."""
 
 HOPPER: Final = Tuning(
     measured_on="NVIDIA H200",
@@ -274,6 +594,12 @@ HOPPER: Final = Tuning(
         # one 108.4; pairs of rows 1,024 by 4 or 2 106.1, 109.5, 512 by 2 or 1 112.1, 115.6; four rows 110.9.
         tile=GemvTile(columns=2048),
         uneven_tile=GemvTile(columns=1024),
+        # µs for norm, gate·up, SwiGLU and down, apart and fused: 28672 x 4096 80.8, 80.1; 25600 x 5120 93.6, 93.6;
+        # 34816 x 5120 124.8, 124.3; 7168 x 8192 45.5, 44.0; 6144 x 1024 9.8, 8.6.
+        fuse_silu_and_mul=True,
+        # µs for gate·up, SwiGLU and down, 25600 x 5120 and 34816 x 5120: 92.2, 122.9; 1,024 columns by 2 warps 92.1,
+        # 123.8; 2,048 by 4 92.6, 123.9; 1,024 by 4 94.8, 126.2.
+        uneven_silu_tile=GemvTile(columns=512),
     ),
     fp8_gemv=FP8GemvTuning(
         short_inputs=8192,
@@ -282,6 +608,14 @@ HOPPER: Final = Tuning(
         tile=FP8GemvTile(columns=1024, warps=1),
         # The same: 5120 x 17408 31.1, 27.4, 30.6, 23.5; 4096 x 14336 19.5, 20.3, -, 17.2.
         long_tile=FP8GemvTile(columns=2048, warps=2),
+        # µs for gate·up, SwiGLU, quantization and down, apart and fused: 28672 x 4096 48.4, 46.0; 34816 x 5120 68.0, 67.3;
+        # 6144 x 1024 9.8, 9.2.
+        fuse_silu_and_mul=True,
+        # µs: 2048 x 4096, quantizing its token, 3.6, and 2048 x 2048 2.7; by ``tile`` behind a launch that quantizes 7.5
+        # and 4.6. Behind a norm that quantizes, with it and by ``tile``: 5120 x 2048 5.0, 6.0; 2048 x 4096 4.7, 7.8.
+        preloading_tile=PreloadingGemvTile(columns=1024, warps=1, rows=2),
+        # The same: 4096 x 4096 6.9, 8.4; 5120 x 5120 9.7, 10.8. Larger weights were not compared.
+        max_preloaded_weights=25 << 20,
     ),
     stream_k=StreamKTuning(
         # µs for the four products of a layer of Qwen3-14B, library and ours: 2 tokens 133.3, 95.5; 64 134.3, 111.9;
@@ -301,15 +635,48 @@ HOPPER: Final = Tuning(
             StreamKRule(128, None, StreamKTile(inputs=128, stages=6)),
         ),
     ),
+    block_fp8=BlockFP8Tuning(
+        # Untuned: as for FP8 with one scale per output.
+        short_inputs=8192,
+        gemv_tile=FP8GemvTile(columns=1024, warps=1),
+        long_gemv_tile=FP8GemvTile(columns=2048, warps=2),
+        max_tokens=64,
+        rules=(
+            StreamKRule(16, None, StreamKTile(inputs=256, stages=8)),
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=7)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=6)),
+        ),
+        # Untuned: 128 outputs are those of one scale, and 64 tokens leave the sums of a tile in registers.
+        matrix_tile=MatrixTile(tokens=64, outputs=128, warps=4, stages=3),
+    ),
+    w4a16=W4A16Tuning(
+        # Untuned: 256 words of two rows are 2 KiB, as in the FP8 GEMV.
+        gemv_tile=Int4GemvTile(words=256, warps=2),
+        # Untuned: the bound of FP8's stream-K.
+        max_tokens=64,
+        rules=(
+            StreamKRule(32, None, StreamKTile(inputs=256, stages=6)),
+            StreamKRule(64, None, StreamKTile(inputs=256, stages=4)),
+            StreamKRule(64, None, StreamKTile(inputs=128, stages=4)),
+        ),
+        dequantize_rows=32,
+    ),
     # Two launches of many programs instead of one program: 1.8 µs less a layer of Qwen3-14B in FP8. Other sizes were
     # not compared.
     single_row_chunk=1024,
     single_row_warps=4,
+    # µs by one program and by many: 1,024 elements 0.90, 0.89; 3,072 1.04, 0.96; 5,120 1.27, 0.99; 17,408 2.38, 1.70.
+    single_row_max_block=1024,
     # µs over 256 rows of 151,936 logits by block and warps: 1,024, 4 81; 2,048, 4 69; 2,048, 8 82; 4,096, 4 67;
     # 4,096, 8 71; 8,192, 8 73. 2,048 is within 3% of the best and has twice as many programs where there are few
     # rows.
     sampling_block=2048,
     sampling_warps=4,
+    # Untuned, an estimate: thresholds and draw take 1.6 µs a row where there are 256 of them (docs/lab/sampling.md),
+    # of which two ranks save half each, and the tokens need a second exchange.
+    row_exchange_min_rows=12,
+    moe=HOPPER_MOE,
     top_k_top_p=TopKTopPTuning(
         # µs by top_p over 151,936 logits, 1 and 256 rows of peaked logits: 8,192 21, 361; 4,096 16, 419. Blocks of
         # 1,024 by 4 warps 25, 298 where 2,048 by 8 take 21, 361.
@@ -341,6 +708,22 @@ HOPPER: Final = Tuning(
         # ms.
         max_tokens=1024,
         long_context=4096,
+    ),
+    # Two ranks, 10 KB a row, sum and norm by LL, fused one-shot, and one-shot with the norm behind it: 6.5, 5.6 and 6.9
+    # us for 32 rows, 8.0, 6.8 and 9.4 for 64, -, 14.7 and 15.6 for 256, -, 25.7 and 28.0 for 512; LL takes 4.3 for one row.
+    # Sums alone by one-shot and NCCL: 13.1 and 27.9 us for 256 rows, 21.3 and 36.3 for 512; NCCL is ahead from 2,048 on.
+    # Untuned for more ranks: SGLang's limits on an H200 (CustomAllReduceV2: one-shot to 384 KB and 128 KB for 4 and 8
+    # ranks; two-shot to 128 MB and 32 MB).
+    all_reduce=(
+        AllReduceLimits(
+            ranks=2, low_latency=160 << 10, one_shot=12 << 20, fused_one_shot=5 << 20, two_shot=12 << 20
+        ),
+        AllReduceLimits(
+            ranks=4, low_latency=160 << 10, one_shot=384 << 10, fused_one_shot=384 << 10, two_shot=128 << 20
+        ),
+        AllReduceLimits(
+            ranks=8, low_latency=64 << 10, one_shot=128 << 10, fused_one_shot=128 << 10, two_shot=32 << 20
+        ),
     ),
 )
 """Of compute capability 9.0 (H100, H200), measured on an H200."""

@@ -14,13 +14,27 @@ MIN_TOKENS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one rank's KV cache."""
+    """Shape of one rank's KV cache.
+
+    ``windows`` has the sliding window of each layer in tokens, None for full attention; empty if no layer has one.
+    Windows change what is read, not what is kept: a page holds its tokens for all layers.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer; None if it attends to the whole context."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def distinct_windows(self) -> list[int | None]:
+        """Every window that a layer has, in the order of the layers; [None] without sliding windows."""
+        return list(dict.fromkeys(self.windows)) or [None]
 
     @property
     def page_bytes(self) -> int:

@@ -15,6 +15,7 @@ from skiff_runtime.layers.linear import (
     shard_or_replicate,
 )
 from skiff_runtime.layers.norm import QKNorm
+from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.layers.rotary import RopeInputs
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 
@@ -80,7 +81,7 @@ class Attention:
         rope: RopeInputs,
         backend: AttentionBackend,
         logits_indices: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> LayerOutput:
         norm = self._norm
         q = qk_norm_rope_store_kv(
             self._qkv_proj(x),

@@ -1,16 +1,18 @@
 """Linear layers, sharded by columns (outputs) or by rows (inputs) over the tensor-parallel ranks.
 
-Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no communication; the
-row-parallel layer after it sums over the ranks.
+Megatron-style tensor parallelism (Shoeybi et al., 2019): a column-parallel layer needs no communication; the outputs
+of the row-parallel layer after it are summed over the ranks.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from skiff_runtime.kernels.fp8 import Activations
-from skiff_runtime.layers.linear_weight import make_weight
+from skiff_runtime.layers.linear_weight import MatrixPart, make_weight
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -49,18 +51,30 @@ class ColumnParallelLinear:
         self._inputs = inputs
         self._modules = tuple(modules)
         self.sizes = [module.stop - module.start for module in modules]
-        self.weight = make_weight(sum(self.sizes), inputs, context)
+        self.weight = make_weight(sum(self.sizes), inputs, context, len(self.sizes))
         self.bias = context.empty(sum(self.sizes)) if bias else None
 
     def __call__(self, x: Activations) -> torch.Tensor:
         return self.weight.apply(x, self.bias)
 
+    def fused_silu_and_mul(self, x: Activations) -> torch.Tensor | None:
+        """Return SwiGLU's product [..., n] of the layer's two modules, gate and up, of n outputs each, by one kernel.
+
+        ``None`` where no kernel does both, or no faster one.
+        """
+        return self.weight.fused_silu_and_mul(x, self.bias)
+
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
-        for module, rows in zip(self._modules, self.weight.split(self.sizes), strict=True):
-            shape = (module.total, self._inputs)
-            name = f"{prefix}{module.name}.weight"
-            yield WeightShard(name, shape, 0, module.start, module.stop, rows.values, rows.scales)
+        rows = itertools.accumulate(self.sizes, initial=0)
+        yield from self.weight.weight_shards(
+            [
+                MatrixPart(
+                    f"{prefix}{module.name}", (module.total, self._inputs), 0, module.start, module.stop, row
+                )
+                for module, row in zip(self._modules, rows, strict=False)
+            ]
+        )
         if self.bias is not None:
             for module, target in zip(self._modules, torch.split(self.bias, self.sizes), strict=True):
                 name = f"{prefix}{module.name}.bias"
@@ -68,7 +82,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """[..., this rank's inputs] -> [..., outputs], summed over the ranks; the bias is added once, after the sum."""
+    """[T, this rank's inputs] -> [T, outputs]: with more than one rank a partial sum; the bias is added after the sum."""
 
     def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool, context: LayerContext) -> None:
         self._name = name
@@ -78,17 +92,15 @@ class RowParallelLinear:
         self.weight = make_weight(outputs, self._inputs.stop - self._inputs.start, context)
         self.bias = context.empty(outputs) if bias else None
 
-    def __call__(self, x: Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> LayerOutput:
         if self._group.tp_size == 1:
             return self.weight.apply(x, self.bias)
-        total = self._group.all_reduce(self.weight.apply(x))
-        return total if self.bias is None else total + self.bias
+        return PartialSum(self.weight.apply(x), self._group, self.bias)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
         module = self._inputs
-        [rows] = self.weight.split([self._shape[0]])
-        name = f"{prefix}{self._name}.weight"
-        yield WeightShard(name, self._shape, 1, module.start, module.stop, rows.values, rows.scales)
+        part = MatrixPart(f"{prefix}{self._name}", self._shape, 1, module.start, module.stop, 0)
+        yield from self.weight.weight_shards([part])
         if self.bias is not None:
             yield replicated_weight(f"{prefix}{self._name}.bias", self.bias)

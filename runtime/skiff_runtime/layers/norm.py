@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from skiff_runtime.kernels.fp8 import Activations, add_rms_norm_quantize, quantize_activations
+from skiff_runtime.kernels.fp8 import Activations
 from skiff_runtime.kernels.rms_norm import add_rms_norm, rms_norm
+from skiff_runtime.layers.activation_quantizer import make_activation_quantizer
+from skiff_runtime.layers.partial_sum import LayerOutput, PartialSum, reduce_output
 from skiff_runtime.layers.sharding import LayerContext, WeightShard, replicated_weight
 
 
@@ -26,23 +28,29 @@ class RMSNorm:
 
 
 class QuantizingRMSNorm:
-    """RMSNorm before linear layers; quantizes its output where their matrices are FP8."""
+    """RMSNorm before linear layers; quantizes its output as their matrices need it."""
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         self.weight = context.empty(size)
-        self._eps = eps
-        self._quantizes = context.quantization == "fp8"
-        self._scale_ub = context.activation_scale_ub
+        self.eps = eps
+        self._quantizer = make_activation_quantizer(context)
 
     def __call__(self, x: torch.Tensor) -> Activations:
-        normed = rms_norm(x, self.weight, self._eps)
-        return quantize_activations(normed, self._scale_ub) if self._quantizes else normed
+        normed = rms_norm(x, self.weight, self.eps)
+        return normed if self._quantizer is None else self._quantizer.quantize(normed)
 
-    def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
-        """Return (norm(x + residual), x + residual)."""
-        if self._quantizes:
-            return add_rms_norm_quantize(x, residual, self.weight, self._eps, self._scale_ub)
-        return add_rms_norm(x, residual, self.weight, self._eps)
+    def add_and_normalize(self, x: LayerOutput, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
+        """Return (norm(x + residual), x + residual); a partial sum is completed by the same kernel where it can be."""
+        if isinstance(x, PartialSum) and x.bias is None:
+            if self._quantizer is not None:
+                return self._quantizer.all_reduce_add_rms_norm(
+                    x.group, x.part, residual, self.weight, self.eps
+                )
+            return x.group.all_reduce_add_rms_norm(x.part, residual, self.weight, self.eps)
+        output = reduce_output(x)
+        if self._quantizer is not None:
+            return self._quantizer.add_rms_norm(output, residual, self.weight, self.eps)
+        return add_rms_norm(output, residual, self.weight, self.eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         """Yield the checkpoint tensor that fills this layer."""

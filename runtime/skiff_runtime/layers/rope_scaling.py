@@ -20,4 +20,33 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): low frequencies are divided by ``factor``, high ones kept, with a ramp in between.
+
+    A frequency is kept if it turns at least ``beta_fast`` times within the original context, and divided if it turns
+    at most ``beta_slow`` times; ``truncate`` rounds the two bounds to whole dimensions, outwards. Cosines and sines
+    are multiplied by ``attention_factor``, so that scores keep their spread over a longer context.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Length in tokens of the context for which the scaling is made."""
+        return int(self.factor * self.original_max_position_embeddings)
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Divisors of the head_dim / 2 frequencies, one for each: the scaling of Llama 3.1 as a GGUF file stores it."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | None

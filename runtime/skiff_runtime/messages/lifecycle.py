@@ -4,9 +4,13 @@ from msgspec import Struct
 
 
 class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
-    """child -> supervisor, about once a second, from the child's main loop."""
+    """child -> supervisor, about once a second, from the child's main loop.
+
+    ``pause_seconds``: the main loop is about to do something that may take this long, and sends nothing meanwhile.
+    """
 
     process: str
+    pause_seconds: float = 0.0
 
 
 class PhaseReport(Struct, frozen=True, tag="phase", array_like=True):

@@ -50,7 +50,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     ``decode_tokens``. ``lookup_tokens``: prompt tokens of the requests that it runs for the first time, of
     which ``hit_tokens`` were cached; ``queue_seconds``: the time that each of these requests waited.
     ``preempted``: requests preempted for this step. ``corrupted``: requests that failed because their logits
-    contained NaN.
+    contained NaN. ``graphs_pending``: CUDA graphs that are not captured yet.
     """
 
     queued: int = 0
@@ -70,6 +70,7 @@ class StepStats(Struct, frozen=True, array_like=True):
     hit_tokens: int = 0
     queue_seconds: list[float] = []
     corrupted: int = 0
+    graphs_pending: int = 0
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

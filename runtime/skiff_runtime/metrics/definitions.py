@@ -48,6 +48,10 @@ class _Gauges:
         )
         self.pages = Gauge(contract.METRIC_KV_CACHE_PAGES, "Pages of the KV cache by state.", ("state",))
         self.phases = Gauge(contract.METRIC_START_PHASE, "Duration of each phase of the start.", ("phase",))
+        self.graphs_pending = Gauge(
+            contract.METRIC_GRAPHS_PENDING,
+            "CUDA graphs that are not captured yet; steps of their sizes run without one.",
+        )
         self.up = Gauge(contract.METRIC_PROCESS_UP, "1 while the process runs, else 0.", ("process",))
         self.silent = Gauge(
             contract.METRIC_HEARTBEAT_AGE, "Seconds since the last heartbeat of the process.", ("process",)
@@ -70,6 +74,7 @@ class _Gauges:
             running.set(stats.running)
         for share in (self.usage, self.routing_usage):
             share.set(usage)
+        self.graphs_pending.set(stats.graphs_pending)
         for state, pages in (("free", stats.pages_free), ("cached", stats.pages_cached), ("used", used)):
             self.pages.set(pages, state)
         self.routing_cache.clear()

@@ -7,12 +7,11 @@ from types import TracebackType
 from typing import Final, Self
 
 from skiff_runtime.errors import ModelError
-from skiff_runtime.json_file import read_json
+from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.layers.sharding import WeightShard
+from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 
-INDEX_FILE: Final = "model.safetensors.index.json"
-SINGLE_FILE: Final = "model.safetensors"
 FP8_DTYPE: Final = "F8_E4M3"
 SCALE_DTYPES: Final = ("F32", "BF16", "F16")
 _UNQUANTIZED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -52,19 +51,39 @@ class Checkpoint:
             file.close()
 
     def locate(self, shards: Iterable[WeightShard]) -> list[tuple[WeightShard, TensorSource]]:
-        """Find the source of every shard, from the files' headers alone.
+        """Find the source of every shard, except for optional ones that are absent, from the files' headers alone.
 
         Raises ``ModelError`` for missing files and tensors and for wrong shapes and dtypes.
         """
-        return [(shard, self._locate(shard)) for shard in shards]
+        return [
+            (shard, self._locate(shard))
+            for shard in shards
+            if not shard.optional or any(name in self._files for name in (shard.name, *shard.aliases))
+        ]
 
     def _locate(self, shard: WeightShard) -> TensorSource:
-        file, tensor = self._find(shard.name, shard.shape)
+        name = next((each for each in (shard.name, *shard.aliases) if each in self._files), shard.name)
+        file, tensor = self._find_matrix(shard, name)
+        if shard.converter is not None:
+            _require_dtype(file, name, tensor, shard.converter.dtypes)
+            return TensorSource(file, tensor)
+        if shard.target.dtype == E4M3 and shard.scales is None:
+            _require_dtype(file, name, tensor, (FP8_DTYPE,))
+            return TensorSource(file, tensor)
         if shard.scales is not None and (self._quantized or tensor.dtype == FP8_DTYPE):
             _require_dtype(file, shard.name, tensor, (FP8_DTYPE,))
             return TensorSource(file, tensor, self._locate_scales(shard))
         _require_dtype(file, shard.name, tensor, _UNQUANTIZED_DTYPES)
         return TensorSource(file, tensor)
+
+    def _find_matrix(self, shard: WeightShard, name: str) -> tuple[TensorFile, StoredTensor]:
+        """Find the shard's tensor, by itself as ``name`` or as a part of the tensor that stacks it with others."""
+        stacked = shard.stacked
+        if stacked is None or name in self._files or stacked.name not in self._files:
+            return self._find(name, *((shard.shape,) if shard.shape else ((), (1,))))
+        file, tensor = self._find(stacked.name, stacked.shape)
+        row_bytes = tensor.row_bytes // stacked.shape[1]
+        return file, StoredTensor(tensor.dtype, shard.shape, tensor.offset + stacked.first_row * row_bytes)
 
     def _locate_scales(self, shard: WeightShard) -> TensorSource:
         name = shard.name + _SCALE_SUFFIX
@@ -88,13 +107,7 @@ class Checkpoint:
     def _read_index(self) -> dict[str, str]:
         """Return the file name of each tensor."""
         if (self._path / INDEX_FILE).exists():
-            files = read_json(self._path / INDEX_FILE).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ModelError(f"{self._path / INDEX_FILE}: 'weight_map' must give the file of each tensor")
-            for file in files.values():
-                if Path(file).name != file:  # a path could lead out of the model directory
-                    raise ModelError(f"{self._path / INDEX_FILE}: {file!r} is not a plain file name")
-            return files
+            return read_weight_map(self._path)
         if (self._path / SINGLE_FILE).exists():
             return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise ModelError(

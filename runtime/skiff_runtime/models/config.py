@@ -1,7 +1,8 @@
-"""The configuration of a model, read from its Hugging Face directory and checked once.
+"""The configuration of a model, read from its Hugging Face directory or its GGUF file and checked once.
 
 It imports no torch, so that the front processes can read end tokens and defaults too. Every setting of a
-``config.json`` that Skiff would have to ignore is refused here by name.
+``config.json`` that is known to change the computation in a way that Skiff does not support is
+refused here by name.
 """
 
 from dataclasses import dataclass
@@ -10,15 +11,23 @@ from typing import Final
 
 from skiff_runtime.config import Quantization
 from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.json_file import JsonObject, read_json
+from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.projections import UnquantizedProjections
-from skiff_runtime.layers.rope_scaling import RopeScaling
+from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
+from skiff_runtime.layers.weight_format import WeightFormat
+from skiff_runtime.models.gguf_config import ROPE_FACTORS, read_gguf_config
+from skiff_runtime.models.limits import MAX_LAYERS, MAX_POSITIONS
+from skiff_runtime.models.moe import read_moe
 from skiff_runtime.models.quantization import (
+    check_expert_format,
+    find_unquantized_projections,
     read_activation_scale_ub,
     read_quantization,
-    read_unquantized_projections,
 )
 from skiff_runtime.models.rope import read_rope
+from skiff_runtime.models.sliding_window import SlidingWindows, WindowDefaults, read_sliding_windows
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 MAX_TOP_K: Final = (1 << 31) - 1
@@ -26,18 +35,24 @@ MAX_TOP_K: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureDefaults:
-    """Defaults for absent keys of one architecture's ``config.json``, and whether a flag enables its sliding window."""
+    """Defaults for absent keys of one architecture's ``config.json``, and its sliding windows if it can have any."""
 
     head_dim: int | None = None
-    sliding_window: int | None = None
-    window_needs_flag: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    windows: WindowDefaults | None = None
 
 
+QWEN_WINDOWS: Final = WindowDefaults(4096, needs_flag=True, by_layer=True)
 ARCHITECTURES: Final[dict[str, ArchitectureDefaults]] = {
     "LlamaForCausalLM": ArchitectureDefaults(),
-    "MistralForCausalLM": ArchitectureDefaults(sliding_window=4096),
-    "Qwen2ForCausalLM": ArchitectureDefaults(window_needs_flag=True),
-    "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, window_needs_flag=True),
+    "MistralForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096)),
+    "MixtralForCausalLM": ArchitectureDefaults(
+        rope_theta=1e6, rms_norm_eps=1e-5, windows=WindowDefaults(None)
+    ),
+    "Qwen2ForCausalLM": ArchitectureDefaults(windows=QWEN_WINDOWS),
+    "Qwen3ForCausalLM": ArchitectureDefaults(head_dim=128, windows=QWEN_WINDOWS),
+    "Qwen3MoeForCausalLM": ArchitectureDefaults(windows=WindowDefaults(4096, needs_flag=True)),
 }
 
 
@@ -55,8 +70,13 @@ class SamplingDefaults:
 class ModelConfig:
     """One decoder model. Sizes are of the whole model, not of one rank's shard.
 
-    ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless it had to be converted.
-    ``activation_scale_ub``, if there is one, is a quantized checkpoint's upper bound of an activation's magnitude.
+    ``path`` is its directory, or its GGUF file. ``tokenizer_path`` is the directory of tokenizer.json: ``path``, unless
+    it had to be converted. ``moe`` is None for a dense model; ``intermediate_size`` is that of dense MLPs.
+    ``max_position_embeddings`` is the longest context, which YaRN's factor extends.
+    ``sliding_windows`` has the window of each layer in tokens, None for full attention and for a window that no served
+    sequence exceeds. ``quantization``, ``weight_format`` and ``unquantized`` are the method of a quantized checkpoint,
+    the format of its matrices, and the projections that have none. ``activation_scale_ub``, if there is one, is its
+    upper bound of an activation's magnitude.
     """
 
     path: Path
@@ -65,6 +85,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    moe: MoeConfig | None
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -73,11 +94,13 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling
     max_position_embeddings: int
+    sliding_windows: SlidingWindows
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
     dtype: str
     quantization: Quantization
+    weight_format: WeightFormat | None
     unquantized: UnquantizedProjections
     activation_scale_ub: float | None
     bos_token_id: int | None
@@ -85,27 +108,41 @@ class ModelConfig:
     sampling: SamplingDefaults
 
 
-def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelConfig:
-    """Read and check ``config.json`` and, where present, ``generation_config.json``.
+def read_model_config(
+    path: Path, *, max_model_len: int | None = None, rope_scaling: str | None = None
+) -> ModelConfig:
+    """Read and check ``config.json`` and, where present, ``generation_config.json``; or a GGUF file's metadata.
 
-    ``max_model_len`` is the longest sequence that will be served, if the user set one: a sliding window that such a
-    sequence cannot exceed does not matter. Raises ``ModelError`` with one message that names the file and the key.
+    ``max_model_len`` is the longest sequence that will be served, if the user set one, and ``rope_scaling`` the value
+    of ``--rope-scaling``. Raises ``ModelError`` with one message that names the file or the flag, and the key.
     """
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else "does not exist"
-        raise ModelError(
-            f"model directory {path} {problem}; --model takes a directory with config.json and weights"
-        )
-    config = JsonObject(str(path / "config.json"), read_json(path / "config.json"))
+    factors: RopeScaling = None
+    if is_gguf(path) and path.is_file():
+        described = read_gguf_config(path)
+        config, factors = JsonObject(str(path), described.config), described.frequency_factors
+        generation = JsonObject(str(path), described.generation)
+    else:
+        config, generation = _read_config_files(path)
     architecture = _architecture(config)
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
-    generation = _generation_config(path)
-    theta, scaling = read_rope(config)
+    theta, scaling = read_rope(config, rope_scaling, default_theta=defaults.rope_theta)
+    if factors is not None and rope_scaling is None:
+        if scaling is not None:
+            raise ModelError(
+                f"{path}: tensor {ROPE_FACTORS!r} beside a scaling of the metadata (rope.scaling) is not supported"
+            )
+        scaling = factors
     heads, kv_heads, head_dim = _heads(config, defaults)
-    positions = config.positive("max_position_embeddings")
-    layers = config.positive("num_hidden_layers")
-    _refuse_sliding_window(config, defaults, min(positions, max_model_len or positions))
+    positions = config.positive("max_position_embeddings", limit=MAX_POSITIONS)
+    if isinstance(scaling, YarnScaling):
+        positions = scaling.max_position_embeddings
+    layers = config.positive("num_hidden_layers", limit=MAX_LAYERS)
+    moe = read_moe(config, architecture, layers)
+    quantization = read_quantization(config)
+    unquantized = find_unquantized_projections(quantization, layers, moe)
+    if moe is not None:
+        check_expert_format(quantization, unquantized, moe, layers)
     return ModelConfig(
         path=path,
         tokenizer_path=path,
@@ -113,20 +150,25 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),
         intermediate_size=config.positive("intermediate_size"),
+        moe=moe,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", defaults.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=positions,
+        sliding_windows=read_sliding_windows(
+            config, defaults.windows, layers=layers, max_sequence=min(positions, max_model_len or positions)
+        ),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
-        quantization=read_quantization(config),
-        unquantized=read_unquantized_projections(config, layers),
+        quantization=quantization.method,
+        weight_format=quantization.weight_format,
+        unquantized=unquantized,
         activation_scale_ub=read_activation_scale_ub(config),
         bos_token_id=next(
             iter(config.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
@@ -138,9 +180,20 @@ def read_model_config(path: Path, *, max_model_len: int | None = None) -> ModelC
     )
 
 
-def check_tp_size(config: ModelConfig, tp_size: int) -> None:
+def check_tp_size(config: ModelConfig, tp_size: int, *, expert_parallel: bool = False) -> None:
     """Raise ``ConfigError`` if the model cannot be sharded over ``tp_size`` ranks."""
-    for count, noun in ((config.num_heads, "attention heads"), (config.intermediate_size, "MLP columns")):
+    counts = [(config.num_heads, "attention heads")]
+    if config.moe is None and expert_parallel:
+        raise ConfigError(f"--expert-parallel is for mixtures of experts, and {config.architecture} is dense")
+    if config.moe is None or config.moe.dense_layers:
+        counts.append((config.intermediate_size, "MLP columns"))
+    if config.moe is not None and expert_parallel:
+        counts.append((config.moe.num_experts, "experts, as --expert-parallel needs"))
+    elif config.moe is not None:
+        counts.append(
+            (config.moe.intermediate_size, "columns of an expert; --expert-parallel keeps experts whole")
+        )
+    for count, noun in counts:
         if count % tp_size:
             raise ConfigError(f"--tp {tp_size} does not divide the model's {count} {noun}")
     kv_heads = config.num_kv_heads
@@ -183,31 +236,6 @@ def _heads(config: JsonObject, defaults: ArchitectureDefaults) -> tuple[int, int
     return heads, kv_heads, head_dim
 
 
-def _refuse_sliding_window(config: JsonObject, defaults: ArchitectureDefaults, max_sequence: int) -> None:
-    """Refuse a sliding window that is shorter than the longest served sequence, if any layer uses it."""
-    window = config.get("sliding_window") if config.has("sliding_window") else defaults.sliding_window
-    enabled = defaults.sliding_window is not None
-    if defaults.window_needs_flag:
-        enabled = config.flag("use_sliding_window")
-    if window is None or not enabled or not _has_sliding_layer(config):
-        return
-    window = config.positive("sliding_window", defaults.sliding_window)
-    if window < max_sequence:
-        raise ModelError(
-            f"{config.source}: sliding-window attention ('sliding_window': {window}) is not supported; "
-            f"--max-model-len {window} or less serves the model without it"
-        )
-
-
-def _has_sliding_layer(config: JsonObject) -> bool:
-    """Return whether any layer uses the sliding window."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return "sliding_attention" in kinds
-    first = config.get("max_window_layers")
-    return not isinstance(first, int) or first < config.positive("num_hidden_layers")
-
-
 def _dtype(config: JsonObject) -> str:
     name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:
@@ -217,9 +245,18 @@ def _dtype(config: JsonObject) -> str:
     return name
 
 
-def _generation_config(path: Path) -> JsonObject:
-    file = path / "generation_config.json"
-    return JsonObject(str(file), read_json(file) if file.exists() else {})
+def _read_config_files(path: Path) -> tuple[JsonObject, JsonObject]:
+    """Return config.json and generation_config.json (empty if there is none) of a directory."""
+    if not path.is_dir():
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise ModelError(
+            f"model directory {path} {problem}; --model takes a directory with config.json and weights, or a GGUF file"
+        )
+    config, generation = path / "config.json", path / "generation_config.json"
+    return (
+        JsonObject(str(config), read_json(config)),
+        JsonObject(str(generation), read_json(generation) if generation.exists() else {}),
+    )
 
 
 def _sampling_defaults(generation: JsonObject) -> SamplingDefaults:

@@ -8,8 +8,10 @@ import torch
 from skiff_runtime.attention.base import AttentionBackend
 from skiff_runtime.layers.attention import Attention, AttentionHeads
 from skiff_runtime.layers.embedding import OutputHead, VocabParallelEmbedding
-from skiff_runtime.layers.mlp import GatedMLP
+from skiff_runtime.layers.mlp import MLP, GatedMLP
+from skiff_runtime.layers.moe import SparseMoeBlock
 from skiff_runtime.layers.norm import QuantizingRMSNorm, RMSNorm
+from skiff_runtime.layers.partial_sum import LayerOutput, reduce_output
 from skiff_runtime.layers.rotary import RopeInputs, RotaryEmbedding
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
 from skiff_runtime.models.config import ModelConfig
@@ -18,29 +20,30 @@ from skiff_runtime.models.config import ModelConfig
 class DecoderLayer:
     """Attention and MLP, each after a norm and around a residual stream."""
 
-    def __init__(self, layer: int, config: ModelConfig, attention: Attention, context: LayerContext) -> None:
+    def __init__(
+        self, layer: int, config: ModelConfig, attention: Attention, mlp: MLP, context: LayerContext
+    ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         self._attention = attention
-        self._mlp = GatedMLP(layer, size, config.intermediate_size, bias=config.mlp_bias, context=context)
+        self._mlp = mlp
         self._input_norm = QuantizingRMSNorm(size, eps, context.for_projection(layer, "qkv_proj"))
-        self._post_attention_norm = QuantizingRMSNorm(
-            size, eps, context.for_projection(layer, "gate_up_proj")
-        )
+        self._post_attention_norm = QuantizingRMSNorm(size, eps, mlp.input_context)
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: LayerOutput,
         residual: torch.Tensor | None,
         rope: RopeInputs,
         backend: AttentionBackend,
         logits_indices: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[LayerOutput, torch.Tensor]:
         """Return (output, residual) [T, hidden]; their sum, computed by the next norm, is the layer's result.
 
         With ``logits_indices`` int[S] both are [S, hidden]: of the other tokens, only K and V are needed.
         """
         if residual is None:
-            normed, residual = self._input_norm(x), x
+            residual = reduce_output(x)
+            normed = self._input_norm(residual)
         else:
             normed, residual = self._input_norm.add_and_normalize(x, residual)
         x = self._attention(normed, rope, backend, logits_indices)
@@ -48,13 +51,12 @@ class DecoderLayer:
             residual = residual.index_select(0, logits_indices)
         if len(x) == 0:  # not every device computes matrix products and collectives of zero rows
             return x, residual
-        normed, residual = self._post_attention_norm.add_and_normalize(x, residual)
-        return self._mlp(normed), residual
+        return self._mlp.apply_after_norm(self._post_attention_norm, x, residual)
 
     def weight_shards(self, prefix: str) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this layer."""
         yield from self._attention.weight_shards(f"{prefix}self_attn.")
-        yield from self._mlp.weight_shards(f"{prefix}mlp.")
+        yield from self._mlp.weight_shards(f"{prefix}{self._mlp.name}.")
         yield from self._input_norm.weight_shards(f"{prefix}input_layernorm")
         yield from self._post_attention_norm.weight_shards(f"{prefix}post_attention_layernorm")
 
@@ -68,13 +70,15 @@ class DecoderModel(ABC):
         self.heads = AttentionHeads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self._layers = [
-            DecoderLayer(layer, config, self.attention(layer), context) for layer in range(config.num_layers)
+            DecoderLayer(layer, config, self.attention(layer), self.mlp(layer), context)
+            for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self._head_weight = self._embedding
         if not config.tie_word_embeddings:
             self._head_weight = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        self._head = OutputHead(self._head_weight, config.vocab_size, context)
+        self._head = OutputHead(self._head_weight)
+        self.vocab_shard = self._head.shard
         self._rotary = RotaryEmbedding(
             config.head_dim, config.rope_theta, config.rope_scaling, length=max_positions, context=context
         )
@@ -82,6 +86,15 @@ class DecoderModel(ABC):
     @abstractmethod
     def attention(self, layer: int) -> Attention:
         """Build the family's attention block."""
+
+    def mlp(self, layer: int) -> MLP:
+        """Build the layer's MLP: a sparse block where the model is a mixture of experts, else a dense one."""
+        config, context = self.config, self.context
+        if config.moe is not None and layer not in config.moe.dense_layers:
+            return SparseMoeBlock(layer, config.hidden_size, config.moe, context)
+        return GatedMLP(
+            layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, context=context
+        )
 
     def forward(
         self,
@@ -97,11 +110,13 @@ class DecoderModel(ABC):
         [S, hidden]. The layers before it need every token, because the last one attends to their results.
         """
         rope = self._rotary.for_step(positions, slot_mapping)
-        x, residual = self._embedding(token_ids), None
+        x: LayerOutput = self._embedding(token_ids)
+        residual: torch.Tensor | None = None
         *before, last = self._layers
         for layer in before:
             x, residual = layer(x, residual, rope, backend)
-        return last(x, residual, rope, backend, logits_indices)
+        x, residual = last(x, residual, rope, backend, logits_indices)
+        return reduce_output(x), residual
 
     def empty_logits(self, rows: int) -> torch.Tensor:
         """Allocate a buffer for the ``logits`` of ``rows`` tokens."""
@@ -110,7 +125,7 @@ class DecoderModel(ABC):
     def logits(
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute logits [S, vocab_size] from the results of ``forward``, in the model's dtype; in ``out`` if given."""
+        """Compute logits [S, vocab_shard.size] from the results of ``forward``, in the model's dtype; in ``out`` if given."""
         return self._head(self._norm.add_and_normalize(x, residual)[0], out)
 
     def weight_shards(self) -> Iterator[WeightShard]:

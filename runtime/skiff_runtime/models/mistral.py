@@ -1,4 +1,4 @@
-"""Mistral without a sliding window: Llama without biases."""
+"""Mistral: Llama without biases, with a sliding window in all layers of its first version."""
 
 from skiff_runtime.layers.attention import Attention
 from skiff_runtime.models.decoder import DecoderModel

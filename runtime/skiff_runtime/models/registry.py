@@ -7,11 +7,21 @@ from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.llama import LlamaForCausalLM
 from skiff_runtime.models.mistral import MistralForCausalLM
+from skiff_runtime.models.mixtral import MixtralForCausalLM
 from skiff_runtime.models.qwen2 import Qwen2ForCausalLM
 from skiff_runtime.models.qwen3 import Qwen3ForCausalLM
+from skiff_runtime.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS: Final[dict[str, type[DecoderModel]]] = {
-    each.__name__: each for each in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+    each.__name__: each
+    for each in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        MixtralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+    )
 }
 
 

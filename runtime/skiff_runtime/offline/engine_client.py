@@ -28,8 +28,8 @@ from skiff_runtime.messages import (
 )
 from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
+from skiff_runtime.processes.heartbeat_monitor import HeartbeatMonitor
 from skiff_runtime.processes.launch import Launch, Role
 
 POLL_SECONDS: Final = 1.0
@@ -40,8 +40,9 @@ MAX_REPORTS: Final = 1024
 class EngineClient:
     """Spawns the ranks, and takes the places of their tokenizer, detokenizer and supervisor.
 
-    No wait is unbounded: a rank that ends, or sends no heartbeat for ``heartbeat_timeout_seconds`` during a wait, is
-    an error. ``close``, or the end of this process, ends all child processes and removes their files.
+    No wait is unbounded: a rank that ends, or sends no heartbeat for ``rank_heartbeat_timeout_seconds`` during a wait,
+    is an error, which ends the other ranks, too. ``close``, or the end of this process, ends all child processes and
+    removes their files.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class EngineClient:
         self._resources.add(self._children, self._compile_queue, [self._rank0, self._reports, self._batches])
         self._ready = 0
         self._ended: list[ChildExit] = []
-        self._last_heard: dict[str, float] = {}
+        self._heartbeats = HeartbeatMonitor(config)
         self._reasons: dict[str, str] = {}
         for rank in range(config.tp_size):
             self._children.spawn(Role.RANK, rank)
@@ -95,7 +96,6 @@ class EngineClient:
         Raises:
             Unavailable: a rank has ended, or has sent no heartbeat for too long.
         """
-        started = time.monotonic()
         while True:
             self._poller.poll(int(POLL_SECONDS * 1000))
             batches = self._batches.drain(1)  # one step at a time, so that each is reported by itself
@@ -104,7 +104,7 @@ class EngineClient:
                     self.on_step(batches[0].stats)
                 return batches[0]
             self._check_ranks()
-            self._check_heartbeats(started)
+            self._check_heartbeats()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar for the model.
@@ -116,8 +116,9 @@ class EngineClient:
 
     def _check_ranks(self) -> None:
         """Process the reports of the ranks, and raise an error if a rank has ended."""
+        self._heartbeats.begin_turn()
         for message in self._reports.drain(MAX_REPORTS):
-            self._last_heard[message.process] = time.monotonic()
+            self._heartbeats.record(message)
             if isinstance(message, Ready):
                 self._ready += 1
             elif isinstance(message, ProcessFailed):
@@ -126,6 +127,7 @@ class EngineClient:
                 self._on_phase(message.process, message.phase)
         self._ended += self._children.reap()
         if self._ended:
+            self._kill_ranks()  # the others wait for it in a collective, where SIGTERM does not end them
             text = "; ".join(self._describe(each) for each in self._ended)
             if self._ready < self.launch.config.tp_size:
                 raise StartupError(f"{text}; see its log above")
@@ -135,19 +137,17 @@ class EngineClient:
         reason = self._reasons.get(ended.name)
         return str(ended) if reason is None else f"{ended} ({reason})"
 
-    def _check_heartbeats(self, started: float) -> None:
-        """End all ranks, and raise Unavailable, if one has been silent for too long since ``started``."""
-        limit = self.launch.config.heartbeat_timeout_seconds
-        for rank in range(self.launch.config.tp_size):
-            name = process_name(Role.RANK, rank)
-            if time.monotonic() - max(started, self._last_heard.get(name, 0.0)) > limit:
-                for each in self._children.running:
-                    self._children.kill(each)
-                self._ended += self._children.wait(CLOSE_SECONDS)
-                raise Unavailable(
-                    f"{name} has been silent for {limit:g} s (--heartbeat-timeout-seconds); "
-                    "this LLM is no longer usable"
-                )
+    def _check_heartbeats(self) -> None:
+        """End all ranks, and raise Unavailable, if one has been silent for too long."""
+        silence = self._heartbeats.describe_silence(self._children.running)
+        if silence is not None:
+            self._kill_ranks()
+            self._ended += self._children.wait(CLOSE_SECONDS)
+            raise Unavailable(f"{silence}; this LLM is no longer usable")
+
+    def _kill_ranks(self) -> None:
+        for each in self._children.running:
+            self._children.kill(each)
 
 
 _Socket = Sender | Receiver[ToSupervisor] | Receiver[TokenBatch]

@@ -29,11 +29,13 @@ from skiff_runtime.kernels.triton.prepare_inputs import gather_pages, write_cell
 from skiff_runtime.kernels.triton.runtime.cache_keys import compute_cache_keys
 from skiff_runtime.kernels.triton.runtime.compilation_log import log_compilations
 from skiff_runtime.kvcache.kv_pool import KVPool
+from skiff_runtime.layers.norm import QuantizingRMSNorm
+from skiff_runtime.layers.partial_sum import PartialSum
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.models.registry import make_model
 from skiff_runtime.prebuild.offline_driver import LaunchSignature, use_offline_driver
 
-MIXED_BATCHES: Final = ((0, 16), (0, 17), (2, 33), (16, 64))
+MIXED_BATCHES: Final = ((0, 16), (0, 17), (2, 33), (16, 64), (0, 67))
 """(Decode rows, tokens of one prefill row) of the mixed batches to run, besides those with ``VARIANT_TOKENS``."""
 VARIANT_TOKENS: Final = 16
 """Prefill tokens beside each number of decode rows for which attention has kernels of its own."""
@@ -50,13 +52,22 @@ def compile_ahead_of_time(config: Config, model: ModelConfig, architecture: int)
     with use_offline_driver(architecture) as driver, FakeTensorMode(), torch.inference_mode():
         rank = _FakeRank(config, model)
         for key in rank.decode_graphs.graph_keys:
-            rank.decode_graphs._compute(*key)
-        for decode_rows, tokens in MIXED_BATCHES:
+            for part in rank.decode_graphs.parts(*key):
+                rank.decode_graphs.compute(part)
+        for decode_rows, tokens in (*MIXED_BATCHES, *_list_expert_batches(config, model)):
             rank.run_mixed(min(decode_rows, config.running_limit), tokens)
+        rank.sum_messages()
         for shared in (False, True):
             for decode_rows in rank.find_row_counts(shared=shared):
                 rank.run_mixed(decode_rows, VARIANT_TOKENS, shared=shared)
         return driver.launched
+
+
+def _list_expert_batches(config: Config, model: ModelConfig) -> list[tuple[int, int]]:
+    """Return mixed batches like ``MIXED_BATCHES`` of all powers of two, because the kernels of experts differ by the number of tokens."""
+    if model.moe is None:
+        return []
+    return [(0, 1 << exponent) for exponent in range(config.max_num_batched_tokens.bit_length())]
 
 
 class _FakeRank:
@@ -65,7 +76,13 @@ class _FakeRank:
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self._device = torch.device("cuda", 0)
         max_model_len, tp_size = effective_max_model_len(config, model), config.tp_size
-        context = make_layer_context(config, model, DetachedRank(0, tp_size, self._device))
+        self._group = DetachedRank(0, tp_size, self._device)
+        context = make_layer_context(config, model, self._group)
+        self._dtype = context.dtype
+        self._norms = [
+            QuantizingRMSNorm(model.hidden_size, model.rms_norm_eps, each)
+            for each in (context, context.without_quantization())
+        ]
         built = make_model(model, context, max_positions=max_model_len)
         layout = make_kv_layout(config, built, context.dtype, tp_size=tp_size)
         pool = KVPool(layout, 1, self._device)
@@ -76,15 +93,13 @@ class _FakeRank:
             self._device,
             config.running_limit,
             layout.kv_heads,
-            max_model_len,
-            context.dtype,
-            layout.dtype,
-            model.head_dim,
         )
+        self._attention_types = context.dtype, layout.dtype, model.head_dim
+        self._max_model_len, self._windows = max_model_len, layout.distinct_windows
         cpu = torch.device("cpu")  # no staging buffers: pinned memory needs a driver
         self._tables = SlotTables(config.max_running_requests, max_model_len, config.page_size, cpu)
         self._tables.enable_shared_prefix(0 if config.disable_cascade_attn else backend.shared_prefix_rows)
-        self._sampler = Sampler(self._tables.padding_slot + 1, cpu)
+        self._sampler = Sampler(self._tables.padding_slot + 1, cpu, built.vocab_shard)
         self.decode_graphs = DecodeGraphRunner(
             self._pass, self._tables, self._sampler, rows=config.running_limit
         )
@@ -93,7 +108,13 @@ class _FakeRank:
         """Return numbers of decode rows that together launch every variant of the attention kernels."""
         if shared and self._tables.shared_prefix is None:
             return []
-        return find_row_counts_by_variant(*self._attention_shape, shared=shared)
+        counts: list[int] = []
+        for window in [None] if shared else self._windows:
+            longest = min(self._max_model_len, window or self._max_model_len)
+            counts += find_row_counts_by_variant(
+                *self._attention_shape, longest, *self._attention_types, shared=shared
+            )
+        return sorted(frozenset(counts))
 
     def run_mixed(self, decode_rows: int, tokens: int, *, shared: bool = False) -> None:
         """Run a mixed batch of decode rows and one prefill row of ``tokens`` tokens."""
@@ -123,6 +144,14 @@ class _FakeRank:
         self.sample(logits, sampled)
         gather_pages(tables.page_table, rows[0, decode_rows:], rows[0], total=1)
 
+    def sum_messages(self) -> None:
+        """Sum messages of every size for which there is a kernel, alone and fused with the norm."""
+        for message in self._group.sample_messages(self._dtype):
+            self._group.all_reduce(message)
+        for norm in self._norms:
+            for rows in self._group.sample_rows(len(norm.weight), self._dtype):
+                norm.add_and_normalize(PartialSum(rows, self._group), rows)
+
     def _shared_prefixes(self, rows: int) -> SharedPrefixes:
         """Allocate shared prefixes of ``rows`` rows."""
         return unpack_shared_prefixes(
@@ -132,8 +161,11 @@ class _FakeRank:
     def sample(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Launch every kernel of the sampling pipeline for rows ``sampled`` int32[3, R] (index, slot, position)."""
         _, slots, positions = sampled
-        own = logits.float()
-        for each in (logits, own):  # plain rows are sampled from the model's dtype, special ones from float32
+        self._sampler.draw(logits, slots, positions)
+        whole = self._sampler.gather(logits)
+        own = whole.float()
+        # Filtered rows are sampled from the model's dtype, special ones from float32.
+        for each in (whole, own):
             sample_tokens(each, slots, positions, *self._sampler.parameters)
         indices = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         penalties = torch.empty((len(slots), 3), device=self._device)

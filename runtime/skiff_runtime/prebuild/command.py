@@ -21,6 +21,7 @@ from skiff_runtime.config.arguments import add_config_arguments, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels import kernel_cache
+from skiff_runtime.layers.weight_format import choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.resolve import resolve
 
@@ -30,7 +31,9 @@ _USED_FIELDS: Final = (
     "dtype",
     "quantization",
     "max_model_len",
+    "rope_scaling",
     "tp_size",
+    "expert_parallel",
     "attention_backend",
     "kernel_cache_dir",
     "max_running_requests",
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     _compile_triton(resolved, model, arguments.arch)
     if _needs_flashinfer(resolved):
-        _compile_flashinfer(resolved, model.head_dim, arguments.arch)
+        _compile_flashinfer(resolved, model, arguments.arch)
     log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
     return EXIT_OK
 
@@ -85,7 +88,8 @@ def _compile_triton(config: Config, model: ModelConfig, architecture: str) -> No
     from skiff_runtime.prebuild.launcher_cache import build_launchers, stub_libcuda
 
     major, minor = map(int, re.findall(r"\d+", architecture))
-    check_fp8_support(config, (major, minor))
+    weight_format = choose_weight_format(config.quantization, model.weight_format)
+    check_fp8_support(config, weight_format, (major, minor))
     with stub_libcuda():
         build_launchers(compile_ahead_of_time(config, model, major * 10 + minor))
 
@@ -97,18 +101,20 @@ def _needs_flashinfer(config: Config) -> bool:
     return is_16_bit and find_spec(_FLASHINFER) is not None and shutil.which("nvcc") is not None
 
 
-def _compile_flashinfer(config: Config, head_dim: int, architecture: str) -> None:
+def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str) -> None:
+    """Compile each of FlashInfer's prefill kernels that the model needs: with a sliding window, without, or both."""
     os.environ[_ARCHITECTURES_VARIABLE] = architecture
     import torch
 
     from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
 
-    dtype = getattr(torch, config.dtype)
+    dtype, head_dim = getattr(torch, config.dtype), model.head_dim
+    parameters = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
+    has_window = dict.fromkeys(window is not None for window in model.sliding_windows)
     modules = [
-        gen_batch_prefill_module(
-            backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
-        )
+        gen_batch_prefill_module(backend, *parameters, 0, each, False, False)
         for backend in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
+        for each in has_window
     ]
     with ThreadPoolExecutor(len(modules)) as pool:  # each module is built by a ninja of its own
         for built in [pool.submit(module.build, verbose=False) for module in modules]:

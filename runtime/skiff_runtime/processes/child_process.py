@@ -18,18 +18,20 @@ from typing import Final
 
 from skiff_runtime import log
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK, PHASES
-from skiff_runtime.errors import SkiffError
+from skiff_runtime.errors import SkiffError, StartupError
 from skiff_runtime.messages import Heartbeat, PhaseReport, ProcessFailed, Ready, Serving
 from skiff_runtime.messages.transport import Endpoints, Sender, TransportError, close_sockets
 from skiff_runtime.processes.launch import Launch, Role
 
 HEARTBEAT_INTERVAL_SECONDS: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
+_TORCH_OUT_OF_MEMORY: Final = "OutOfMemoryError"
+"""Known by name, because most processes do not import torch."""
 _MAINS: Final[dict[Role, tuple[str, str]]] = {
     Role.API: ("skiff_runtime.api.server", "run"),
     Role.TOKENIZER: ("skiff_runtime.tokenizer.tokenizer_worker", "run"),
     Role.DETOKENIZER: ("skiff_runtime.tokenizer.detokenizer", "run"),
-    Role.RANK: ("skiff_runtime.worker.rank", "run"),
+    Role.RANK: ("skiff_runtime.worker.rank_start", "run"),
 }
 
 
@@ -53,6 +55,11 @@ class Child:
         if now - self._last_beat >= HEARTBEAT_INTERVAL_SECONDS:
             self._last_beat = now
             self._supervisor.try_send(Heartbeat(process=self.name))
+
+    def announce_pause(self, seconds: float) -> None:
+        """Report that the main loop will not beat for up to ``seconds``. The next heartbeat ends the pause."""
+        self._last_beat = time.monotonic() - HEARTBEAT_INTERVAL_SECONDS
+        self._supervisor.send(Heartbeat(process=self.name, pause_seconds=seconds))
 
     def report_phase(self, name: str, progress: float = 0.0) -> None:
         """Report that a start phase begins, or its progress (0 to 1)."""
@@ -122,6 +129,8 @@ def main(arguments: list[str]) -> int:
         os._exit(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the supervisor sees the exit code
         log.error("process_failed", exc_info=True, error=type(error).__name__, message=str(error))
+        if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_OUT_OF_MEMORY:
+            child.report_failure(StartupError(f"out of memory: {str(error).partition('. ')[0]}"))
         os._exit(EXIT_FAILURE)  # not sys.exit: a thread of this process may hang
     return EXIT_OK
 

@@ -41,9 +41,12 @@ class Launch:
     def read(run_dir: Path) -> "Launch":
         """Read the launch file in ``run_dir``."""
         content = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_LaunchFile)
-        model = read_model_config(Path(content.model_path), max_model_len=content.config.max_model_len)
+        config = content.config
+        model = read_model_config(
+            Path(content.model_path), max_model_len=config.max_model_len, rope_scaling=config.rope_scaling
+        )
         model = replace(model, tokenizer_path=Path(content.tokenizer_path))
-        return Launch(config=content.config, model=model, run_dir=run_dir)
+        return Launch(config=config, model=model, run_dir=run_dir)
 
 
 class _LaunchFile(msgspec.Struct):

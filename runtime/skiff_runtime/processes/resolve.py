@@ -1,5 +1,6 @@
 """Resolution of the configuration: find the model and derive every option left open, before any weight is read."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.gguf.header import SUFFIX, is_gguf
+from skiff_runtime.gguf.selection import find_gguf
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
+from skiff_runtime.layers.weight_format import Fp8Format
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 
 DEMO_NAME: Final = "skiff-demo"
@@ -19,6 +23,15 @@ _DEMO: Final = "demo://"
 _FILE: Final = "file://"
 _HUB: Final = "hf://"
 _SCHEME: Final = "://"
+WATCHDOG_SECONDS: Final = {"cpu": 600.0, "cuda": 120.0}
+"""Default of ``--watchdog-timeout`` by device: several times the longest step that is no hang.
+
+A CPU may need minutes for a large model's chunk of 2,048 tokens. A GPU needs some ten seconds for 16,384 tokens of a 70B
+model, and as long for the compilation of a kernel that was not prebuilt.
+"""
+RANK_HEARTBEAT_SECONDS: Final = {"cpu": 60.0, "cuda": 10.0}
+"""Default of ``--rank-heartbeat-timeout-seconds`` by device: on a CPU a rank's main loop shares the cores with its engine
+and with the other ranks."""
 
 
 def resolve(config: Config) -> tuple[Config, ModelConfig]:
@@ -31,23 +44,31 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
     keys = config.api_key + read_api_keys(config.api_key_file, "--api-key-file")
     admin_keys = config.admin_api_key + read_api_keys(config.admin_api_key_file, "--admin-api-key-file")
-    model = read_model_config(locate(config), max_model_len=config.max_model_len)
+    model = read_model_config(
+        locate(config), max_model_len=config.max_model_len, rope_scaling=config.rope_scaling
+    )
     model = replace(
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
+    if config.load_format == "safetensors" and is_gguf(model.path):
+        raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
-    check_tp_size(model, config.tp_size)
+    check_tp_size(model, config.tp_size, expert_parallel=config.expert_parallel)
+    _check_all_reduce(config, device)
     resolved = replace(
         config,
         api_key=keys,
         admin_api_key=admin_keys,
         device=device,
         dtype=_choose_dtype(config, model, device),
-        quantization=_choose_quantization(config, model),
+        quantization=choose_quantization(config, model),
         max_model_len=_choose_max_model_len(config, model),
         served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
+        rank_heartbeat_timeout_seconds=config.rank_heartbeat_timeout_seconds
+        or RANK_HEARTBEAT_SECONDS[device],
+        watchdog_timeout=config.watchdog_timeout or WATCHDOG_SECONDS[device],
     )
     return resolved, model
 
@@ -60,7 +81,7 @@ def available_cores() -> int:
 
 
 def locate(config: Config) -> Path:
-    """Return the model's directory. An ``hf://`` model is downloaded if needed."""
+    """Return the model's directory or GGUF file. An ``hf://`` model is downloaded if needed."""
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
@@ -72,29 +93,59 @@ def locate(config: Config) -> Path:
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):
-        return Path(uri.removeprefix(_FILE))
+        return find_gguf(Path(uri.removeprefix(_FILE)))
     if _SCHEME in uri:
         raise ConfigError(
             f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
         )
-    return Path(uri)
+    return find_gguf(Path(uri))
 
 
 def _default_name(uri: str) -> str:
     if uri == _DEMO:
         return DEMO_NAME
     path = uri.partition(_SCHEME)[2] or uri
-    return path.rstrip("/").rpartition("/")[2] or "model"
+    return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX) or "model"
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Return the number of GPUs that CUDA shows to this process: the device files, as ``CUDA_VISIBLE_DEVICES`` limits them.
+
+    An entry that occurs twice ends the list, as one that names no GPU: CUDA shows each GPU at most once.
+    """
+    files = len(list(devices.glob("nvidia[0-9]*")))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None or not files:
+        return files
+    entries = [entry.strip() for entry in listed.split(",")]
+    fresh = (_names_gpu(entry, files) and entry not in entries[:at] for at, entry in enumerate(entries))
+    return len(list(itertools.takewhile(bool, fresh)))
+
+
+def _names_gpu(entry: str, files: int) -> bool:
+    """Return whether an entry of ``CUDA_VISIBLE_DEVICES`` names a GPU, by index or UUID; CUDA stops at one that does not."""
+    return int(entry) < files if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
 
 
 def _choose_device(config: Config) -> Device:
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = count_gpus()
     device: Device = config.device if config.device != AUTO else "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < config.tp_size:
         raise ConfigError(
             f"--device cuda with --tp {config.tp_size} needs {config.tp_size} GPUs; this machine shows {gpus}"
         )
     return device
+
+
+def _check_all_reduce(config: Config, device: Device) -> None:
+    if config.all_reduce == AUTO:
+        return
+    if device != "cuda":
+        raise ConfigError(f"--all-reduce {config.all_reduce} is for GPUs; the model runs on the CPU")
+    if config.tp_size == 1:
+        raise ConfigError(
+            f"--all-reduce {config.all_reduce} needs several ranks; add --tp, or omit the option"
+        )
 
 
 def _choose_dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
@@ -104,12 +155,23 @@ def _choose_dtype(config: Config, model: ModelConfig, device: Device) -> Dtype:
     return "float32" if device == "cpu" and own == "float16" else own
 
 
-def _choose_quantization(config: Config, model: ModelConfig) -> Quantization:
-    if config.quantization == "none" and model.quantization != "none":
+def choose_quantization(config: Config, model: ModelConfig) -> Quantization:
+    """Return the method by which the weights are quantized: the checkpoint's, or FP8 at load.
+
+    ``fp8`` also names any method whose weights are FP8. Raises ``ConfigError`` for another than the checkpoint's.
+    """
+    own, wanted = model.quantization, config.quantization
+    if wanted in (AUTO, own) or (wanted == "fp8" and isinstance(model.weight_format, Fp8Format)):
+        return own
+    if own != "none":
         raise ConfigError(
-            f"--quantization none: the weights in {model.path} are quantized to {model.quantization}; omit the option"
+            f"--quantization {wanted}: the weights in {model.path} are quantized by the method {own}; omit the option"
         )
-    return model.quantization if config.quantization == AUTO else config.quantization
+    if wanted != "fp8":
+        raise ConfigError(
+            f"--quantization {wanted}: the weights in {model.path} are not quantized; only fp8 quantizes at load"
+        )
+    return wanted
 
 
 def _choose_max_model_len(config: Config, model: ModelConfig) -> int:
@@ -118,7 +180,8 @@ def _choose_max_model_len(config: Config, model: ModelConfig) -> int:
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} exceeds the {longest} positions of this model"
+            f"--max-model-len {config.max_model_len} exceeds the {longest} positions of this model; --rope-scaling "
+            "extends them"
         )
     return config.max_model_len
 

@@ -20,7 +20,6 @@ from skiff_runtime.config import Config
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_STARTUP_FAILED, PHASES
 from skiff_runtime.messages import (
     Drain,
-    Heartbeat,
     PhaseReport,
     ProcessFailed,
     ProcessHealth,
@@ -34,9 +33,9 @@ from skiff_runtime.messages.transport import Endpoints, Receiver, Sender
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
+from skiff_runtime.processes.heartbeat_monitor import ChildReport, HeartbeatMonitor
 from skiff_runtime.processes.launch import Launch, Role
 
-ChildReport = Heartbeat | PhaseReport | Ready | Serving | ProcessFailed
 TURN_SECONDS: Final = 1.0
 FAILURE_GRACE_SECONDS: Final = 2.0
 """Time that the api process has to send every client the failure of the service."""
@@ -67,7 +66,7 @@ class Supervisor:
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._children = Children(launch, self._poller)
         self._started = time.monotonic()
-        self._last_beat: dict[str, float] = {}
+        self._heartbeats = HeartbeatMonitor(launch.config)
         self._failures: dict[str, str] = {}
         """Reasons that processes reported for their exit."""
         self._health_sent_at = 0.0
@@ -119,6 +118,7 @@ class Supervisor:
         """Run one turn of the main loop; return an exit code once the service has ended."""
         self._poller.poll(int(TURN_SECONDS * 1000))
         self._drain_wakeup(wakeup)
+        self._heartbeats.begin_turn()
         for message in self._inbox.drain(1024):
             self._handle(message)
         self._send_health()
@@ -134,7 +134,7 @@ class Supervisor:
             wakeup.recv(4096)
 
     def _handle(self, message: ChildReport) -> None:
-        self._last_beat[message.process] = time.monotonic()
+        self._heartbeats.record(message)
         if isinstance(message, PhaseReport):
             self._api.send(message)
             self._log_phase(message.process, message.phase)
@@ -164,12 +164,12 @@ class Supervisor:
         if now - self._health_sent_at < TURN_SECONDS:
             return
         self._health_sent_at = now
-        running = set(self._children.running)
+        running, ages = set(self._children.running), self._heartbeats.ages()
         self._api.send(
             ProcessHealth(
-                processes=list(self._last_beat),
-                ages=[now - beat for beat in self._last_beat.values()],
-                running=[name in running for name in self._last_beat],
+                processes=list(ages),
+                ages=list(ages.values()),
+                running=[name in running for name in ages],
             )
         )
 
@@ -193,12 +193,10 @@ class Supervisor:
         exits = self._children.reap()
         if exits:
             return self._fail_after(exits)
-        now = time.monotonic()
-        limit = self._config.heartbeat_timeout_seconds
-        for name in self._ready:
-            if now - self._last_beat[name] > limit:
-                return self._fail(f"{name} has been silent for {limit:g} s (--heartbeat-timeout-seconds)")
-        if not self._serving and now - self._started > self._config.startup_timeout_seconds:
+        silence = self._heartbeats.describe_silence(self._ready)
+        if silence is not None:
+            return self._fail(silence)
+        if not self._serving and self._elapsed() > self._config.startup_timeout_seconds:
             late = [name for name in self._children.running if name not in self._ready]
             return self._fail(
                 f"not ready within {self._config.startup_timeout_seconds:g} s: {', '.join(late)}"
@@ -245,6 +243,11 @@ class Supervisor:
             return EXIT_OK
         if exits:
             return self._fail_after(exits)
+        # A drain has a limit of its own; only a silent rank, for which all requests wait, need not be waited for.
+        ranks = [name for name in self._children.running if name.startswith(Role.RANK)]
+        silence = self._heartbeats.describe_silence(ranks)
+        if silence is not None:
+            return self._fail(silence)
         if self._signals > 1 or time.monotonic() > self._drain_deadline:
             return self._fail(
                 "a second signal cut the drain short" if self._signals > 1 else "the drain took too long"

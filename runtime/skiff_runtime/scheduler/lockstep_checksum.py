@@ -1,9 +1,12 @@
 """The lockstep checksum, by which ranks notice that they planned different steps."""
 
+from typing import Final
 from zlib import crc32
 
 from skiff_runtime.kvcache.prefix_cache import Int32
 from skiff_runtime.step import StepPlan
+
+_CAPTURE: Final = b"capture"
 
 
 class LockstepChecksum:
@@ -19,6 +22,8 @@ class LockstepChecksum:
         self._add(step.page_ids)
         for opened in step.opened:
             self._add(opened.tokens)
+        if step.captures_graph:
+            self.value = crc32(_CAPTURE, self.value)
 
     def add_tokens(self, tokens: Int32) -> None:
         """Add the sampled tokens of a retired step."""

@@ -6,7 +6,7 @@ step late; the extra token is dropped.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -17,6 +17,7 @@ from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.kvcache.radix import RadixCache
 from skiff_runtime.messages import AbortRequest, FlushCache, Flushed, GenerateRequest
 from skiff_runtime.scheduler.active_requests import ActiveRequests
+from skiff_runtime.scheduler.capture_schedule import CaptureSchedule
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.kv_cache_manager import KVCacheManager
 from skiff_runtime.scheduler.lockstep_checksum import LockstepChecksum
@@ -51,8 +52,12 @@ class Scheduler:
         num_pages: int,
         engine: StepEngine,
         channel: Channel,
+        num_deferred_graphs: int = 0,
     ) -> None:
-        """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool."""
+        """Make the scheduler of a resolved ``config`` over the ``num_pages`` of the engine's KV pool.
+
+        ``num_deferred_graphs`` is the number of CUDA graphs that the engine captures as the plans say.
+        """
         assert config.max_model_len is not None
         self._engine = engine
         self._channel = channel
@@ -79,7 +84,10 @@ class Scheduler:
         policy = make_schedule_policy(config.schedule_policy, queue, cache, max_running=config.running_limit)
         self._planner = StepPlanner(config, slots=slots, queue=queue, policy=policy, kv_cache=kv_cache)
         self._results = ResultProcessor(eos_token_ids=eos_token_ids, slots=slots, replies=replies)
-        self._stats = StepStatsRecorder(pool=pool, queue=queue, slots=slots, results=self._results)
+        self._captures = CaptureSchedule(num_deferred_graphs)
+        self._stats = StepStatsRecorder(
+            pool=pool, queue=queue, slots=slots, results=self._results, captures=self._captures
+        )
         self._checksum = LockstepChecksum()
         self._in_flight: deque[InFlightStep] = deque()
         self._should_stop = False
@@ -89,6 +97,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """True when nothing is queued, running or in flight."""
         return not (self._in_flight or len(self._queue) or self._slots.num_occupied)
+
+    @property
+    def num_pending_captures(self) -> int:
+        """Number of CUDA graphs that are still to be captured while steps run."""
+        return self._captures.num_pending
 
     @property
     def checksum(self) -> int:
@@ -101,7 +114,8 @@ class Scheduler:
         if idle and self._checks_when_idle and self._needs_check:
             self.check()
             self._needs_check = False
-        for item in self._channel.receive(wait=idle, checksum=self.checksum):
+        wait = idle and not self._captures.num_pending
+        for item in self._channel.receive(wait=wait, checksum=self.checksum):
             self._take(item)
         self._requests.free_ended()
         if self._planner.is_out_of_pages():
@@ -134,16 +148,23 @@ class Scheduler:
         self._replies.add_flush(Flushed(uid=uid, pages=len(pages), running=self._slots.num_occupied))
 
     def _launch(self) -> bool:
-        """Plan and launch the next step; return False when there is nothing to compute."""
+        """Plan and launch the next step, or a capture; return False when there is nothing to compute for a request."""
         planned = self._planner.plan()
         if planned is None:
+            if self.is_idle and self._captures.take_idle():
+                self._launch_step(self._planner.plan_capture(), captures_graph=True)
             return False
         for request in planned.started:
             self._replies.add_opened(request)
+        self._launch_step(planned, captures_graph=self._captures.take_busy())
+        return True
+
+    def _launch_step(self, planned: PlannedStep, *, captures_graph: bool) -> None:
+        if captures_graph:
+            planned = replace(planned, step=replace(planned.step, captures_graph=True))
         self._checksum.add_plan(planned.step)
         launched_at = perf_counter()
         self._in_flight.append(InFlightStep(planned, self._engine.launch(planned.step), launched_at))
-        return True
 
     def _retire_until(self, count: int) -> None:
         """Retire the oldest steps until at most ``count`` are in flight."""

@@ -91,6 +91,12 @@ class StepPlanner:
         self._slots.count_launch(step.slots)
         return PlannedStep(step, self._started, self._fixups.take_duplicates(), preempted)
 
+    def plan_capture(self) -> PlannedStep:
+        """Plan a step without rows, for a capture alone."""
+        self._number += 1
+        nothing = np.empty(0, np.int32)
+        return PlannedStep(StepBuilder(nothing, nothing).build(self._number), [], [], 0)
+
     def _needs_page(self, slots: SlotIndices) -> NDArray[np.bool_]:
         """Return which of these decoding slots begin a page with their next token: bool[len(slots)]."""
         filled = self._slots.num_pages[slots] * self._kv_cache.page_size

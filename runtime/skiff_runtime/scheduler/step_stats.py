@@ -5,6 +5,7 @@ from typing import Any
 
 from skiff_runtime.kvcache.page_pool import PagePool
 from skiff_runtime.messages import StepStats
+from skiff_runtime.scheduler.capture_schedule import CaptureSchedule
 from skiff_runtime.scheduler.request_queue import RequestQueue
 from skiff_runtime.scheduler.result_processor import ResultProcessor
 from skiff_runtime.scheduler.slots import Slots
@@ -15,12 +16,19 @@ class StepStatsRecorder:
     """Makes ``StepStats``. It reads clocks, so no scheduling decision may depend on it."""
 
     def __init__(
-        self, *, pool: PagePool, queue: RequestQueue, slots: Slots, results: ResultProcessor
+        self,
+        *,
+        pool: PagePool,
+        queue: RequestQueue,
+        slots: Slots,
+        results: ResultProcessor,
+        captures: CaptureSchedule,
     ) -> None:
         self._pool = pool
         self._queue = queue
         self._slots = slots
         self._results = results
+        self._captures = captures
         self._reported_evictions = 0
         self._reported_corruptions = 0
         self._busy_since = 0.0
@@ -68,4 +76,5 @@ class StepStatsRecorder:
             "page_size": pool.cache.page_size,
             "evicted_pages": evicted,
             "corrupted": corrupted,
+            "graphs_pending": self._captures.num_pending,
         }

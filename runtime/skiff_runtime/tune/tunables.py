@@ -15,32 +15,57 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skiff_runtime.engine.shared_prefix import pack_work_items
-from skiff_runtime.kernels.fp8 import quantize_activations, silu_and_mul_quantize
+from skiff_runtime.kernels.activation import silu_and_mul
+from skiff_runtime.kernels.constants import FP8_BLOCK, INT4_UNIT
+from skiff_runtime.kernels.fp8 import (
+    can_fuse_silu_and_mul,
+    fp8_linear,
+    fused_fp8_linear_silu_and_mul,
+    quantize_activations,
+    quantize_grouped_activations,
+    silu_and_mul_quantize,
+)
 from skiff_runtime.kernels.fp8_tensors import (
     E4M3,
+    BlockFP8Weight,
     FP8Weight,
     QuantizedActivations,
     empty_fp8_weight,
 )
+from skiff_runtime.kernels.int4_tensors import PER_WORD, Int4Weight
+from skiff_runtime.kernels.linear import fused_linear_silu_and_mul, linear
 from skiff_runtime.kernels.qk_norm_rope import qk_norm_rope_store_kv
 from skiff_runtime.kernels.sampling import sample_tokens
 from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
-from skiff_runtime.kernels.torch_internals import scaled_mm
-from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, max_group_rows
+from skiff_runtime.kernels.torch_internals import block_scaled_mm, scaled_mm
+from skiff_runtime.kernels.triton.attention.decode_attention import (
+    DecodeAttention,
+    DecodeRows,
+    max_group_rows,
+)
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
+from skiff_runtime.kernels.triton.fp8.block_fp8_gemm import block_fp8_gemm, block_fp8_stream_k_gemm
+from skiff_runtime.kernels.triton.fp8.block_fp8_gemv import block_fp8_gemv
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv, quantizing_fp8_gemv
 from skiff_runtime.kernels.triton.fp8.stream_k_gemm import stream_k_gemm
 from skiff_runtime.kernels.triton.linear.gemv import gemv
 from skiff_runtime.kernels.triton.sampling.top_k_top_p import find_thresholds
+from skiff_runtime.kernels.triton.w4a16.int4_gemm import int4_stream_k_gemm
+from skiff_runtime.kernels.triton.w4a16.int4_gemv import int4_gemv
 from skiff_runtime.kernels.tuning import (
     AttentionTile,
     FP8GemvTile,
     GemvTile,
+    Int4GemvTile,
+    MatrixTile,
     PrefillAttentionTile,
+    PreloadingGemvTile,
     StreamKTile,
     tuning_for,
 )
+from skiff_runtime.kernels.w4a16 import dequantize, dequantize_and_multiply
 from skiff_runtime.tune.measure import Launch, Tunable, Workload
+from skiff_runtime.tune.moe_tunables import MOE_TUNABLES
 
 CACHE_BYTES: Final = 256 << 20
 """More than any GPU's L2 cache: inputs of this size in turn find nothing of themselves there."""
@@ -107,7 +132,7 @@ def _decode(
             for _ in range(_sets(pool_bytes))
         ]
         slots = torch.arange(rows, dtype=torch.int32, device=device)
-        tables = slots, _upload(table, device), _upload(longest_first, device)
+        decode_rows = DecodeRows(slots, _upload(table, device), _upload(longest_first, device), PAGE_SIZE)
         output = torch.empty_like(queries)
 
         def make_launches() -> Sequence[Launch]:
@@ -123,9 +148,7 @@ def _decode(
                     min_split_tokens=tuning_for(device).shared_prefix.min_split_tokens,
                 )
                 shared = unpack_shared_prefixes(_upload(packed, device), rows)
-            attend = DecodeAttention(
-                queries, pools[0], *tables, PAGE_SIZE, max_seq_len=MAX_SEQ_LEN, shared=shared
-            )
+            attend = DecodeAttention(queries, pools[0], decode_rows, max_seq_len=MAX_SEQ_LEN, shared=shared)
             return [partial(attend, queries, pool, output) for pool in pools]
 
         return make_launches
@@ -251,11 +274,73 @@ def _gemv_or_library(outputs: int, inputs: int) -> Workload:
     return Workload(f"{outputs} x {inputs}", prepare)
 
 
+def _gate_up(outputs: int, inputs: int) -> Workload:
+    """The product of one token with gate and up, SwiGLU's product, and that with the down-projection."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = zip(_weights(outputs, inputs, device), _weights(inputs, outputs // 2, device), strict=False)
+
+        def run(gate_up: torch.Tensor, down: torch.Tensor) -> None:
+            product = fused_linear_silu_and_mul(x, gate_up)
+            gemv(silu_and_mul(linear(x, gate_up)) if product is None else product, down)
+
+        launches = [partial(run, *pair) for pair in weights]
+        return lambda: launches
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _fp8_gate_up(outputs: int, inputs: int) -> Workload:
+    """The same with FP8 weights, and so with quantization of SwiGLU's product."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
+        weights = zip(
+            _fp8_weights(outputs, inputs, device), _fp8_weights(inputs, outputs // 2, device), strict=False
+        )
+
+        def run(gate_up: FP8Weight, down: FP8Weight) -> None:
+            if can_fuse_silu_and_mul(x):
+                quantized = quantize_activations(fused_fp8_linear_silu_and_mul(x, gate_up))
+            else:
+                quantized = silu_and_mul_quantize(fp8_linear(x, gate_up))
+            fp8_gemv(quantized, down)
+
+        launches = [partial(run, *pair) for pair in weights]
+        return lambda: launches
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
 def _fp8_gemv(outputs: int, inputs: int) -> Workload:
     def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
         x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
         weights = _fp8_weights(outputs, inputs, device)
         return lambda: [partial(fp8_gemv, x, weight) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
+
+
+def _quantizing_gemv(outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(1, inputs, dtype=DTYPE, device=device)
+        weights = _fp8_weights(outputs, inputs, device)
+        return lambda: [partial(quantizing_fp8_gemv, x, weight) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}, quantizing", prepare)
+
+
+def _preloading_fp8_gemv_or_not(outputs: int, inputs: int) -> Workload:
+    """The GEMV that loads all its weights before the kernel ahead has ended, and the one that loads a few."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_activations(torch.randn(1, inputs, dtype=DTYPE, device=device))
+        weights, tuning = _fp8_weights(outputs, inputs, device), tuning_for(device).fp8_gemv
+        return lambda: [
+            lambda: [fp8_gemv(x, weight, tile=tuning.preloading_tile) for weight in weights],
+            lambda: [fp8_gemv(x, weight, tile=tuning.tile) for weight in weights],
+        ]
 
     return Workload(f"{outputs} x {inputs}", prepare)
 
@@ -300,6 +385,104 @@ def _library_product(x: QuantizedActivations, weight: FP8Weight) -> torch.Tensor
         use_fast_accum=True,
     )
     return product
+
+
+def _block_fp8_weights(outputs: int, inputs: int, device: torch.device) -> list[BlockFP8Weight]:
+    shape = (outputs // FP8_BLOCK, -(-inputs // (4 * FP8_BLOCK)) * 4)
+    return [
+        BlockFP8Weight(weight.values, torch.full(shape, 1e-3, device=device), weight.tile_counters)
+        for weight in _fp8_weights(outputs, inputs, device)
+    ]
+
+
+def _block_fp8(product: Callable[..., torch.Tensor], tokens: int, outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = quantize_grouped_activations(torch.randn(tokens, inputs, dtype=DTYPE, device=device))
+        weights = _block_fp8_weights(outputs, inputs, device)
+        return lambda: [partial(product, x, weight) for weight in weights]
+
+    return Workload(f"{tokens} tokens, {outputs} x {inputs}", prepare)
+
+
+def _block_fp8_or_library(tokens: int, *shapes: tuple[int, int]) -> Workload:
+    """The stream-K products of a layer in block FP8, and the library's."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        work = [
+            (
+                quantize_grouped_activations(torch.randn(tokens, inputs, dtype=DTYPE, device=device)),
+                _block_fp8_weights(outputs, inputs, device),
+            )
+            for outputs, inputs in shapes
+        ]
+        return lambda: [
+            lambda: [block_fp8_stream_k_gemm(x, weight) for x, weights in work for weight in weights],
+            lambda: [
+                block_scaled_mm(x.values, weight.values.T, x.scales, weight.scales.T)
+                for x, weights in work
+                for weight in weights
+            ],
+        ]
+
+    return Workload(
+        f"{tokens} tokens, " + ", ".join(f"{rows} x {columns}" for rows, columns in shapes), prepare
+    )
+
+
+def _int4_weights(outputs: int, inputs: int, device: torch.device) -> list[Int4Weight]:
+    """Make weights with zero points in groups of 128 inputs."""
+    tables = (outputs, inputs // INT4_UNIT)
+    words = (outputs, inputs // PER_WORD)
+    return [
+        Int4Weight(
+            words=torch.randint(0, (1 << 31) - 1, words, dtype=torch.int32, device=device),
+            scales=torch.full(tables, 1e-3, dtype=DTYPE, device=device),
+            zeros=torch.full(tables, 7.0, dtype=DTYPE, device=device),
+            inputs=inputs,
+            group_size=INT4_UNIT,
+            order=None,
+            tile_counters=torch.zeros(outputs, dtype=torch.int32, device=device),
+        )
+        for _ in range(_sets(outputs * inputs // 2))
+    ]
+
+
+def _int4(product: Callable[..., torch.Tensor], tokens: int, outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        x = torch.randn(tokens, inputs, dtype=DTYPE, device=device)
+        weights = _int4_weights(outputs, inputs, device)
+        return lambda: [partial(product, x, weight) for weight in weights]
+
+    return Workload(f"{tokens} tokens, {outputs} x {inputs}", prepare)
+
+
+def _int4_or_library(tokens: int, *shapes: tuple[int, int]) -> Workload:
+    """The products of a layer with int4 weights, and those of the library after dequantization."""
+
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        work = [
+            (
+                torch.randn(tokens, inputs, dtype=DTYPE, device=device),
+                _int4_weights(outputs, inputs, device),
+            )
+            for outputs, inputs in shapes
+        ]
+        return lambda: [
+            lambda: [int4_stream_k_gemm(x, weight) for x, weights in work for weight in weights],
+            lambda: [dequantize_and_multiply(x, weight) for x, weights in work for weight in weights],
+        ]
+
+    return Workload(
+        f"{tokens} tokens, " + ", ".join(f"{rows} x {columns}" for rows, columns in shapes), prepare
+    )
+
+
+def _dequantize(outputs: int, inputs: int) -> Workload:
+    def prepare(device: torch.device) -> Callable[[], Sequence[Launch]]:
+        weights = _int4_weights(outputs, inputs, device)
+        return lambda: [partial(dequantize, weight, DTYPE) for weight in weights]
+
+    return Workload(f"{outputs} x {inputs}", prepare)
 
 
 def _single_row(width: int) -> Workload:
@@ -381,6 +564,22 @@ FP8_GEMV_TILES: Final = tuple(
     FP8GemvTile(columns, warps)
     for columns, warps in ((256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4))
 )
+PRELOADING_GEMV_TILES: Final = tuple(
+    PreloadingGemvTile(columns, warps, rows)
+    for columns, warps, rows in (
+        (1024, 1, 1),
+        (1024, 2, 1),
+        (1024, 4, 1),
+        (1024, 1, 2),
+        (1024, 2, 2),
+        (1024, 4, 2),
+        (1024, 1, 4),
+        (1024, 2, 4),
+        (1024, 4, 4),
+        (2048, 4, 2),
+        (2048, 8, 4),
+    )
+)
 STREAM_K_BLOCKS: Final = {512: (2, 3, 4), 256: (4, 6, 7, 8), 128: (4, 6, 8)}
 """Stages by inputs of a block."""
 STREAM_K_WORK: Final = (
@@ -393,6 +592,24 @@ STREAM_K_WORK: Final = (
     (64, 4864, 896, 128),
 )
 """For each rule of ``StreamKTuning.rules``: tokens, outputs, inputs, and the largest block that divides the inputs."""
+BLOCK_FP8_WORK: Final = (
+    (16, 7168, 5120, 256),
+    (32, 7168, 5120, 256),
+    (64, 7168, 5120, 256),
+    (64, 4864, 896, 128),
+)
+"""The same for each rule of ``BlockFP8Tuning.rules``."""
+INT4_WORK: Final = ((32, 7168, 5120, 256), (64, 7168, 5120, 256), (64, 4864, 896, 128))
+"""The same for each rule of ``W4A16Tuning.rules``."""
+INT4_STAGES: Final = (2, 3, 4, 6)
+INT4_GEMV_TILES: Final = tuple(
+    Int4GemvTile(words, warps) for words in (64, 128, 256, 512) for warps in (1, 2, 4) if words >= 32 * warps
+)
+MATRIX_TILES: Final = (
+    MatrixTile(64, 64, warps=4, stages=4),
+    MatrixTile(64, 128, warps=4, stages=3),
+    MatrixTile(128, 128, warps=8, stages=3),
+)
 LAYER: Final = ((7168, 5120), (5120, 5120), (34816, 5120))
 TALL: Final = ((5120, 17408),)
 TOKEN_COUNTS: Final = (16, 32, 48, 64, 96, 128)
@@ -457,12 +674,33 @@ TUNABLES: Final = (
         tuple(_gemv_or_library(count, 4096) for count in OUTPUT_COUNTS),
         True,
     ),
+    Tunable("gemv.fuse_silu_and_mul", (False, True), (_gate_up(28_672, 4096), _gate_up(25_600, 5120))),
+    Tunable("gemv.uneven_silu_tile", GEMV_TILES, (_gate_up(25_600, 5120), _gate_up(34_816, 5120))),
     Tunable(
         "fp8_gemv.tile",
         FP8_GEMV_TILES,
         (_fp8_gemv(7168, 5120), _fp8_gemv(34_816, 5120), _fp8_gemv(6144, 4096)),
     ),
     Tunable("fp8_gemv.long_tile", FP8_GEMV_TILES, (_fp8_gemv(5120, 17_408), _fp8_gemv(4096, 14_336))),
+    Tunable(
+        "fp8_gemv.fuse_silu_and_mul", (False, True), (_fp8_gate_up(34_816, 5120), _fp8_gate_up(28_672, 4096))
+    ),
+    Tunable(
+        "fp8_gemv.preloading_tile",
+        PRELOADING_GEMV_TILES,
+        (_quantizing_gemv(2048, 4096), _quantizing_gemv(4096, 4096), _fp8_gemv(5120, 2048)),
+    ),
+    Tunable(
+        "fp8_gemv.max_preloaded_weights",
+        (8 << 20, 16 << 20, 32 << 20, 64 << 20),
+        (
+            _preloading_fp8_gemv_or_not(2048, 4096),
+            _preloading_fp8_gemv_or_not(4096, 4096),
+            _preloading_fp8_gemv_or_not(4096, 8192),
+            _preloading_fp8_gemv_or_not(8192, 8192),
+        ),
+        True,
+    ),
     *(
         Tunable(
             f"stream_k.rules.{index}.tile",
@@ -488,6 +726,71 @@ TUNABLES: Final = (
         tuple(_stream_k_or_library(count, *TALL) for count in TOKEN_COUNTS),
         True,
     ),
+    Tunable(
+        "block_fp8.gemv_tile",
+        FP8_GEMV_TILES,
+        (_block_fp8(block_fp8_gemv, 1, 7168, 5120), _block_fp8(block_fp8_gemv, 1, 34_816, 5120)),
+    ),
+    Tunable(
+        "block_fp8.long_gemv_tile",
+        FP8_GEMV_TILES,
+        (_block_fp8(block_fp8_gemv, 1, 5120, 17_408), _block_fp8(block_fp8_gemv, 1, 4096, 14_336)),
+    ),
+    *(
+        Tunable(
+            f"block_fp8.rules.{index}.tile",
+            tuple(
+                StreamKTile(size, stages)
+                for size in STREAM_K_BLOCKS
+                if size <= most
+                for stages in STREAM_K_BLOCKS[size]
+            ),
+            (_block_fp8(block_fp8_stream_k_gemm, tokens, outputs, inputs),),
+        )
+        for index, (tokens, outputs, inputs, most) in enumerate(BLOCK_FP8_WORK)
+    ),
+    Tunable(
+        "block_fp8.max_tokens",
+        TOKEN_COUNTS[:4],
+        tuple(_block_fp8_or_library(count, *LAYER) for count in TOKEN_COUNTS[:4]),
+        True,
+    ),
+    Tunable(
+        "block_fp8.matrix_tile",
+        MATRIX_TILES,
+        (_block_fp8(block_fp8_gemm, 257, 7168, 5120), _block_fp8(block_fp8_gemm, 1025, 5120, 17_408)),
+    ),
+    Tunable(
+        "w4a16.gemv_tile",
+        INT4_GEMV_TILES,
+        (
+            _int4(int4_gemv, 1, 7168, 5120),
+            _int4(int4_gemv, 1, 28_672, 4096),
+            _int4(int4_gemv, 1, 5120, 17_408),
+        ),
+    ),
+    *(
+        Tunable(
+            f"w4a16.rules.{index}.tile",
+            tuple(
+                StreamKTile(size, stages, warps=warps)
+                for size in (512, 256, 128)
+                if size <= most
+                for stages in INT4_STAGES
+                for warps in (4, 8)
+            ),
+            (_int4(int4_stream_k_gemm, tokens, outputs, inputs),),
+        )
+        for index, (tokens, outputs, inputs, most) in enumerate(INT4_WORK)
+    ),
+    Tunable(
+        "w4a16.max_tokens",
+        TOKEN_COUNTS[:4],
+        tuple(_int4_or_library(count, *LAYER) for count in TOKEN_COUNTS[:4]),
+        True,
+    ),
+    Tunable("w4a16.dequantize_rows", (16, 32, 64), (_dequantize(6144, 5120),)),
+    *MOE_TUNABLES,
     Tunable("single_row_chunk", (512, 1024, 2048), (_single_row(3072), _single_row(17_408))),
     Tunable("single_row_warps", (2, 4, 8), (_single_row(3072), _single_row(17_408))),
     Tunable("sampling_block", (1024, 2048, 4096, 8192), (_sampling(1), _sampling(256))),

@@ -37,8 +37,11 @@ class TokenizerFiles:
 def read_tokenizer_files(directory: Path, converted: Path | None = None) -> TokenizerFiles:
     """Read the tokenizer files of ``directory``. Raises ``ModelError`` that names the file and the fault.
 
-    ``converted`` is the directory of tokenizer.json, if it is another one.
+    ``converted`` is the directory of tokenizer.json, if it is another one; where ``directory`` is a GGUF file, it holds
+    the template and the special tokens as well.
     """
+    if converted is not None and directory.is_file():
+        directory = converted
     config = _read_optional_json(directory / "tokenizer_config.json")
     special_tokens = _read_special_tokens(directory, config)
     if converted is not None and converted != directory:

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import torch
+
+from skiff_runtime.attention.selector import import_ahead
+from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import SkiffError
@@ -39,6 +43,8 @@ GRAMMAR_POLL_SECONDS: Final = 0.002
 """The same while a request waits until its grammar is loaded."""
 MAX_MESSAGES_PER_TURN: Final = 256
 """Most messages handled in one turn, so that a flood of them does not stall the running batch."""
+COLLECTIVE_MARGIN_SECONDS: Final = 60.0
+"""Time by which a collective outlasts the limits that end the service in an orderly way."""
 
 
 LeaderInbox = Receiver[GenerateRequest | AbortRequest | FlushCache | ProfileSteps]
@@ -69,9 +75,12 @@ class LeaderChannel(Channel):
         self._should_stop = should_stop
 
     def receive(self, *, wait: bool, checksum: int) -> list[SchedulerInput]:
-        """Return what arrived for this turn, after sending it to every other rank."""
+        """Return what arrived for this turn, after sending it to every other rank.
+
+        The profiler starts and ends before anything is sent, so the other ranks have launched nothing further.
+        """
+        self._profiler.before_turn(idle=wait)
         if wait:
-            self._profiler.finish()
             self._inbox.socket.poll(int((GRAMMAR_POLL_SECONDS if self._gate else IDLE_POLL_SECONDS) * 1000))
         arrived = self._drain_inbox()
         items: list[SchedulerInput] = [*self._gate.admit(arrived)]
@@ -135,20 +144,33 @@ def run(child: Child) -> None:
     the supervisor ends the other ranks.
     """
     config, model = child.launch.config, child.launch.model
-    profiler = StepProfiler()
+    profiler = StepProfiler(child.announce_pause)
     connect = _bind(child)
     child.report_phase("config")
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         kernel_cache.activate(Path(config.kernel_cache_dir), child.launch.run_dir)
+    if config.device == "cuda":
+        import_ahead(config.attention_backend, torch.device("cuda", child.index))
     group = TensorParallelGroup.start(
-        tp_rank=child.index, tp_size=config.tp_size, device=config.device, run_dir=child.launch.run_dir
+        tp_rank=child.index,
+        tp_size=config.tp_size,
+        device=config.device,
+        run_dir=child.launch.run_dir,
+        timeout_seconds=_collective_timeout(config),
+        all_reduce=config.all_reduce,
     )
     gc.freeze()  # else each garbage collection of the memory profile would scan torch's objects, for 0.1 s
     engine = Engine(config, model, group, on_phase=child.report_phase)
-    engine.warmup()
+    engine.warmup(defer_captures=not config.disable_deferred_graph_capture)
     _serve(child, engine, connect(engine, profiler), profiler)
     engine.close()
     group.close()
+
+
+def _collective_timeout(config: Config) -> float:
+    """Return a limit on collectives beyond those of supervisor and step watchdog, which report the reason to clients."""
+    assert config.watchdog_timeout is not None
+    return max(config.startup_timeout_seconds, config.watchdog_timeout) + COLLECTIVE_MARGIN_SECONDS
 
 
 def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
@@ -170,6 +192,7 @@ def _bind(child: Child) -> Callable[[Engine, StepProfiler], Channel]:
 
 def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfiler) -> None:
     config = child.launch.config
+    assert config.watchdog_timeout is not None
     watchdog = StepWatchdog(engine, timeout_seconds=config.watchdog_timeout, beat=child.beat)
     scheduler = Scheduler(
         config,
@@ -177,8 +200,14 @@ def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfile
         num_pages=engine.num_pages,
         engine=profiler.wrap(watchdog),
         channel=channel,
+        num_deferred_graphs=engine.num_deferred_graphs,
     )
     child.report_phase("ready")
     child.report_ready(kv_tokens=engine.num_pages * config.page_size)
+    has_prepared = False
     while scheduler.turn():
         child.beat()
+        # Its imports, even paced, slow steps down a little, so they come after the first requests and captures.
+        if not has_prepared and scheduler.is_idle and not scheduler.num_pending_captures:
+            engine.prepare_grammars()
+            has_prepared = True

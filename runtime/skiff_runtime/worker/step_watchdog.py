@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from skiff_runtime.errors import SkiffError
 from skiff_runtime.processes.child_process import HEARTBEAT_INTERVAL_SECONDS
+from skiff_runtime.processes.heartbeat_monitor import MAX_TURN_SECONDS
 from skiff_runtime.step import StepEngine, StepHandle, StepPlan, StepResult
 
 
@@ -16,7 +17,7 @@ class StepWatchdog:
     """Wraps a ``StepEngine``: calls ``beat`` while waiting for a step, and raises ``StepTimeout`` if it hangs.
 
     So a long step does not look like a dead process. A step hangs, for example, in a collective that another
-    rank never joins.
+    rank never joins. Time counts as in ``HeartbeatMonitor``: hardly while this process is suspended.
     """
 
     def __init__(self, engine: StepEngine, *, timeout_seconds: float, beat: Callable[[], None]) -> None:
@@ -29,10 +30,13 @@ class StepWatchdog:
 
     def await_step(self, plan: StepPlan, step: StepHandle) -> None:
         """Wait until the step has run. Its time counts from this call, not its launch: steps run one by one."""
-        deadline = time.monotonic() + self._timeout_seconds
+        waited, turn_began = 0.0, time.monotonic()
         while not step.wait(min(HEARTBEAT_INTERVAL_SECONDS, self._timeout_seconds)):
             self._beat()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            waited += min(now - turn_began, MAX_TURN_SECONDS)
+            turn_began = now
+            if waited > self._timeout_seconds:
                 raise StepTimeout(
                     f"step {plan.number}, of {plan.num_tokens} tokens in {len(plan.slots)} rows, took longer than "
                     f"{self._timeout_seconds:g} s; if it does not hang, lower --max-num-batched-tokens or raise "

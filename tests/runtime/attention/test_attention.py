@@ -1,6 +1,7 @@
 """Attention backends against attention computed query by query, over any mix of rows, pages and heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import kernel_device
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_contexts import PagedContexts, causal_attention
 
 from skiff_runtime.attention import torch_sdpa
 from skiff_runtime.attention.base import AttentionBackend, AttentionBatch
@@ -20,8 +22,10 @@ from skiff_runtime.attention.hybrid import (
 )
 from skiff_runtime.attention.selector import make_backend
 from skiff_runtime.attention.torch_sdpa import TorchSDPABackend
+from skiff_runtime.engine.shared_prefix import pack_work_items
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.kernels.kv_store import store_kv
+from skiff_runtime.kernels.shared_prefixes import unpack_shared_prefixes
 from skiff_runtime.kvcache.kv_pool import KVLayout, KVPool
 
 CPU = torch.device("cpu")
@@ -39,12 +43,14 @@ class Case:
     kv_heads: int
     group: int
     seed: int
+    windows: tuple[int | None, ...] = ()
+    """Of the two layers; empty if they have none."""
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         torch.manual_seed(self.seed)
         pages = [-(-(cached + new) // self.page_size) for cached, new in self.rows]
-        layout = KVLayout(2, self.kv_heads, DIM, self.page_size, torch.float32)
+        layout = KVLayout(2, self.kv_heads, DIM, self.page_size, torch.float32, self.windows)
         self.pool = KVPool(layout, sum(pages) + 1, CPU)
         ids = iter(rng.permutation(sum(pages) + 1).tolist())
         self.table = torch.zeros((len(self.rows) + 2, max(pages) + 1), dtype=torch.int32)
@@ -101,13 +107,15 @@ class Case:
             page_table=self.table,
         )
 
-    def expected(self) -> torch.Tensor:
+    def expected(self, layer: int = 0) -> torch.Tensor:
         """Compute softmax(q k / sqrt(d)) v, query by query and head by head."""
+        window = self.pool.layout.window(layer)
         attended, at = [], 0
         for (cached, new), (keys, values) in zip(self.rows, self.contexts, strict=True):
             for position in range(cached, cached + new):
                 for head in range(self.kv_heads * self.group):
-                    visible = slice(0, position + 1), head // self.group
+                    first = 0 if window is None else max(0, position - window + 1)
+                    visible = slice(first, position + 1), head // self.group
                     weights = torch.softmax(keys[visible] @ self.q[at, head] / DIM**0.5, 0)
                     attended.append(weights @ values[visible])
                 at += 1
@@ -130,6 +138,52 @@ def test_any_mix_of_rows_equals_reference(
     torch.testing.assert_close(case.attend(1), case.expected())
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    windows=st.tuples(*[st.none() | st.sampled_from([1, 2, 3, 16, 17, 32, 100])] * 2),
+    group=st.sampled_from([1, 4]),
+    max_scores=st.sampled_from([30, torch_sdpa.MAX_SCORES]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_each_layer_has_its_own_window(
+    rows: list[tuple[int, int]],
+    page_size: int,
+    windows: tuple[int | None, int | None],
+    group: int,
+    max_scores: int,
+    seed: int,
+) -> None:
+    """Blocks of a chunk's queries are small or not."""
+    case = Case(rows, page_size, 2, group, seed, windows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "MAX_SCORES", max_scores)
+        for layer in (0, 1):
+            torch.testing.assert_close(case.attend(layer), case.expected(layer))
+
+
+def test_window_bounds_what_is_gathered_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long context costs no more than its window, for a block of queries no more than twice that."""
+    monkeypatch.setattr(torch_sdpa, "MIN_WINDOW_BLOCK", 8)
+    case = Case([(900, 1), (700, 1), (500, 64)], 16, 1, 1, seed=9, windows=(24, 24))
+    backend = TorchSDPABackend(case.pool)
+    backend.prepare(case.batch(0))
+    plan = backend._plans[24]
+    assert max(len(group.slot_mapping) // len(group.queries) for group in plan.groups) == 24
+    assert [len(chunk.slot_mapping) for chunk in plan.chunks] == [23 + 64]
+    widths = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def record(q: torch.Tensor, k: torch.Tensor, *sides: Any, **options: Any) -> torch.Tensor:
+        widths.append(k.shape[2])
+        return attend(q, k, *sides, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    torch.testing.assert_close(case.attend(0, backend), case.expected())
+    assert max(widths) <= 2 * 24
+
+
 def test_decode_groups_and_query_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """With low limits, decode rows fall into several groups and a chunk into several blocks."""
     monkeypatch.setattr(torch_sdpa, "MIN_BUCKET", 4)
@@ -147,7 +201,7 @@ def test_gathered_kv_stays_within_the_workspace(monkeypatch: pytest.MonkeyPatch)
     case = Case([(cached, 1) for cached in (20, 19, 20, 18, 15, 20, 90, 21)], 4, 2, 2, seed=8)
     backend = TorchSDPABackend(case.pool)
     backend.prepare(case.batch(0))
-    sizes = sorted((len(group.queries), len(group.slot_mapping)) for group in backend._groups)
+    sizes = sorted((len(group.queries), len(group.slot_mapping)) for group in backend._plans[None].groups)
     assert sum(rows for rows, _ in sizes) == 8 and (1, 91) in sizes
     assert max(gathered for _, gathered in sizes if gathered != 91) in range(max_tokens // 2, max_tokens + 1)
 
@@ -156,13 +210,44 @@ def test_gathered_kv_stays_within_the_workspace(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "rows", [[(40, 1), (7, 1)], [(0, 20), (5, 9)], [(40, 1), (7, 1), (0, 20), (5, 9)]], ids=str
 )
-def test_hybrid_splits_decode_and_prefill_rows(rows: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("windows", [(), (None, 5), (5, 12), (7, 7)], ids=str)
+def test_hybrid_splits_decode_and_prefill_rows(
+    rows: list[tuple[int, int]], windows: tuple[int | None, ...]
+) -> None:
     """Each phase has its kernel and writes its part of the result, in the first layer and in the next one."""
-    case = Case(rows, 3, 2, 2, seed=3)
+    case = Case(rows, 3, 2, 2, seed=3, windows=windows)
     decode_rows = sum(new == 1 for _, new in rows)
     backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
     for layer in (0, 1):
-        torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected())
+        torch.testing.assert_close(case.attend(layer, backend, decode_rows), case.expected(layer))
+
+
+def test_prefixes_are_shared_only_if_a_layer_has_full_attention() -> None:
+    for windows, shares in (((), True), ((None, 5), True), ((5, 5), False)):
+        case = Case([(40, 1)], 3, 2, 2, seed=3, windows=windows)
+        backend = HybridAttention(case.pool, TritonPrefill(case.pool), TritonDecode(case.pool, 4, 4096))
+        assert (backend.shared_prefix_rows > 0) is shares
+
+
+@pytest.mark.skipif(kernel_device.DEVICE.type == "cuda", reason="the contexts are on the CPU")
+def test_decode_rows_share_prefixes_in_layers_with_full_attention() -> None:
+    """The same step, in a layer that reads the prefix once for both rows, and in one where each reads its window."""
+    torch.manual_seed(5)
+    contexts = [torch.randn(2, length, 1, 16) for length in (50, 41)]
+    contexts[1][:, :32] = contexts[0][:, :32]
+    paged = PagedContexts(contexts, 16, windows=(None, 20))
+    zeros, tokens = np.zeros(2, np.int32), np.full(2, 32, np.int32)
+    packed = pack_work_items(zeros, tokens, max_rows=2, rows=2, min_split_tokens=256)
+    shared = unpack_shared_prefixes(torch.from_numpy(packed), 2)
+    decode = TritonDecode(paged.pool, 2, 4096)
+    decode.prepare(replace(paged.batch([49, 40], [1, 1], decode_rows=2), shared_prefixes=shared))
+    q = torch.randn(2, 2, 16)
+    for layer, window in enumerate((None, 20)):
+        out = torch.full_like(q, torch.nan)
+        decode.forward(layer, q, out)
+        for row, (keys, values) in enumerate(contexts):
+            one = slice(row, row + 1)
+            assert kernel_device.error(out[one], causal_attention(q[one], keys, values, window)) < 1e-5
 
 
 class Recorder(PhaseAttention):

@@ -23,6 +23,7 @@ from skiff_runtime.bench.offline.profile_breakdown import (
         ("merge_splits_kernel", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_coopA_TNT", "matmul"),
         ("fp8_gemv_kernel", "matmul"),
+        ("gemv_silu_and_mul_kernel", "matmul"),
         ("stream_k_gemm_kernel", "matmul"),
         ("aten::addmm", "matmul"),
         ("aten::add", "other"),
@@ -34,6 +35,9 @@ from skiff_runtime.bench.offline.profile_breakdown import (
                 "chunk_maxima_kernel",
                 "partial_sums_kernel",
                 "gather_candidates_kernel",
+                "sample_shard_kernel",
+                "max_sampling_keys_kernel",
+                "take_sampled_tokens_kernel",
             )
         ),
         *(
@@ -43,6 +47,20 @@ from skiff_runtime.bench.offline.profile_breakdown import (
                 "count_tokens_kernel",
                 "apply_penalties_kernel",
                 "apply_token_bitmask_kernel",
+            )
+        ),
+        *(
+            (name, "experts")
+            for name in (
+                "fused_topk_kernel",
+                "router_topk_kernel",
+                "count_experts_kernel",
+                "moe_align_block_size_kernel",
+                "gate_up_kernel",
+                "down_kernel",
+                "fp8_gate_up_gemv_kernel",
+                "fp8_down_gemv_kernel",
+                "moe_sum_kernel",
             )
         ),
         ("rms_norm_kernel", "other"),
@@ -62,7 +80,14 @@ def test_idle_time_is_that_without_any_event() -> None:
     ]
     found = break_down(events)
     assert found.span == 6.0
-    assert found.kinds == {"attention": 2.0, "matmul": 2.0, "sampling": 0.0, "other": 1.0, "idle": 2.0}
+    assert found.kinds == {
+        "experts": 0.0,
+        "attention": 2.0,
+        "matmul": 2.0,
+        "sampling": 0.0,
+        "other": 1.0,
+        "idle": 2.0,
+    }
     assert break_down([]).span == 0.0
 
 

@@ -180,7 +180,8 @@ def test_offline_refuses_lengths_that_cannot_fit(model: Path) -> None:
     assert done.returncode == 2 and "--input-len 400 and --output-len 200 together exceed 512" in done.stderr
 
 
-def test_prefill_interference_is_measured_for_each_chunk_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prefill_interference_is_measured_for_each_chunk_size(tmp_path: Path, tp: int) -> None:
     output = tmp_path / "interference.json"
     load = ["--batch-size", "4", "--context-len", "20", "--input-len", "400", "--baseline-steps", "8"]
     flags = [
@@ -192,7 +193,8 @@ def test_prefill_interference_is_measured_for_each_chunk_size(tmp_path: Path) ->
         "--max-total-tokens",
         "4096",
     ]
-    done = skiff("bench", "prefill-interference", *flags, "--cpu-threads", "1", "--output-json", str(output))
+    flags += ["--tp", str(tp), "--cpu-threads", "1"]
+    done = skiff("bench", "prefill-interference", *flags, "--output-json", str(output))
     assert done.returncode == 0, done.stderr
     runs = figures(output)["runs"]
     assert [each["mixed_prefill_tokens"] for each in runs] == [None, 128, 64]

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skiff_runtime.bench.offline.roofline import (
     DevicePeaks,
+    ModelCost,
     RequestShape,
     compute_model_cost,
     estimate_roofline,
@@ -30,6 +33,23 @@ def test_step_of_one_request_reads_the_weights_once(model: str, milliseconds: fl
     """The expected times are the published sizes of the weights over the copy rate."""
     step = roofline_seconds(model, [RequestShape(1, 3)]) - roofline_seconds(model, [RequestShape(1, 2)])
     assert step * 1e3 == pytest.approx(milliseconds, rel=0.03)
+
+
+@pytest.mark.parametrize(("rows", "gigabytes"), [(1, 6.1), (8, 25.8), (64, 59.5), (256, 60.4)])
+def test_step_of_a_mixture_reads_the_experts_that_its_tokens_touch(rows: int, gigabytes: float) -> None:
+    """Of 128 experts a layer, 1, 8, 64 and 256 tokens are expected to touch 8, 52, 126 and 128."""
+    longer, shorter = ([RequestShape(1, length, group=row) for row in range(rows)] for length in (3, 2))
+    step = roofline_seconds("qwen3-30b-a3b", longer) - roofline_seconds("qwen3-30b-a3b", shorter)
+    assert step * H200.bytes_per_second == pytest.approx(gigabytes * 1e9, rel=0.01)
+
+
+def test_ranks_share_the_experts_either_way() -> None:
+    short = [RequestShape(10, 100)]
+    whole = roofline_seconds("qwen3-235b-a22b", short)
+    columns, experts = (
+        roofline_seconds("qwen3-235b-a22b", short, tp_size=4, expert_parallel=each) for each in (False, True)
+    )
+    assert columns == experts and 0.24 < columns / whole < 0.27
 
 
 @pytest.mark.parametrize(("model", "tokens_per_second"), [("qwen3-0.6b", 40_000), ("qwen3-14b", 7_700)])
@@ -67,6 +87,45 @@ def test_fp8_halves_the_memory_traffic() -> None:
     long = [RequestShape(30_000, 100)]
     cached = roofline_seconds("qwen3-14b", long, kv_cache_dtype="fp8_e4m3")
     assert cached < roofline_seconds("qwen3-14b", long)
+
+
+@given(
+    windows=st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=4),
+    requests=st.lists(
+        st.builds(RequestShape, st.integers(1, 50), st.integers(1, 20), group=st.integers(0, 99)),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_windows_bound_what_is_computed_and_read(
+    windows: list[int | None], requests: list[RequestShape]
+) -> None:
+    """Against counting each token of each layer; only the last token of a prompt needs the last layer."""
+    layers = len(windows)
+    cost = ModelCost(0, 0, 0, 0, 0, kv_bytes=layers, attended_flops=layers, windows=tuple(windows))
+    found = estimate_roofline(cost, requests, max_running=9, peaks=DevicePeaks(1, 1))
+    read = sum(
+        min(context, window or context)
+        for request in requests
+        for context in range(request.prompt + 1, request.prompt + request.output)
+        for window in windows
+    )
+    computed = sum(
+        min(position, window or position)
+        for request in requests
+        for position in range(1, request.prompt + 1)
+        for window in windows[:-1]
+    )
+    assert found.decode_seconds == pytest.approx(read)
+    assert found.prefill_seconds == pytest.approx(computed)
+
+
+def test_shared_prefix_is_read_once_as_far_as_windows_reach() -> None:
+    """Two rows of 12 and 10 tokens share the first 8 and have a window of 5: one reads from token 7 on, one from 5."""
+    cost = ModelCost(0, 0, 0, 0, 0, kv_bytes=1, attended_flops=0, windows=(5,))
+    requests = [RequestShape(11, 2, 8, 0), RequestShape(9, 2, 8, 0)]
+    found = estimate_roofline(cost, requests, max_running=2, peaks=DevicePeaks(1, 1))
+    assert found.decode_seconds == (12 - 8) + (10 - 8) + (8 - 5)
 
 
 def test_requests_beyond_the_running_limit_wait() -> None:

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import Driver, generate, make_engine
-from tiny_models import FAMILIES, greedy_tokens, load_reference, make_model, oracle_choices, oracle_logits
+from tiny_models import (
+    FAMILIES,
+    MOE_FAMILIES,
+    greedy_tokens,
+    load_reference,
+    make_model,
+    oracle_choices,
+    oracle_logits,
+)
 from tiny_tokenizer import VOCAB_SIZE
+
+from skiff_runtime.messages import SamplingSpec
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 7, 33)
 COUNT = 12
@@ -107,6 +117,62 @@ def test_bfloat16_tokens_equal_transformers_but_for_near_ties(tmp_path: Path) ->
     behind = logits.amax(-1) - logits.gather(1, chosen[:, None]).squeeze(1)
     assert behind.max() < 0.25
     assert (logits.argmax(-1) == chosen).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_bfloat16_tokens_of_experts_are_as_exact_as_those_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    """A rounding error may choose another expert, and then the logits differ by more than rounding errors of their own.
+
+    So tokens in bfloat16 are compared with those of transformers in float32, and transformers' own in bfloat16 likewise.
+    Either differs in few tokens, whose numbers are chance: they may differ by two standard deviations.
+    """
+    path = make_model(tmp_path, family, seed=1, dtype=torch.bfloat16)
+    engine = make_engine(path, dtype="bfloat16", page_size=16)
+    prompts = [prompt for seed in (3, 4, 5) for prompt in random_prompts(seed)]
+    got = generate(engine, prompts, COUNT, page_size=16, budget=64, slots=8)
+    engine.close()
+    exact, rounded = (
+        torch.cat(oracle_logits(load_reference(path, dtype), prompts, got)).argmax(-1)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours, theirs = (int((tokens != exact).sum()) for tokens in (torch.tensor(got).flatten(), rounded))
+    assert ours - theirs <= 2 * (ours + theirs) ** 0.5, (ours, theirs)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_bfloat16_logprobs_of_experts_are_as_exact_as_those_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    """The median over tokens of the error, which few tokens with other experts do not move."""
+    path = make_model(tmp_path, family, seed=1, dtype=torch.bfloat16)
+    prompts = [prompt for seed in (3, 4, 5) for prompt in random_prompts(seed)]
+    engine = make_engine(path, dtype="bfloat16", page_size=16)
+    driver, outputs, found = Driver(engine, 16), [], []
+    for prompt in prompts:
+        row = driver.open(0, prompt, SamplingSpec(max_tokens=COUNT, seed=0, temperature=0.0, logprobs=20))
+        results = [driver.step([(row, len(prompt))])]
+        results += [driver.step([(row, 1)], decode_rows=1) for _ in range(COUNT - 1)]
+        driver.release(row)
+        outputs.append(row.output)
+        found += [result.logprobs for result in results if result.logprobs is not None]
+    engine.close()
+    ids, ours = (
+        torch.from_numpy(np.concatenate([getattr(each, name) for each in found]))
+        for name in ("top_ids", "top_logprobs")
+    )
+    exact, theirs = (
+        torch.cat(oracle_logits(load_reference(path, dtype), prompts, outputs))
+        .log_softmax(-1)
+        .gather(1, ids.long())
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact.shape == (len(prompts) * COUNT, 20)
+    our_error, their_error = (
+        float((each - exact).square().mean(-1).sqrt().median()) for each in (ours, theirs)
+    )
+    assert our_error <= 1.05 * their_error
 
 
 @pytest.fixture(autouse=True)

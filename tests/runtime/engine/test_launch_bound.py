@@ -18,6 +18,10 @@ from skiff_runtime.processes.resolve import resolve
         ("qwen3-14b", 1, 2, 0, 0),
         ("qwen3-14b", 1, 1, 0, 0),
         ("qwen3-14b", 2, 1, 270, 280),
+        # One token reads 8 of 128 experts, 56.9 million numbers with attention; 150 million are read meanwhile.
+        ("qwen3-30b-a3b", 1, 2, 3, 3),
+        ("qwen3-30b-a3b", 1, 1, 9, 9),
+        ("qwen3-235b-a22b", 1, 2, 0, 0),
     ],
 )
 def test_only_small_layers_are_launch_bound(

@@ -16,6 +16,7 @@ from skiff_runtime.engine.forward_pass import HiddenStates
 from skiff_runtime.engine.model_runner import ModelRunner
 from skiff_runtime.kernels.step_inputs import StepInputs
 from skiff_runtime.layers.mlp import GatedMLP
+from skiff_runtime.layers.partial_sum import LayerOutput
 from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import LogprobsOutput
 
@@ -49,7 +50,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     compute = GatedMLP.__call__
 
-    def counted(self: GatedMLP, x: Any) -> torch.Tensor:
+    def counted(self: GatedMLP, x: Any) -> LayerOutput:
         counts.append(len(x))
         return compute(self, x)
 

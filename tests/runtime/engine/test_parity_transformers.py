@@ -12,14 +12,17 @@ from typing import Any, Final
 
 import pytest
 import torch
+from gpus import needs_gpus
 from parity import FAMILIES, TOKENS, Outcome, Setting, covering, product, prompts, serve, serve_all
-from rank_processes import on_ranks
+from rank_processes import on_ranks, single_rank
 from tiny_models import load_reference, make_model, oracle_choices
-
-from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 
 SEED: Final = int(os.environ.get("SKIFF_TEST_SEED", "0"))
 RANKS_TIMEOUT_SECONDS: Final = 1200.0
+
+
+def as_parameters(settings: Sequence[Setting]) -> list[Any]:
+    return [pytest.param(each, marks=needs_gpus(each.tp), id=str(each)) for each in settings]
 
 
 class World:
@@ -42,7 +45,7 @@ class World:
                 self._ask_ranks([other for other in together if other.tp == setting.tp])
             return self._answers[setting]
         path = self._models / setting.family
-        outcome = serve(TensorParallelGroup(), setting, path, self._crowd, self._run_dir())
+        outcome = serve(single_rank(), setting, path, self._crowd, self._run_dir())
         assert outcome is not None
         return outcome
 
@@ -96,13 +99,13 @@ def check_setting(world: World, setting: Setting, together: Sequence[Setting]) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", covering(), ids=str)
+@pytest.mark.parametrize("setting", as_parameters(covering()))
 def test_tokens_equal_transformers_for_every_pair_of_options(world: World, setting: Setting) -> None:
     check_setting(world, setting, covering())
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize("setting", product(), ids=str)
+@pytest.mark.parametrize("setting", as_parameters(product()))
 def test_tokens_equal_transformers_for_every_combination(world: World, setting: Setting) -> None:
     check_setting(world, setting, [other for other in product() if other.family == setting.family])

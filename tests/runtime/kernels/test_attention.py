@@ -13,6 +13,7 @@ from skiff_runtime.kernels.fp8_tensors import E4M3
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
 from skiff_runtime.kernels.triton.attention.decode_attention import (
     DecodeAttention,
+    DecodeRows,
     find_row_counts_by_variant,
 )
 from skiff_runtime.kernels.triton.attention.prefill_attention import PrefillAttention
@@ -57,17 +58,27 @@ class Paged:
             self.page_table[target, :pages] = self.page_table[source, :pages]
             self.contexts[row][:, :count] = self.contexts[leader][:, :count]
 
-    def expected(self, q: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    def hide(self, ends: list[int]) -> LayerKV:
+        """Return a pool in which the tokens of each row before its end are NaN, too."""
+        sides = self.pool[0].clone(), self.pool[1].clone()
+        for slot, end in zip(self.slots.tolist(), ends, strict=True):
+            positions = torch.arange(end)
+            pages = self.page_table[slot][positions // self.page_size].long()
+            for side in sides:
+                side[(pages * self.page_size + positions % self.page_size).to(DEVICE)] = torch.nan
+        return sides
+
+    def expected(self, q: torch.Tensor, starts: list[int], window: int | None = None) -> torch.Tensor:
         """Return the attention of each row's tokens from ``starts`` on, row after row; q is [T, heads, d]."""
         counts = [context.shape[1] - start for context, start in zip(self.contexts, starts, strict=True)]
         rows = zip(torch.split(q, counts), self.contexts, strict=True)
-        return torch.cat([causal_attention(row, *context) for row, context in rows])
+        return torch.cat([causal_attention(row, keys, values, window) for row, (keys, values) in rows])
 
 
 def decode(queries: torch.Tensor, pool: LayerKV, *tables: Any, **options: Any) -> torch.Tensor:
     """Attend in one layer, by launches made for it alone."""
     output = poison(torch.empty_like(queries))
-    DecodeAttention(queries, pool, *tables, **options)(queries, pool, output)
+    DecodeAttention(queries, pool, DecodeRows(*tables), **options)(queries, pool, output)
     return output
 
 
@@ -148,7 +159,8 @@ def test_launch_is_repeated_for_other_layers_and_alignments(
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(len(lengths), kv * group, dim, generator=generator).to(dtype)
-    attend = DecodeAttention(first.to(DEVICE), paged.pool, *tables, seq_lens, page_size, max_seq_len=1 << 12)
+    decode_rows = DecodeRows(*tables, seq_lens, page_size)
+    attend = DecodeAttention(first.to(DEVICE), paged.pool, decode_rows, max_seq_len=1 << 12)
     doubled = 2 * paged.pool[0], 2 * paged.pool[1]
     for q, pool, factor in (
         (first, paged.pool, 1),
@@ -187,6 +199,78 @@ def test_prefill_attention(page_size: int, kv: int, group: int, dim: int, dtype:
     assert error(output, paged.expected(q, starts)) < 2 * TOLERANCE[dtype]
 
 
+WINDOWS = (1, 3, 32, 70, 1000)
+"""Of one token, shorter than a page, of whole pages, and longer than most or all contexts."""
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype, kv_dtype", CASES_WITH_KV_DTYPE, ids=str)
+@pytest.mark.parametrize("max_seq_len", [1, 1 << 12], ids=["whole", "split"])
+def test_decode_attention_reads_only_the_window(
+    page_size: int,
+    kv: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    max_seq_len: int,
+    window: int,
+) -> None:
+    """The tokens before the window are NaN."""
+    lengths = [1, 130, 64, 17]
+    paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=kv_dtype, seed=dim)
+    q = torch.randn(len(lengths), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output = decode(
+        q.to(DEVICE),
+        paged.hide([max(0, length - window) for length in lengths]),
+        paged.slots.to(DEVICE),
+        paged.page_table.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        page_size,
+        max_seq_len=max_seq_len,
+        window=window,
+    )
+    expected = paged.expected(q, [length - 1 for length in lengths], window)
+    assert error(output, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("page_size, kv, group, dim, dtype", CASES, ids=str)
+def test_prefill_attention_reads_only_the_window(
+    page_size: int, kv: int, group: int, dim: int, dtype: torch.dtype, window: int
+) -> None:
+    """The tokens before the window of a chunk's first token are NaN. One chunk is longer than a block of queries."""
+    lengths, starts = [40, 339, 30], [0, 150, 29]
+    paged = Paged(lengths, page_size=page_size, kv=kv, dim=dim, dtype=dtype, seed=dim + 1)
+    counts = np.subtract(lengths, starts)
+    q = torch.randn(counts.sum(), kv * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = np.stack((paged.slots.numpy(), starts, counts, np.cumsum(counts) - counts + 2)).astype(np.int32)
+    queries, pool = q.to(DEVICE), paged.hide([max(0, start - window + 1) for start in starts])
+    output = poison(torch.empty_like(queries))
+    tables = torch.from_numpy(rows).to(DEVICE), paged.page_table.to(DEVICE)
+    attend = PrefillAttention(
+        queries, pool, *tables, page_size, max_chunk_len=int(counts.max()), skipped=2, window=window
+    )
+    attend(queries, pool, output)
+    assert error(output, paged.expected(q, starts, window)) < 2 * TOLERANCE[dtype]
+
+
+def test_window_beyond_every_context_changes_no_bit() -> None:
+    """A window of one token returns the value of the token itself."""
+    lengths = [150, 70]
+    paged = Paged(lengths, page_size=16, kv=1, dim=16, dtype=torch.float32, seed=3)
+    q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    tables = paged.slots.to(DEVICE), paged.page_table.to(DEVICE)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    full, wide, own = (
+        decode(q, paged.pool, *tables, seq_lens, 16, max_seq_len=150, window=window)
+        for window in (None, 150, 1)
+    )
+    assert torch.equal(full, wide)
+    last = torch.stack([context[1, -1] for context in paged.contexts]).expand(2, 2, 16)
+    assert torch.equal(own.cpu().double(), last)
+
+
 @pytest.mark.parametrize("has_prefixes", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 10, 32])
 def test_row_counts_by_variant_cover_every_kernel_of_mixed_steps(kv_heads: int, has_prefixes: bool) -> None:
@@ -198,8 +282,8 @@ def test_row_counts_by_variant_cover_every_kernel_of_mixed_steps(kv_heads: int, 
         ints = torch.empty(rows, 4, dtype=torch.int32)
         packed = torch.empty(packed_size(rows), dtype=torch.int32)
         shared = unpack_shared_prefixes(packed, rows) if has_prefixes else None
-        tables = ints[:, 0], ints, ints[:, 0]
-        attend = DecodeAttention(queries, (pool[0], pool[1]), *tables, 16, max_seq_len=4096, shared=shared)
+        tables = DecodeRows(ints[:, 0], ints, ints[:, 0], 16)
+        attend = DecodeAttention(queries, (pool[0], pool[1]), tables, max_seq_len=4096, shared=shared)
         launches = [attend._attend_to_rows, *([attend._merge] if attend._max_splits > 1 else [])]
         launches += [attend._attend_to_prefixes] if has_prefixes else []
         return tuple(each._options[name] for each in launches for name in sorted(each._options))

@@ -9,7 +9,7 @@ LAUNCHES = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from skiff_runtime.kernels.shared_prefixes import packed_size, unpack_shared_prefixes
-from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention
+from skiff_runtime.kernels.triton.attention.decode_attention import DecodeAttention, DecodeRows
 from skiff_runtime.prebuild.offline_driver import OfflineDriver, use_offline_driver
 
 launches = []
@@ -27,8 +27,8 @@ with use_offline_driver(90), FakeTensorMode(), torch.inference_mode():
     for columns in (1, 7, 32):
         for longest in (1, 4096):
             for shared in (None, unpack_shared_prefixes(ints(packed_size(rows)), rows)):
-                tables = ints(rows), ints(5, columns), ints(rows)
-                attend = DecodeAttention(q, pool, *tables, 16, max_seq_len=longest, shared=shared)
+                tables = DecodeRows(ints(rows), ints(5, columns), ints(rows), 16)
+                attend = DecodeAttention(q, pool, tables, max_seq_len=longest, shared=shared)
                 attend(q, pool, q)
                 first = launches[:]
                 launches.clear()

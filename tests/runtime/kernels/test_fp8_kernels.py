@@ -1,10 +1,12 @@
 """The FP8 kernels against float64 and their reference: quantization, GEMV and stream-K GEMM."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, HALF, TOLERANCE, error, noise
+import torch.nn.functional as F
+from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
 
 from skiff_runtime.kernels import fp8 as reference
 from skiff_runtime.kernels.fp8_tensors import (
@@ -17,10 +19,26 @@ from skiff_runtime.kernels.fp8_tensors import (
     quantize_rows,
 )
 from skiff_runtime.kernels.triton.fp8 import quantize, stream_k_gemm
-from skiff_runtime.kernels.triton.fp8.fp8_gemv import fp8_gemv
-from skiff_runtime.kernels.tuning import FP8GemvTile, StreamKTile, tuning_for
+from skiff_runtime.kernels.triton.fp8.fp8_gemv import (
+    can_quantize,
+    fp8_gemv,
+    fp8_gemv_silu_and_mul,
+    is_preloading_profitable,
+    quantizing_fp8_gemv,
+)
+from skiff_runtime.kernels.triton.norm_act.silu_and_mul import silu_and_mul
+from skiff_runtime.kernels.tuning import (
+    FP8GemvTile,
+    PreloadingGemvTile,
+    StreamKTile,
+    overridden,
+    tuning_for,
+)
 
 TYPES = (torch.float32, HALF)
+FP8_TILES = FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)
+PRELOADING_TILES = PreloadingGemvTile(64, 1, 3), PreloadingGemvTile(1024, 2, 1)
+GEMV_SIZES = [(1, 16), (6, 208), (5, 1312), (3, 4096)]
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -40,16 +58,15 @@ def exact_product(
     return product if bias is None else product + bias.double()
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312), (3, 4096)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_fp8_gemv_equals_the_product(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "bias", "dtype"), combine(GEMV_SIZES, (False, True), TYPES))
+def test_fp8_gemv_equals_the_product(size: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
+    outputs, inputs = size
     x = quantize.quantize_activations(noise(1, inputs, dtype=dtype) * 30)
     values = x.values.float() * FP16_DOWNSCALE
     assert x.values.dtype == torch.float16 and torch.equal(values.to(E4M3).float(), values)
     weight = make_weight(outputs, inputs)
     added = noise(outputs, dtype=dtype, seed=2) if bias else None
-    for tile in (FP8GemvTile(512), FP8GemvTile(64), FP8GemvTile(2048, warps=2)):
+    for tile in (*FP8_TILES, *PRELOADING_TILES):
         product = fp8_gemv(x, weight, added, tile=tile)
         assert product.shape == (1, outputs) and product.dtype == dtype
         # On a GPU some sums are made in float16.
@@ -62,6 +79,71 @@ def test_fp8_gemv_of_the_largest_numbers_does_not_overflow() -> None:
     weight = make_weight(16, 256)
     weight.values.copy_(torch.full((16, 256), FP8_MAX).to(E4M3))
     assert error(fp8_gemv(x, weight), 1e4 * 256 * FP8_MAX * weight.scales.T) < 1e-3
+
+
+@pytest.mark.parametrize(("size", "bias", "dtype"), combine(GEMV_SIZES, (False, True), TYPES))
+def test_fused_fp8_gemv_has_the_bits_of_fp8_gemv_and_silu_and_mul(
+    size: tuple[int, int], bias: bool, dtype: torch.dtype
+) -> None:
+    outputs, inputs = size
+    x = quantize.quantize_activations(noise(1, inputs, dtype=dtype) * (2 / inputs**0.5))
+    weight = make_weight(2 * outputs, inputs)
+    added = noise(2 * outputs, dtype=dtype, seed=2) if bias else None
+    gate, up = exact_product(x, weight, added).chunk(2, -1)
+    for tile in (None, *FP8_TILES, *PRELOADING_TILES):
+        product = fp8_gemv_silu_and_mul(x, weight, added, tile=tile)
+        assert product.shape == (1, outputs) and product.dtype == dtype
+        tolerance = TOLERANCE[dtype] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        assert error(product, F.silu(gate) * up) < 2 * tolerance
+        assert torch.equal(product, silu_and_mul(fp8_gemv(x, weight, added, tile=tile)))
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (6, 208), (5, 1312)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bound", [math.inf, 20.0])
+def test_fp8_gemv_that_quantizes_equals_the_product(
+    outputs: int, inputs: int, bias: bool, bound: float
+) -> None:
+    weight, x = make_weight(outputs, inputs), noise(1, inputs, dtype=HALF) * 30
+    added = noise(outputs, dtype=HALF, seed=2) if bias else None
+    quantized = quantize.quantize_activations(x, bound)
+    expected = exact_product(quantized, weight, added)
+    for columns, rows in ((128, 4), (1024, 2)):
+        tile = PreloadingGemvTile(columns, 1, rows)
+        product = quantizing_fp8_gemv(x, weight, added, bound, tile=tile)
+        assert torch.equal(product, fp8_gemv(quantized, weight, added, tile=tile))
+        assert product.shape == (1, outputs) and product.dtype == HALF
+        # On a GPU some sums are made in float16.
+        assert error(product, expected) < (
+            TOLERANCE[HALF] if DEVICE.type == "cpu" else TOLERANCE[torch.bfloat16]
+        )
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
+def test_fp8_gemv_quantizes_to_the_bits_of_a_launch_that_does(dtype: torch.dtype) -> None:
+    """The weight is a diagonal, so that outputs are single products, whose sum has no order."""
+    weight, x = make_weight(48, 48), noise(1, 48, dtype=dtype) * 30
+    weight.values.copy_(torch.eye(48).to(E4M3))
+    for bound in (math.inf, 20.0):
+        expected = fp8_gemv(quantize.quantize_activations(x, bound), weight)
+        assert torch.equal(quantizing_fp8_gemv(x, weight, bound=bound), expected)
+
+
+def test_single_tokens_of_two_bytes_are_quantized_by_the_gemv() -> None:
+    assert can_quantize(torch.empty(1, 16_384, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 16_512, dtype=HALF))
+    assert not can_quantize(torch.empty(2, 64, dtype=HALF))
+    assert not can_quantize(torch.empty(1, 64, dtype=torch.float32))
+
+
+def test_small_weights_are_preloaded_up_to_the_size_of_the_table() -> None:
+    """Rows that the registers of eight warps cannot keep are not, however small the weight is."""
+    tuning, weight = tuning_for(DEVICE), make_weight(16, 64)
+    for most in (0, 16 * 64 - 1, 16 * 64):
+        with overridden(replace(tuning, fp8_gemv=replace(tuning.fp8_gemv, max_preloaded_weights=most))):
+            assert is_preloading_profitable(weight) is (most == 16 * 64)
+    assert is_preloading_profitable(weight)
+    assert not is_preloading_profitable(empty_fp8_weight(1, 16_512, DEVICE))
 
 
 TILES = [
@@ -172,3 +254,22 @@ def test_bound_clamps_larger_rows_and_leaves_the_others_their_scale(rows: int) -
     values[1:] /= 10
     found = quantize.quantize_activations(values, 2.0)
     assert_quantized_alike(found, reference.quantize_activations(values.cpu().clamp(-2, 2)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("width", [64, SINGLE_ROW_CHUNK, 3 * SINGLE_ROW_CHUNK + 70])
+def test_a_row_is_quantized_alike_by_one_program_and_by_many(width: int, dtype: torch.dtype) -> None:
+    """Behind SwiGLU's product, fused or not, and whichever chunk has the largest magnitude."""
+    gate_up = noise(1, 2 * width, dtype=dtype)
+    tuning = tuning_for(DEVICE)
+    for position in (0, width // 2, width - 1):
+        gate_up[0, position] = gate_up[0, width + position] = 9 + position / width
+        x = silu_and_mul(gate_up)
+        for bound in (math.inf, 0.75):
+            expected = quantize.silu_and_mul_quantize(gate_up, bound)
+            for max_block in (width - 1, width):
+                with overridden(replace(tuning, single_row_max_block=max_block)):
+                    found = quantize.quantize_activations(x, bound)
+                assert found.dtype == expected.dtype and found.values.dtype == torch.float16
+                assert torch.equal(found.values, expected.values)
+                assert torch.equal(found.scales, expected.scales)

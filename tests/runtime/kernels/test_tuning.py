@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from skiff_runtime.kernels import tuning
+from skiff_runtime.kernels.constants import FP8_BLOCK
 from skiff_runtime.kernels.tuning import DEFAULT, HOPPER, TUNINGS, Tuning, overridden, tuning_for
 
 CPU = torch.device("cpu")
@@ -48,7 +49,24 @@ def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
     ]
     sizes += [tile.columns for tile in (table.gemv.edge_tile, table.gemv.tile, table.gemv.uneven_tile)]
     sizes += [tile.columns for tile in (table.fp8_gemv.tile, table.fp8_gemv.long_tile)]
-    sizes += [rule.tile.inputs for rule in table.stream_k.rules]
+    sizes.append(table.fp8_gemv.preloading_tile.columns)
+    for rules in (table.stream_k.rules, table.block_fp8.rules, table.w4a16.rules):
+        sizes += [rule.tile.inputs for rule in rules]
+    sizes += [tile.columns for tile in (table.block_fp8.gemv_tile, table.block_fp8.long_gemv_tile)]
+    sizes += [table.block_fp8.matrix_tile.tokens, table.block_fp8.matrix_tile.outputs]
+    sizes += [table.w4a16.gemv_tile.words, table.w4a16.dequantize_rows]
+    moe = table.moe
+    for rule in (*moe.rules, *moe.fp8_rules, *moe.block_fp8_rules):
+        sizes += [
+            rule.rows,
+            *(size for tile in (rule.gate_up, rule.down) for size in (tile.outputs, tile.inputs)),
+        ]
+    sizes += [
+        tile.columns
+        for each in (moe.gemv, moe.fp8_gemv)
+        for tile in (each.gate_up, each.down, each.long_down)
+    ]
+    sizes += [moe.routing_warps, moe.max_chunk, moe.sum_block]
     search = table.top_k_top_p
     sizes += [search.chunk, search.block, search.max_candidates]
     sizes += [table.qk_norm_rope_heads, table.single_row_chunk, table.sampling_block]
@@ -57,12 +75,40 @@ def test_sizes_of_blocks_are_powers_of_two(table: Tuning) -> None:
 
 @pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
 def test_every_profitable_stream_k_product_has_a_tile(table: Tuning) -> None:
-    most = max(table.stream_k.max_tokens, table.stream_k.max_tokens_of_tall)
-    for inputs in range(128, 8192, 128):
-        for tokens in range(1, most + 1):
-            assert any(
-                tokens <= rule.max_tokens
-                and (rule.max_inputs is None or inputs <= rule.max_inputs)
-                and inputs % rule.tile.inputs == 0
-                for rule in table.stream_k.rules
-            ), (tokens, inputs)
+    for rules, most in (
+        (table.stream_k.rules, max(table.stream_k.max_tokens, table.stream_k.max_tokens_of_tall)),
+        (table.block_fp8.rules, table.block_fp8.max_tokens),
+        (table.w4a16.rules, table.w4a16.max_tokens),
+    ):
+        for inputs in range(128, 8192, 128):
+            for tokens in range(1, most + 1):
+                assert any(
+                    tokens <= rule.max_tokens
+                    and (rule.max_inputs is None or inputs <= rule.max_inputs)
+                    and inputs % rule.tile.inputs == 0
+                    for rule in rules
+                ), (tokens, inputs)
+
+
+@pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
+def test_rows_of_a_tile_have_one_scale_of_block_fp8(table: Tuning) -> None:
+    assert FP8_BLOCK % table.block_fp8.matrix_tile.outputs == 0
+
+
+SHARED_MEMORY_BYTES = 227 << 10
+"""Of one program on compute capability 9.0."""
+
+
+@pytest.mark.parametrize("table", [DEFAULT, *TUNINGS.values()], ids=lambda table: table.measured_on)
+def test_rules_of_experts_are_complete_and_fit_the_shared_memory(table: Tuning) -> None:
+    moe = table.moe
+    for rules, item_bytes in ((moe.rules, 2), (moe.fp8_rules, 1), (moe.block_fp8_rules, 1)):
+        bounds = [rule.max_rows for rule in rules[:-1] if rule.max_rows is not None]
+        assert len(bounds) == len(rules) - 1 and bounds == sorted(bounds) and rules[-1].max_rows is None
+        for rule in rules:
+            for tile, weights in ((rule.gate_up, 2), (rule.down, 1)):
+                block = (rule.rows + weights * tile.outputs) * tile.inputs * item_bytes
+                assert block * tile.stages <= SHARED_MEMORY_BYTES, (rule, tile)
+    for rule in moe.block_fp8_rules:
+        for tile in (rule.gate_up, rule.down):
+            assert tile.inputs == 128 and 128 % tile.outputs == 0, "a tile has one scale for each row"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_models import FAMILIES, edit_json, make_model
+from transformers import AutoConfig
 
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.layers.rope_scaling import LinearScaling, Llama3Scaling
@@ -42,7 +43,17 @@ def test_every_family_is_read(model: Path) -> None:
     assert config.architecture in ARCHITECTURES
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
     assert config.eos_token_ids == (1,)
-    assert config.head_dim == (32 if config.architecture == "Qwen3ForCausalLM" else 16)
+    assert config.head_dim == (32 if config.architecture.startswith("Qwen3") else 16)
+
+
+def test_defaults_of_absent_keys_are_those_of_transformers(model: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    for key in ("rope_parameters", "rope_scaling", "rope_theta", "rms_norm_eps"):
+        values.pop(key, None)
+    (model / "config.json").write_text(json.dumps(values))
+    expected, found = AutoConfig.from_pretrained(model), read_model_config(model)
+    assert found.rms_norm_eps == expected.rms_norm_eps
+    assert found.rope_theta == expected.rope_parameters["rope_theta"]
 
 
 def test_rope_settings_are_read_from_both_layouts(llama: Path) -> None:
@@ -85,12 +96,26 @@ def test_generation_config_is_optional(llama: Path) -> None:
         ({"vocab_size": ...}, "lacks 'vocab_size'"),
         ({"hidden_size": "big"}, "'hidden_size' must be a positive whole number, not 'big'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive"),
+        ({"num_hidden_layers": 1 << 31}, "'num_hidden_layers' must be at most 1024, not 2147483648"),
+        ({"hidden_size": 1 << 63}, "'hidden_size' must be at most 2147483647"),
+        ({"max_position_embeddings": 1 << 25}, "'max_position_embeddings' must be at most 16777216"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a number"),
         ({"num_key_value_heads": 3}, "3 KV heads do not divide 4"),
         ({"head_dim": 15}, "must be even"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"by the method 'awq'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "has 'bits' None"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope type 'dynamic' is not supported.*dynamic NTK.*supported are .*--rope-scaling",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported; supported are"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention'.* not supported"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "both 'rope_parameters' and 'rope_scaling'",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "'factor' must be above 0"),
         ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
@@ -131,24 +156,58 @@ def test_missing_directory_and_files_are_named(tmp_path: Path) -> None:
         read_model_config(tmp_path / "file")
 
 
-def test_mistral_sliding_window_is_refused_unless_contexts_fit_into_it(tmp_path: Path) -> None:
+def test_every_layer_of_mistral_has_its_sliding_window(tmp_path: Path) -> None:
     path = make_model(tmp_path, "mistral", sliding_window=128)
-    with pytest.raises(ModelError, match=r"sliding_window': 128.*--max-model-len 128 or less"):
-        read_model_config(path)
-    assert read_model_config(path, max_model_len=128).max_position_embeddings == 512
-    assert edited(path, sliding_window=512).architecture == "MistralForCausalLM"
-    with pytest.raises(ModelError, match="4096"):
-        edited(path, sliding_window=..., max_position_embeddings=8192)
+    assert read_model_config(path).sliding_windows == (128,) * 3
+    assert read_model_config(path, max_model_len=129).sliding_windows == (128,) * 3
+    assert edited(path, sliding_window=...).sliding_windows == (None,) * 3  # the default, 4,096, exceeds 512
+    assert edited(path, max_position_embeddings=8192).sliding_windows == (4096,) * 3
+    assert edited(path, sliding_window=None).sliding_windows == (None,) * 3
+    assert edited(path, sliding_window=7, layer_types=["sliding_attention"] * 3).sliding_windows == (7,) * 3
+    with pytest.raises(ModelError, match="remove 'layer_types'"):
+        edited(path, layer_types=["sliding_attention", "full_attention", "full_attention"])
 
 
-def test_qwen2_sliding_window_is_refused_only_where_a_layer_uses_it(tmp_path: Path) -> None:
+def test_window_that_no_sequence_exceeds_is_full_attention(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "mistral", sliding_window=128)
+    assert read_model_config(path, max_model_len=128).sliding_windows == (None,) * 3
+    assert edited(path, sliding_window=512).sliding_windows == (None,) * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_of_qwen_have_a_window_by_flag_and_number(tmp_path: Path, family: str) -> None:
+    path = make_model(tmp_path, family)
+    edit_json(path / "config.json", layer_types=..., sliding_window=64)
+    assert edited(path, use_sliding_window=False).sliding_windows == (None,) * 3
+    assert edited(path, use_sliding_window=True, max_window_layers=3).sliding_windows == (None,) * 3
+    assert edited(path, max_window_layers=2).sliding_windows == (None, None, 64)
+    assert edited(path, max_window_layers=0).sliding_windows == (64,) * 3
+    assert edited(path, max_window_layers=...).sliding_windows == (None,) * 3  # the default is 28
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert edited(path, layer_types=kinds).sliding_windows == (64, None, 64)
+    edit_json(path / "config.json", sliding_window=..., max_position_embeddings=8192)
+    assert read_model_config(path).sliding_windows == (4096, None, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "'sliding_window' must be a positive whole number, not 0"),
+        ({"sliding_window": "wide"}, "'sliding_window' must be"),
+        ({"max_window_layers": -1}, "'max_window_layers' must be a whole number, not -1"),
+        ({"max_window_layers": "all"}, "'max_window_layers' must be"),
+        ({"layer_types": ["sliding_attention"]}, "'layer_types' must be a list of 3"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
+        ({"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "no window is enabled"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "no window is enabled"),
+        ({"use_sliding_window": 1}, "must be true or false"),
+    ],
+)
+def test_malformed_window_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = make_model(tmp_path, "qwen2")
-    assert edited(path, sliding_window=64, use_sliding_window=False).num_layers == 3
-    assert edited(path, layer_types=..., use_sliding_window=True, max_window_layers=3).num_layers == 3
-    with pytest.raises(ModelError, match="sliding-window"):
-        edited(path, max_window_layers=2)
-    with pytest.raises(ModelError, match="sliding-window"):
-        edited(path, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    edit_json(path / "config.json", use_sliding_window=True, sliding_window=64, layer_types=...)
+    with pytest.raises(ModelError, match=message):
+        edited(path, **changes)
 
 
 def test_tp_size_must_divide_heads(llama: Path) -> None:

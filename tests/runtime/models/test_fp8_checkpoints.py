@@ -23,7 +23,7 @@ from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.layers.projections import PACKED_MODULES
 from skiff_runtime.layers.sharding import LayerContext, WeightShard
-from skiff_runtime.models.checkpoint import INDEX_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE
 from skiff_runtime.models.config import ModelConfig, read_model_config
 from skiff_runtime.models.footprint import estimate_weight_bytes
 from skiff_runtime.models.registry import make_model as build
@@ -55,7 +55,14 @@ def load(path: Path, *, quantized: bool = True, tp_rank: int = 0, tp_size: int =
     group = TensorParallelGroup(tp_rank, tp_size)
     config = read_model_config(path)
     kind: Quantization = "fp8" if quantized else "none"
-    context = LayerContext(torch.float32, torch.device("cpu"), group, kind, unquantized=config.unquantized)
+    context = LayerContext(
+        torch.float32,
+        torch.device("cpu"),
+        group,
+        kind,
+        unquantized=config.unquantized,
+        stored_format=config.weight_format,
+    )
     model = build(config, context, max_positions=8)
     load_weights(model, "safetensors", lambda share: None)
     return {shard.name: shard for shard in model.weight_shards()}
@@ -68,7 +75,7 @@ def test_quantized_checkpoint_is_loaded_unchanged(
 ) -> None:
     plain, ready = (make_model(tmp_path / name, "qwen2") for name in ("plain", "ready"))
     quantize(ready, config, shape)
-    assert resolve(Config(model=str(ready), device="cpu"))[0].quantization == "fp8"
+    assert resolve(Config(model=str(ready), device="cpu"))[0].quantization == config["quant_method"]
     own = load(plain)
     for name, shard in load(ready).items():
         assert torch.equal(shard.target.view(torch.uint8), own[name].target.view(torch.uint8)), name
@@ -108,7 +115,6 @@ def test_missing_scales_and_undeclared_fp8_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "is by the method 'awq'"),
         (
             {**COMPRESSED, "ignore": ["model.layers.1.mlp.up_proj"]},
             r"excludes 'model\.layers\.1\.mlp\.up_proj' but not 'model\.layers\.1\.mlp\.gate_proj'",
@@ -127,7 +133,7 @@ def test_missing_scales_and_undeclared_fp8_are_refused(tmp_path: Path) -> None:
                 **COMPRESSED,
                 "config_groups": {"0": {**GROUP, "weights": {**GROUP["weights"], "strategy": "block"}}},
             },
-            "has 'strategy' of weights 'block'",
+            "has 'block_structure' of weights None",
         ),
         (
             {**COMPRESSED, "config_groups": {"0": {**GROUP, "input_activations": None}}},
@@ -149,7 +155,7 @@ def test_unsupported_quantization_is_refused_by_name(
 def test_quantized_checkpoint_cannot_be_served_unquantized(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     edit_json(path / "config.json", quantization_config=COMPRESSED)
-    with pytest.raises(ConfigError, match="are quantized to fp8"):
+    with pytest.raises(ConfigError, match="are quantized by the method compressed-tensors"):
         resolve(Config(model=str(path), device="cpu", quantization="none"))
 
 

@@ -13,7 +13,7 @@ from tiny_models import edit_json, make_model
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.errors import ModelError
 from skiff_runtime.layers.sharding import LayerContext
-from skiff_runtime.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from skiff_runtime.models.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from skiff_runtime.models.config import ARCHITECTURES, read_model_config
 from skiff_runtime.models.decoder import DecoderModel
 from skiff_runtime.models.registry import MODELS

@@ -1,12 +1,18 @@
 """The kernels that ahead-of-time compilation launches for a rank; nothing is compiled here."""
 
 import json
+import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compiling import run_compiling
+from compiling import CompilingProcess
 from tiny_models import make_model
+from tiny_tokenizer import VOCAB_SIZE
+
+from skiff_runtime.kernels.constants import vocab_shard_size
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
@@ -21,36 +27,68 @@ def describe(given):
     return (str(given.dtype), *given.shape, *given.stride()) if isinstance(given, torch.Tensor) else given
 def launch(kernel, *given, grid, warmup, **options):
     constants = json.dumps(options, sort_keys=True, default=str)
-    seen.add((kernel.fn.__name__, constants, str(grid), str([describe(each) for each in given])))
+    # A number that is not specialized, such as a rank's first token, does not change what is compiled.
+    unspecialized = kernel.do_not_specialize
+    described = [
+        type(each).__name__ if name in unspecialized else describe(each)
+        for name, each in zip(kernel.arg_names, given)
+    ]
+    seen.add((kernel.fn.__name__, constants, str(grid), str(described)))
 triton.JITFunction.run = launch
 
-path, quantization, *ranks = sys.argv[1:]
 group = ahead_of_time.DetachedRank
 sizes = {"max_running_requests": 17, "max_model_len": 512}
-found = []
-for tp, rank in (map(int, each.split("/")) for each in ranks):
-    seen = set()
-    ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
-    config, model = resolve(
-        Config(model=path, device="cpu", dtype="bfloat16", quantization=quantization, tp_size=tp, **sizes)
-    )
-    ahead_of_time.compile_ahead_of_time(config, model, 90)
-    found.append(sorted(seen))
-print(json.dumps(found))
+for line in sys.stdin:
+    path, quantization, expert_parallel, ranks = json.loads(line)
+    found = []
+    for tp, rank in ranks:
+        seen = set()
+        ahead_of_time.DetachedRank = lambda _rank, tp_size, device: group(rank, tp_size, device)
+        config, model = resolve(
+            Config(
+                model=path,
+                device="cpu",
+                dtype="bfloat16",
+                quantization=quantization,
+                tp_size=tp,
+                expert_parallel=expert_parallel,
+                **sizes,
+            )
+        )
+        ahead_of_time.compile_ahead_of_time(config, model, 90)
+        found.append(sorted(seen))
+    print(json.dumps(found), flush=True)
 """
 
+SHARDED = {"sample_shard_kernel", "max_sampling_keys_kernel", "take_sampled_tokens_kernel"}
+FUSED_SUMS = {"all_reduce_add_rms_norm_kernel", "push_all_reduce_add_rms_norm_kernel"}
+SUMS = {"low_latency_all_reduce_kernel", "push_all_reduce_kernel", *FUSED_SUMS}
+"""Kernels that only ranks of several launch, to sample and to sum."""
+CELLS = re.compile(r"\('torch\.int32', 3, (\d+), \1, 1\)")
+"""The rows, columns and values that ``write_cells_kernel`` writes; nothing is compiled for their number."""
 Launch = tuple[str, dict[str, Any], str, str]
 
 
-def launches(model: Path, *ranks: tuple[int, int], quantization: str = "none") -> list[list[Launch]]:
+def launches(
+    model: Path, *ranks: tuple[int, int], quantization: str = "none", expert_parallel: bool = False
+) -> list[list[Launch]]:
     """Return (kernel, constants, grid, arguments) of each distinct launch, for each (number of ranks, rank)."""
-    named = [f"{tp_size}/{rank}" for tp_size, rank in ranks]
-    done = run_compiling("-c", LAUNCHES, str(model), quantization, *named)
-    assert done.returncode == 0, done.stderr
     return [
         [(name, json.loads(constants), *rest) for name, constants, *rest in found]
-        for found in json.loads(done.stdout)
+        for found in _compiler().ask([str(model), quantization, expert_parallel, ranks])
     ]
+
+
+@cache
+def _compiler() -> CompilingProcess:
+    return CompilingProcess("-c", LAUNCHES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_compiler() -> Iterator[None]:
+    yield
+    _compiler().close()
+    _compiler.cache_clear()
 
 
 def constants(found: list[Launch], kernel: str, *names: str) -> set[tuple[Any, ...]]:
@@ -88,15 +126,55 @@ def test_kernels_have_the_sizes_of_one_rank(found: dict[int, list[Launch]], tp_s
     assert constants(own, "prefill_attention_kernel", "KV", "HEADS") == {(kv_heads, 4 // tp_size)}
     hidden, attended, inner = 64, 64 // tp_size, 96 // tp_size
     assert constants(own, "gemv_kernel", "INPUTS") == {(hidden,), (attended,), (inner,)}
+    assert constants(own, "gemv_silu_and_mul_kernel", "INPUTS") == {(hidden,)}
     assert constants(own, "silu_and_mul_kernel", "WIDTH") == {(inner,)}
+    if tp_size > 1:
+        shard = vocab_shard_size(VOCAB_SIZE, tp_size)
+        assert constants(own, "sample_shard_kernel", "VOCAB", "SHARD") == {(VOCAB_SIZE, shard)}
+    assert constants(own, "sample_blocks_kernel", "VOCAB") == {(VOCAB_SIZE,)}
 
 
 def test_kernels_without_sharded_sizes_are_the_same_for_any_tp_size(found: dict[int, list[Launch]]) -> None:
+    """Ranks of several also write the tokens of filtered rows to the table, of which there may be other numbers."""
     names = {launch[0] for launch in found[1]}
-    assert all({launch[0] for launch in launched} == names for launched in found.values())
-    for kernel in ("rms_norm_kernel", "prepare_inputs_kernel", "write_cells_kernel"):
-        first, *others = ([launch for launch in each if launch[0] == kernel] for each in found.values())
+    for tp_size, launched in found.items():
+        assert {launch[0] for launch in launched} == names | (SHARDED | SUMS if tp_size > 1 else set())
+        assert constants(launched, "rms_norm_kernel", "WIDTH", "ADD") == {(64, False), (64, True)}
+    for kernel in ("prepare_inputs_kernel", "write_cells_kernel"):
+        first, *others = (
+            {
+                (str(given), grid, CELLS.sub("cells", arguments))
+                for name, given, grid, arguments in each
+                if name == kernel
+            }
+            for each in found.values()
+        )
         assert first and all(other == first for other in others), kernel
+
+
+def test_attention_kernels_are_compiled_for_each_window(tmp_path: Path) -> None:
+    """A step of a model with windows in some layers launches both variants; only full attention shares prefixes."""
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
+    (mixed,) = launches(make_model(tmp_path / "mixed", "qwen3", **options), (1, 0))
+    for kernel in ("decode_attention_kernel", "prefill_attention_kernel"):
+        assert constants(mixed, kernel, "WINDOW") == {(0,), (48,)}, kernel
+    found = constants(mixed, "decode_attention_kernel", "WINDOW", "HAS_PREFIXES")
+    assert found == {(0, False), (0, True), (48, False)}
+    (every,) = launches(make_model(tmp_path / "every", "mistral", sliding_window=48), (1, 0))
+    assert constants(every, "decode_attention_kernel", "WINDOW", "HAS_PREFIXES") == {(48, False)}
+    assert "shared_prefix_attention_kernel" not in {launch[0] for launch in every}
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_every_sum_over_ranks_is_compiled(found: dict[int, list[Launch]], tp_size: int) -> None:
+    """Two-shot, too, which more than two ranks use, for messages that no step on fake tensors has."""
+    own = found[tp_size]
+    two_shot = {(True,)} if tp_size > 2 else set()
+    assert constants(own, "push_all_reduce_kernel", "TWO_SHOT") == {(False,)} | two_shot
+    for kernel in SUMS:
+        assert constants(own, kernel, "RANKS") == {(tp_size,)}
+    for kernel in FUSED_SUMS:
+        assert constants(own, kernel, "WIDTH") == {(64,)}
 
 
 def test_all_ranks_launch_the_same_kernels(by_rank: dict[tuple[int, int], list[Launch]]) -> None:
@@ -108,3 +186,21 @@ def test_all_ranks_launch_the_same_fp8_kernels(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3")
     first, second = launches(model, (2, 0), (2, 1), quantization="fp8")
     assert first == second and first
+    quantizing = {name.replace("norm_kernel", "norm_quantize_kernel") for name in FUSED_SUMS}
+    assert {launch[0] for launch in first} >= quantizing | FUSED_SUMS
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_all_ranks_launch_the_same_kernels_of_experts(
+    tmp_path: Path, quantization: str, expert_parallel: bool
+) -> None:
+    """Only an argument for which nothing is compiled, the first expert, differs."""
+    model = make_model(tmp_path, "qwen3_moe")
+    first, second = launches(
+        model, (2, 0), (2, 1), quantization=quantization, expert_parallel=expert_parallel
+    )
+    assert [launch[:3] for launch in first] == [launch[:3] for launch in second]
+    for kernel in ("fused_topk_kernel", "router_topk_kernel"):
+        assert constants(first, kernel, "EXPERTS", "TOP_K") == {(8, 3)}
+    assert constants(first, "moe_align_block_size_kernel", "EXPERTS") == {(4 if expert_parallel else 8,)}

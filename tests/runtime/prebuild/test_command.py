@@ -3,11 +3,14 @@
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from compiling import run_compiling
-from tiny_models import make_model
+from quantized_formats import FORMATS
+from tiny_models import edit_json, make_model
 
 from skiff_runtime.kernels import kernel_cache
 
@@ -26,34 +29,99 @@ def kernels(directory: Path) -> list[str]:
     return sorted(path.stem for path in (directory / kernel_cache.TRITON_FOLDER).glob("*/*.cubin"))
 
 
-def test_every_kernel_of_a_step_is_compiled_once(tmp_path: Path) -> None:
-    """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it.
+SHAPE: Final[dict[str, Any]] = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+}
+"""Of all models here, so that what does not differ between formats is compiled once."""
+BLOCK_FP8: Final = (
+    "block_fp8_gemv_kernel",
+    "block_fp8_stream_k_kernel",
+    "block_fp8_gemm_kernel",
+    "quantize_groups_kernel",
+    "silu_and_mul_quantize_groups_kernel",
+    "add_rms_norm_quantize_groups_kernel",
+)
+INT4: Final = ("int4_gemv_kernel", "int4_stream_k_kernel", "dequantize_int4_kernel")
 
-    Heads have sixteen dimensions: the FP8 attention loop reads pairs of them, so products would have only eight, too
-    few for tensor cores.
-    """
-    model = make_model(tmp_path / "model", "qwen3", num_hidden_layers=1, head_dim=16)
-    directory = tmp_path / "kernels"
-    done = prebuild(model, directory, "--quantization", "fp8")
+
+QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
+    "block-fp8": BLOCK_FP8,
+    "compressed-tensor-fp8-static": ("quantize_static_kernel",),
+    "awq": INT4,
+}
+"""The kernels that only this format has."""
+BUILDS: Final = """
+import sys
+from skiff_runtime.__main__ import main
+
+for model in sys.argv[3:]:
+    print("model", model, file=sys.stderr)
+    assert main(["prebuild", "--model-config", model, *sys.argv[1].split(), sys.argv[2]]) == 0
+"""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A finished build, and the kernels in its directory at that time: others are built into it later."""
+
+    model: Path
+    directory: Path
+    stderr: str
+    kernels: list[str]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The kernels of a model of one layer in FP8."""
+    folder = tmp_path_factory.mktemp("build")
+    model = make_model(folder / "model", "qwen3", **SHAPE)
+    done = prebuild(model, folder / "kernels", "--quantization", "fp8")
     assert done.returncode == 0, done.stderr
-    found = kernels(directory)
-    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", done.stderr)) == found
+    return Build(model, folder / "kernels", done.stderr, kernels(folder / "kernels"))
+
+
+@pytest.fixture(scope="module")
+def compiled(build: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The kernels that are compiled for each format, by one process and into the directory of ``build``."""
+    folder = tmp_path_factory.mktemp("quantized")
+    for name in QUANTIZED:
+        model = make_model(folder / name, "qwen3", **SHAPE)
+        edit_json(model / "config.json", quantization_config=FORMATS[name].config)
+    flags = "--dtype bfloat16 --max-running-requests 1 --kernel-cache-dir"
+    models = [str(folder / name) for name in QUANTIZED]
+    done = run_compiling("-c", BUILDS, flags, str(build.directory), *models)
+    assert done.returncode == 0, done.stderr
+    written = set(kernels(build.directory))
+    found = {}
+    for part in re.split("^model ", done.stderr, flags=re.MULTILINE)[1:]:
+        found[Path(part.splitlines()[0]).name] = set(re.findall(r"kernel_compiled kernel=(\w+) ", part))
+    assert set().union(*found.values()) <= written
+    return found
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_kernels_of_quantized_checkpoints_are_compiled(compiled: dict[str, set[str]], name: str) -> None:
+    assert set(QUANTIZED[name]) <= compiled[name], compiled[name]
+
+
+def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
+    """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it."""
+    model, directory, found = build.model, build.directory, build.kernels
+    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", build.stderr)) == found
     for name in (
         "decode_attention_kernel",
         "prefill_attention_kernel",
         "qk_norm_rope_store_kv_kernel",
         "prepare_inputs_kernel",
         "sample_blocks_kernel",
-        "fp8_gemv_kernel",
+        "preloading_fp8_gemv_kernel",
         "quantize_kernel",
     ):
         assert name in found
-    for name in (
-        "add_rms_norm_quantize_kernel",
-        "silu_and_mul_quantize_kernel",
-        "silu_and_mul_amax_kernel",
-        "quantize_chunk_kernel",
-    ):
+    for name in ("add_rms_norm_quantize_kernel", "silu_and_mul_quantize_kernel"):
         assert name in found
     for name in (
         "chunk_maxima_kernel",

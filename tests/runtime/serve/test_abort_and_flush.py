@@ -24,7 +24,8 @@ KEY = "sk-whole"
 def service() -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIFF_API_KEY", f"sk-other,{KEY}")
-        with running_service("demo://") as service:
+        # With a bound, because other tests may run on the same GPU.
+        with running_service("demo://", "--max-total-tokens", "65536") as service:
             service.http.headers["authorization"] = f"Bearer {KEY}"
             yield service
 

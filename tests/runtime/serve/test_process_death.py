@@ -60,13 +60,10 @@ def make_client(service: Service) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120)
 
 
-@pytest.mark.parametrize(
-    ("victim", "tp"),
-    [("api", 1), ("tokenizer0", 1), ("detokenizer", 1), ("rank0", 2), ("rank1", 2)],
-)
-def test_killed_child_ends_the_service_and_every_client_gets_an_error(
-    model: Path, victim: str, tp: int
-) -> None:
+@pytest.mark.parametrize("victim", ["api", "tokenizer0", "detokenizer", "rank0"])
+def test_killed_child_ends_the_service_and_every_client_gets_an_error(model: Path, victim: str) -> None:
+    """``tests/gpu/test_rank_faults.py`` does this to one rank of several."""
+
     async def scenario(service: Service) -> list[Any]:
         async with make_client(service) as client:
             requests = [asyncio.ensure_future(ask(client, number, 2000)) for number in range(CLIENTS)]
@@ -74,11 +71,11 @@ def test_killed_child_ends_the_service_and_every_client_gets_an_error(
             service.children[victim].kill()
             return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), HANG_SECONDS)
 
-    with running_service(model, *FLAGS, "--tp", str(tp)) as service:
+    with running_service(model, *FLAGS) as service:
         children = list(service.children.values())
         run_dir = Path(children[0].cmdline()[5])
         ends = asyncio.run(scenario(service))
-        assert len(children) == 3 + tp
+        assert len(children) == 4
         assert [end for end in ends if not isinstance(end, APIError)] == []
         assert service.wait_exit() == EXIT_CHILD_DIED
         assert [child for child in children if is_alive(child)] == []
@@ -96,14 +93,14 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-TOKENS: Final = 250
-"""Enough for the drain to take longer than the refusal of a new client."""
+OUTPUTS: Final = [1000] + [250] * (CLIENTS - 1)
+"""Tokens of the answers during a drain: one goes on until a new request was refused, however slow the machine is."""
 
 
 def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
     async def scenario(service: Service) -> list[int]:
         async with make_client(service) as client:
-            requests = [asyncio.ensure_future(ask(client, number, TOKENS)) for number in range(CLIENTS)]
+            requests = [asyncio.ensure_future(ask(client, *each)) for each in enumerate(OUTPUTS)]
             await wait_all_running(service)
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: is_draining(service))
@@ -114,7 +111,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
 
     with running_service(model, *FLAGS, "--drain-timeout-seconds", "300") as service:
         children = list(service.children.values())
-        assert asyncio.run(scenario(service)) == [TOKENS] * CLIENTS
+        assert asyncio.run(scenario(service)) == OUTPUTS
         assert service.wait_exit() == EXIT_OK
         assert [child for child in children if is_alive(child)] == []
 

@@ -16,8 +16,11 @@ from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
 
 BILLIONS = {
     "llama-3.1-8b": 8.03,
+    "mixtral-8x7b": 46.70,
     "qwen3-0.6b": 0.596,
     "qwen3-14b": 14.77,
+    "qwen3-235b-a22b": 235.09,
+    "qwen3-30b-a3b": 30.53,
     "qwen3-32b": 32.76,
     "qwen3-8b": 8.19,
 }
@@ -39,7 +42,7 @@ def test_shape_is_served_with_random_weights_only() -> None:
     assert model.num_layers == 28 and config.served_model_name == "qwen3-0.6b"
     with pytest.raises(ConfigError, match="add --load-format dummy"):
         resolve(Config(model="shape://qwen3-0.6b"))
-    with pytest.raises(ConfigError, match=r"no such shape; known shapes are llama-3\.1-8b, qwen3"):
+    with pytest.raises(ConfigError, match=r"no such shape; known shapes are llama-3\.1-8b, mixtral"):
         resolve(Config(model="shape://gpt-9", load_format="dummy"))
 
 

@@ -9,7 +9,13 @@ from compiling import run_compiling
 
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
-from skiff_runtime.kernels.tuning import DEFAULT, PrefillChoiceTuning, SharedPrefixTuning, StreamKRule
+from skiff_runtime.kernels.tuning import (
+    DEFAULT,
+    GroupedGemmRule,
+    PrefillChoiceTuning,
+    SharedPrefixTuning,
+    StreamKRule,
+)
 from skiff_runtime.tune.measure import get_field
 from skiff_runtime.tune.tunables import TUNABLES
 
@@ -53,12 +59,18 @@ UNMEASURED = {
     "gemv.short_inputs",
     "gemv.long_inputs",
     "fp8_gemv.short_inputs",
+    "block_fp8.short_inputs",
+    "moe.gemv.short_inputs",
+    "moe.fp8_gemv.short_inputs",
     "top_k_top_p.min_programs_of_row",
     "top_k_top_p.max_candidates",
+    "row_exchange_min_rows",
+    "single_row_max_block",
     *(f"shared_prefix.{field.name}" for field in fields(SharedPrefixTuning)),
     *(f"prefill_choice.{field.name}" for field in fields(PrefillChoiceTuning)),
+    *(f"all_reduce.{index}" for index in range(len(DEFAULT.all_reduce))),
 }
-"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine can judge."""
+"""Bounds that divide cases, tiles of rare models, and numbers that only a whole engine or several GPUs can judge."""
 
 
 def list_fields(value: Any, path: str = "") -> set[str]:
@@ -71,6 +83,8 @@ def list_fields(value: Any, path: str = "") -> set[str]:
         }
     if isinstance(value, tuple):
         return {found for index, item in enumerate(value) for found in list_fields(item, f"{path}.{index}")}
+    if isinstance(value, GroupedGemmRule):
+        return {f"{path}.gate_up", f"{path}.down"}
     return {f"{path}.tile"} if isinstance(value, StreamKRule) else {path}
 
 
@@ -103,9 +117,34 @@ def test_workloads_launch_the_kernels_that_their_numbers_are_of() -> None:
         ("prefill_tile", "prefill_attention_kernel"),
         ("qk_norm_rope_heads", "qk_norm_rope_store_kv_kernel"),
         ("gemv.max_outputs", "gemv_kernel"),
+        ("gemv.fuse_silu_and_mul", "gemv_silu_and_mul_kernel"),
         ("fp8_gemv.tile", "fp8_gemv_kernel"),
+        ("fp8_gemv.fuse_silu_and_mul", "fp8_gemv_silu_and_mul_kernel"),
+        ("fp8_gemv.fuse_silu_and_mul", "quantize_row_kernel"),
+        ("fp8_gemv.preloading_tile", "preloading_fp8_gemv_kernel"),
+        ("fp8_gemv.max_preloaded_weights", "preloading_fp8_gemv_kernel"),
+        ("moe.router_topk_rows", "router_topk_kernel"),
+        ("moe.fuse_router_norm", "rms_norm_kernel"),
+        ("moe.max_router_topk_tokens", "fused_topk_kernel"),
         ("stream_k.rules.6.tile", "stream_k_gemm_kernel"),
         ("stream_k.max_tokens", "stream_k_gemm_kernel"),
+        ("block_fp8.long_gemv_tile", "block_fp8_gemv_kernel"),
+        ("block_fp8.rules.3.tile", "block_fp8_stream_k_kernel"),
+        ("block_fp8.max_tokens", "block_fp8_stream_k_kernel"),
+        ("block_fp8.matrix_tile", "block_fp8_gemm_kernel"),
+        ("w4a16.gemv_tile", "int4_gemv_kernel"),
+        ("w4a16.rules.2.tile", "int4_stream_k_kernel"),
+        ("w4a16.max_tokens", "dequantize_int4_kernel"),
+        ("w4a16.dequantize_rows", "dequantize_int4_kernel"),
+        ("moe.routing_warps", "fused_topk_kernel"),
+        ("moe.max_chunk", "count_experts_kernel"),
+        ("moe.gemv.gate_up", "gate_up_gemv_kernel"),
+        ("moe.gemv.long_down", "down_gemv_kernel"),
+        ("moe.fp8_gemv.down", "fp8_down_gemv_kernel"),
+        ("moe.rules.0.gate_up", "gate_up_kernel"),
+        ("moe.fp8_rules.0.down", "down_kernel"),
+        ("moe.block_fp8_rules.3.down", "quantize_groups_kernel"),
+        ("moe.sum_block", "moe_sum_kernel"),
         ("single_row_chunk", "quantize_chunk_kernel"),
         ("sampling_block", "sample_blocks_kernel"),
         ("top_k_top_p.chunk", "find_thresholds_kernel"),

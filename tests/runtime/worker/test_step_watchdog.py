@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,3 +73,22 @@ def test_finished_step_is_not_waited_for(plan: StepPlan) -> None:
     slow.done.set()
     assert StepWatchdog(slow, timeout_seconds=60, beat=lambda: beats.append(None)).launch(plan).wait(0)
     assert not beats
+
+
+def test_time_in_which_the_rank_is_suspended_hardly_counts(
+    monkeypatch: pytest.MonkeyPatch, plan: StepPlan
+) -> None:
+    slow = Slow()
+    now = [0.0]
+
+    def wait(timeout_seconds: float) -> bool:
+        now[0] += 3600.0 if now[0] == 0 else timeout_seconds
+        return slow.done.is_set()
+
+    def beat() -> None:
+        if now[0] > 3605:
+            slow.done.set()
+
+    monkeypatch.setattr(slow, "wait", wait)
+    monkeypatch.setattr(step_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert StepWatchdog(slow, timeout_seconds=60, beat=beat).launch(plan).result().tokens.tolist() == [7]

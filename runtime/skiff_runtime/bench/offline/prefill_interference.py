@@ -1,14 +1,22 @@
 """``skiff bench prefill-interference``: inter-token latency of decoding requests while a long prompt is computed."""
 
 import argparse
+import contextlib
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
+import msgspec
 import numpy as np
 from rich.console import Console
 
@@ -17,7 +25,7 @@ from skiff_runtime.bench.flag_types import natural_int, positive_int
 from skiff_runtime.bench.report import make_table, write_json
 from skiff_runtime.config import Config
 from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
-from skiff_runtime.contract import EXIT_OK
+from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import ConfigError, SkiffError
@@ -31,14 +39,16 @@ from skiff_runtime.messages import (
     TokenBatch,
     Wire,
 )
-from skiff_runtime.models.config import ModelConfig
+from skiff_runtime.processes.child_process import die_with_parent
+from skiff_runtime.processes.launch import Launch
 from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
+from skiff_runtime.worker.step_watchdog import StepWatchdog
 
 DESCRIPTION: Final = """\
 Inter-token latency of decoding requests while a long prompt is computed beside them:
-scheduler and engine in one process, once for each bound of --mixed-prefill-tokens."""
+scheduler and engine in one process for each rank, once for each bound of --mixed-prefill-tokens."""
 EPILOG: Final = """\
 Baseline is the median inter-token latency before the prompt arrives. Median and largest
 are those from its arrival until its first token; the ratio is that of largest to baseline.
@@ -51,6 +61,10 @@ UNBOUNDED: Final = 0
 """Chunk size that only --max-num-batched-tokens bounds; ``all`` on the command line."""
 TEMPERATURE: Final = 0.6
 MAX_TURNS: Final = 1_000_000
+END_SECONDS: Final = 60.0
+"""Time limit for the other ranks to end after the first one."""
+FAILURE_GRACE_SECONDS: Final = 3.0
+_LOAD_FILE: Final = "load.json"
 RENAMED_FLAGS: Final = {
     "--streams": "--batch-size",
     "--context": "--context-len",
@@ -68,6 +82,18 @@ _UNUSED_FIELDS: Final = (
     "max_running_requests",
     "mixed_prefill_tokens",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The workload: see the flags of the same names."""
+
+    batch_size: int
+    context_len: int
+    input_len: int
+    baseline_steps: int
+    chunk_sizes: tuple[int, ...]
+    seed: int
 
 
 class TokenTimes(Channel):
@@ -147,78 +173,162 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the figures, and return the exit code."""
     config, model = resolve(build_config(arguments, max_running_requests=arguments.batch_size + 1))
     log.configure("bench", config.log_level)
-    _check(config, arguments)
+    load = Load(**{name: getattr(arguments, name) for name in Load.__dataclass_fields__})
+    _check(config, load)
     with tempfile.TemporaryDirectory() as scratch:
-        if config.device == "cuda" and config.kernel_cache_dir is not None:
-            kernel_cache.activate(Path(config.kernel_cache_dir), Path(scratch))
-        group = TensorParallelGroup.start(tp_rank=0, tp_size=1, device=config.device, run_dir=Path(scratch))
-        engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
-        engine.warmup()
-        bench = _InterferenceBench(engine, config, model, arguments)
-        # A run that is not counted: what happens once, such as the compilation of a kernel, happens in it.
-        bench.measure(UNBOUNDED)
-        results = [bench.measure(chunk_size) for chunk_size in arguments.chunk_sizes]
-        engine.close()
+        launch = Launch(config, model, Path(scratch))
+        with _OtherRanks(launch, load):
+            results = _measure_rank(launch, load, rank=0)
     _show(results)
     if arguments.output_json is not None:
-        write_json(arguments.output_json, _collect_figures(results, config, arguments))
+        write_json(arguments.output_json, _collect_figures(results, config, load))
     return EXIT_OK
 
 
-def _check(config: Config, arguments: argparse.Namespace) -> None:
-    if config.tp_size != 1:
-        raise ConfigError("bench prefill-interference measures one rank; leave out --tp")
+class _OtherRanks:
+    """The ranks besides the first, each in a process that runs the same workload in lockstep.
+
+    Nothing has to be sent to them: when a request arrives depends on the number of tokens so far, never on time.
+    """
+
+    def __init__(self, launch: Launch, load: Load) -> None:
+        self._launch = launch
+        self._load = load
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        run_dir = self._launch.run_dir
+        self._launch.write()
+        (run_dir / _LOAD_FILE).write_bytes(msgspec.json.encode(self._load))
+        for rank in range(1, self._launch.config.tp_size):
+            command = [sys.executable, "-m", __name__, str(rank), str(run_dir), str(os.getpid())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        codes = [self._end(process, kill=error is not None) for process in self._processes]
+        failed = [rank for rank, code in enumerate(codes, 1) if code]
+        if error is None and failed:
+            raise SkiffError(f"rank {failed[0]} ended with code {codes[failed[0] - 1]}; see its log above")
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]", *, kill: bool) -> int:
+        """Wait for a process, and kill it at once or after END_SECONDS; return its exit code."""
+        if not kill:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(END_SECONDS)
+        process.kill()
+        return process.wait()
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        """End this process if the rank's fails: its main thread may be in a collective that can never end."""
+        code = process.wait()
+        # What is wrong with one rank is often wrong with all: then this process ends by itself, with its own error.
+        if code and not self._over.wait(FAILURE_GRACE_SECONDS):
+            log.error("rank_failed", rank=rank, code=code)
+            shutil.rmtree(self._launch.run_dir, ignore_errors=True)
+            os._exit(EXIT_FAILURE)
+
+
+def _measure_rank(launch: Launch, load: Load, *, rank: int) -> list[InterferenceResult]:
+    """Run the whole benchmark on one rank; all ranks do the same, at the same time."""
+    config, model = launch.config, launch.model
+    if config.device == "cuda" and config.kernel_cache_dir is not None:
+        kernel_cache.activate(Path(config.kernel_cache_dir), launch.run_dir)
+    with TensorParallelGroup.start(
+        tp_rank=rank,
+        tp_size=config.tp_size,
+        device=config.device,
+        run_dir=launch.run_dir,
+        timeout_seconds=config.startup_timeout_seconds,
+        all_reduce=config.all_reduce,
+    ) as group:
+        engine = Engine(config, model, group, on_phase=lambda phase, progress: None)
+        engine.warmup()
+        bench = _InterferenceBench(engine, group, launch, load)
+        # A run that is not counted: what happens once, such as the compilation of a kernel, happens in it.
+        bench.measure(UNBOUNDED)
+        results = [bench.measure(chunk_size) for chunk_size in load.chunk_sizes]
+        engine.close()
+    return results
+
+
+def _run_other_rank(arguments: Sequence[str]) -> int:
+    """Run one of the other ranks; the main function of its process."""
+    rank, run_dir = int(arguments[0]), Path(arguments[1])
+    die_with_parent(int(arguments[2]))
+    launch = Launch.read(run_dir)
+    log.configure(f"rank{rank}", launch.config.log_level)
+    load = msgspec.json.decode((run_dir / _LOAD_FILE).read_bytes(), type=Load)
+    try:
+        _measure_rank(launch, load, rank=rank)
+    except SkiffError as error:
+        log.error("process_failed", error=type(error).__name__, message=str(error))
+        os._exit(EXIT_FAILURE)
+    return EXIT_OK
+
+
+def _check(config: Config, load: Load) -> None:
     assert config.max_model_len is not None
-    longest = max(arguments.input_len + 1, arguments.context_len + _count_outputs(config, arguments))
+    longest = max(load.input_len + 1, load.context_len + _count_outputs(config, load))
     if longest > config.max_model_len:
         raise ConfigError(f"requests of {longest} tokens exceed --max-model-len ({config.max_model_len})")
 
 
-def _count_outputs(config: Config, arguments: argparse.Namespace) -> int:
+def _count_outputs(config: Config, load: Load) -> int:
     """Return an upper bound on the tokens of a decoding request: one for each step of the run."""
-    least = min(each or config.max_num_batched_tokens for each in arguments.chunk_sizes)
-    chunk = max(1, min(least, config.max_num_batched_tokens - arguments.batch_size))
-    prompts = arguments.batch_size * arguments.context_len + arguments.input_len
-    return int(arguments.baseline_steps + prompts // chunk + arguments.batch_size + 16)
+    least = min(each or config.max_num_batched_tokens for each in load.chunk_sizes)
+    chunk = max(1, min(least, config.max_num_batched_tokens - load.batch_size))
+    prompts = load.batch_size * load.context_len + load.input_len
+    return int(load.baseline_steps + prompts // chunk + load.batch_size + 16)
 
 
 class _InterferenceBench:
-    """Runs of the workload over one engine."""
+    """Runs of the workload over one engine, the first of ``group`` or another."""
 
-    def __init__(
-        self, engine: Engine, config: Config, model: ModelConfig, arguments: argparse.Namespace
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._vocab_size = model.vocab_size
-        self._arguments = arguments
+    def __init__(self, engine: Engine, group: TensorParallelGroup, launch: Launch, load: Load) -> None:
+        assert launch.config.watchdog_timeout is not None
+        self._engine = StepWatchdog(engine, timeout_seconds=launch.config.watchdog_timeout, beat=lambda: None)
+        self._num_pages = engine.num_pages
+        self._group = group
+        self._config = launch.config
+        self._vocab_size = launch.model.vocab_size
+        self._load = load
 
     def measure(self, chunk_size: int) -> InterferenceResult:
         """Decode a batch, then add the long prompt; its first token ends the measurement."""
-        arguments, channel = self._arguments, TokenTimes()
+        load, channel = self._load, TokenTimes()
         scheduler = Scheduler(
             replace(self._config, mixed_prefill_tokens=chunk_size or None),
             eos_token_ids=(),
-            num_pages=self._engine.num_pages,
+            num_pages=self._num_pages,
             engine=self._engine,
             channel=channel,
         )
-        generator = np.random.default_rng(arguments.seed)
-        decoding, long = range(arguments.batch_size), arguments.batch_size
-        outputs = _count_outputs(self._config, arguments)
+        generator = np.random.default_rng(load.seed)
+        decoding, long = range(load.batch_size), load.batch_size
+        outputs = _count_outputs(self._config, load)
         for uid in decoding:
-            channel.arriving.append(self._make_request(uid, arguments.context_len, outputs, generator))
+            channel.arriving.append(self._make_request(uid, load.context_len, outputs, generator))
         _turn_until(scheduler, lambda: len(channel.times) == len(decoding))
         # Number of tokens of the request that started first, when the last one has its first token: from here on, the
         # batch is complete.
         settled = max(map(len, channel.times.values()))
-        _turn_until(scheduler, lambda: len(channel.times[0]) >= settled + arguments.baseline_steps)
+        _turn_until(scheduler, lambda: len(channel.times[0]) >= settled + load.baseline_steps)
         arrived = perf_counter()
-        channel.arriving.append(self._make_request(long, arguments.input_len, 1, generator))
+        channel.arriving.append(self._make_request(long, load.input_len, 1, generator))
         _turn_until(scheduler, lambda: long in channel.times)
         first_token = channel.times[long][0]
         channel.arriving += [AbortRequest(uid=uid) for uid in decoding]
         _turn_until(scheduler, lambda: scheduler.is_idle and not channel.arriving)
+        if self._group.all_reduce_min(scheduler.checksum) != scheduler.checksum:
+            raise SkiffError(f"rank {self._group.tp_rank} planned other steps than another rank")
         baseline = _latencies(channel, decoding, (channel.times[0][settled - 1], arrived))
         disturbed = _latencies(channel, decoding, (arrived, first_token))
         return InterferenceResult(
@@ -273,15 +383,18 @@ def _show(results: Sequence[InterferenceResult]) -> None:
     Console(highlight=False).print(make_table(heads, rows))
 
 
-def _collect_figures(
-    results: Sequence[InterferenceResult], config: Config, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _collect_figures(results: Sequence[InterferenceResult], config: Config, load: Load) -> dict[str, Any]:
     return {
         "benchmark": "prefill-interference",
         "model": config.model,
-        "batch_size": arguments.batch_size,
-        "context_len": arguments.context_len,
-        "input_len": arguments.input_len,
+        "tp_size": config.tp_size,
+        "batch_size": load.batch_size,
+        "context_len": load.context_len,
+        "input_len": load.input_len,
         "config": config.public_fields(),
         "runs": [{**asdict(each), "ratio": each.ratio} for each in results],
     }
+
+
+if __name__ == "__main__":
+    sys.exit(_run_other_rank(sys.argv[1:]))

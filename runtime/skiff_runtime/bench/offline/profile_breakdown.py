@@ -10,11 +10,15 @@ from typing import Any, Final
 
 import msgspec
 
-KINDS: Final = ("attention", "matmul", "sampling", "other")
+KINDS: Final = ("experts", "attention", "matmul", "sampling", "other")
 IDLE: Final = "idle"
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST: Final = ("cpu_op",)
 _PATTERNS: Final = (
+    (
+        "experts",
+        r"fused_topk_kernel|router_topk_kernel|count_experts_kernel|moe_\w+_kernel|(gate_up|down)_(gemv_)?kernel",
+    ),
     ("attention", r"attention|flash|xqa|mha|paged|prefill|decode|merge_splits_kernel|\bfmha"),
     (
         "matmul",

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,7 @@ from skiff_runtime.config import Config
 from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import ConfigError, SkiffError
+from skiff_runtime.layers.weight_format import Fp8Format, choose_weight_format
 from skiff_runtime.models.config import ModelConfig
 from skiff_runtime.offline.llm import LLM
 from skiff_runtime.offline.sampling_params import SamplingParams
@@ -149,7 +150,7 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
         type=positive_int,
         default=3,
         metavar="N",
-        help="number of rounds (default: %(default)s)",
+        help="number of rounds; before more than one, all CUDA graphs are captured (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
@@ -170,13 +171,16 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the figures, and return the exit code."""
     config = build_config(arguments)
+    if arguments.rounds > 1:
+        # One round shows a start; several show the throughput, in which no graph should be captured.
+        config = replace(config, disable_deferred_graph_capture=True)
     log.configure("bench", config.log_level)
     resolved, model = resolve(config)
     workload = _make_workload(arguments, resolved, model)
     rounds_of_samples = [workload.draw_round() for _ in range(arguments.rounds)]
     if arguments.dump_workload is not None:
         _dump_workload(arguments.dump_workload, rounds_of_samples)
-    bench = Bench(resolved, model, arguments, workload, _measure_peaks(resolved, arguments))
+    bench = Bench(resolved, model, arguments, workload, _measure_peaks(resolved, model, arguments))
     with LLM(**asdict(config), on_phase=_log_phases()) as llm:
         rounds = [
             _run_round(llm, bench, samples, f"round {number}")
@@ -224,10 +228,11 @@ def _dump_workload(path: Path, rounds: list[list[SampleRequest]]) -> None:
         raise ConfigError(f"--dump-workload {path}: {error.strerror}") from error
 
 
-def _measure_peaks(config: Config, arguments: argparse.Namespace) -> DevicePeaks | None:
+def _measure_peaks(config: Config, model: ModelConfig, arguments: argparse.Namespace) -> DevicePeaks | None:
     if not arguments.roofline:
         return None
-    dtype = "fp8" if config.quantization == "fp8" else config.dtype
+    weight_format = choose_weight_format(config.quantization, model.weight_format)
+    dtype = "fp8" if isinstance(weight_format, Fp8Format) else config.dtype
     return measure_device_peaks(config.device, dtype, config.cpu_threads)
 
 

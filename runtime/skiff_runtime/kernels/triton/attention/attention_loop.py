@@ -224,16 +224,25 @@ def init_online_softmax(QUERIES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def online_softmax_update(
-    score: tl.tensor, seen: tl.tensor, l_i: tl.tensor, m_i: tl.tensor, TOKENS: tl.constexpr
+    score: tl.tensor,
+    seen: tl.tensor,
+    l_i: tl.tensor,
+    m_i: tl.tensor,
+    TOKENS: tl.constexpr,
+    SKIPS_QUERIES: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Take one block of scores into the softmax state; return (weights, alpha, l_i, m_i).
 
     ``score`` has tokens in its dimension ``TOKENS`` (0 or 1) and the Q queries in the other; scores whose ``seen``,
     which broadcasts, is false count as minus infinity. ``weights`` are of the shape of ``score``; ``alpha`` [Q] is
-    the factor by which the caller has to scale what it accumulated before.
+    the factor by which the caller has to scale what it accumulated before. Without SKIPS_QUERIES, every query must see
+    a token of the first block.
     """
     score = tl.where(seen, score, -float("inf"))
     m_new = tl.maximum(m_i, tl.max(score, TOKENS))
-    weight = tl.exp2(score - tl.expand_dims(m_new, TOKENS))
-    alpha = tl.exp2(m_i - m_new)
+    largest = m_new
+    if SKIPS_QUERIES:  # as long as a query has seen no token, the differences below would be inf - inf
+        largest = tl.where(m_new > -float("inf"), m_new, 0.0)
+    weight = tl.exp2(score - tl.expand_dims(largest, TOKENS))
+    alpha = tl.exp2(m_i - largest)
     return weight, alpha, l_i * alpha + tl.sum(weight, TOKENS), m_new

@@ -13,6 +13,7 @@ Hydragen, Juravsky et al., 2024; FlashInfer): ``shared_prefix_attention_kernel``
 Invariant: the page size changes only where K and V are found, so results are the same, to the bit, for any.
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -68,11 +69,14 @@ def decode_attention_kernel(
     BLOCK: tl.constexpr,
     SINGLE_SPLIT: tl.constexpr,
     HAS_PREFIXES: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute one split of one row's attention over the tokens that no shared-prefix group covers.
+
+    With a sliding window, the splits divide the last WINDOW tokens of the row, and no others are read.
 
     Grid: (KV heads, splits, rows). Each program serves the GROUP query heads of one KV head.
 
@@ -88,6 +92,7 @@ def decode_attention_kernel(
     scale               log2(e) / sqrt(DIM)
     splits              the splits of a row, without those of its prefix; ``max_splits`` counts both
     GROUP_BLOCK, DIM_BLOCK  GROUP and DIM rounded up to what a tile holds
+    WINDOW              the sliding window in tokens, not with HAS_PREFIXES; 0 for full attention
     BLOCK, PRECISION, USE_PTX  as ``attention_loop`` takes them
     """
     launch_dependents(PDL)
@@ -96,10 +101,12 @@ def decode_attention_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
-    prefix_len = tl.load(prefix_lens + row) if HAS_PREFIXES else 0
+    first = tl.load(prefix_lens + row) if HAS_PREFIXES else 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0)
     # Whole blocks for each split, so that only the last one computes for padding.
-    split_len = tl.cdiv(tl.cdiv(seq_len - prefix_len, splits), BLOCK) * BLOCK
-    begin = prefix_len + split * split_len
+    split_len = tl.cdiv(tl.cdiv(seq_len - first, splits), BLOCK) * BLOCK
+    begin = first + split * split_len
     end = tl.minimum(begin + split_len, seq_len)
     row_pages = page_table + tl.load(slots + row).to(tl.int64) * page_table_stride
     group = tl.arange(0, GROUP_BLOCK)
@@ -321,6 +328,7 @@ def find_row_counts_by_variant(
     """Return the least number of rows, of up to ``limit``, for each set of compiled kernels that steps launch.
 
     For ahead-of-time compilation: to launch these steps compiles every variant. ``shared``: with shared prefixes.
+    ``max_seq_len`` is the most tokens that a row reads, so at most the sliding window of the layers in question.
     """
     tuning = tuning_for(device).decode_attention
     found: dict[tuple[Any, ...], int] = {}
@@ -337,6 +345,20 @@ def max_group_rows(device: torch.device, heads: int, kv_heads: int) -> int:
     return max(1, tuning_for(device).decode_attention.max_group_heads // (heads // kv_heads))
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """R rows over the paged KV cache.
+
+    Row i attends to the first ``seq_lens[i]`` tokens of ``slots[i]``, both int32 [R]. ``page_table`` int32 [slots, P]
+    has each slot's pages, of ``page_size`` tokens.
+    """
+
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+
+
 class DecodeAttention:
     """The launches of one step's decode attention, prepared once and repeated in each layer."""
 
@@ -344,27 +366,28 @@ class DecodeAttention:
         self,
         queries: torch.Tensor,
         pool: LayerKV,
-        slots: torch.Tensor,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
+        decode_rows: DecodeRows,
         *,
         max_seq_len: int,
         shared: SharedPrefixes | None = None,
+        window: int | None = None,
     ) -> None:
         """Prepare launches for ``queries`` [R, heads, d] and a ``pool``, and for all layers that are like these.
 
-        Row i attends to the first ``seq_lens[i]`` tokens of ``slots[i]``, both int32 [R]; ``page_table`` is int32
-        [slots, P]. ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than
-        the contexts of its rows.
+        ``max_seq_len`` is the length that no context will ever exceed. A shared prefix is shorter than the contexts
+        of its rows. With a ``window``, a row attends to its last ``window`` tokens only; prefixes cannot be shared
+        then, because the windows of a group's rows begin at different tokens.
         """
+        assert window is None or shared is None
+        seq_lens, page_table = decode_rows.seq_lens, decode_rows.page_table
         (rows, heads, dim), kv = queries.shape, pool[0].shape[1]
         tuning = tuning_for(queries.device).decode_attention
         dim_block, group = padded_head_dim(dim), heads // kv
-        splits = choose_num_splits(rows, kv, max_seq_len, tuning)
+        longest = max_seq_len if window is None else min(max_seq_len, window)
+        splits = choose_num_splits(rows, kv, longest, tuning)
         max_splits = splits if shared is None else splits + shared.max_splits
         self._shared, self._max_splits = shared, max_splits
-        self._tables = slots, page_table
+        self._tables = decode_rows.slots, page_table
         # Without shared prefixes the kernels never read these arguments; any int32 tensor stands in for them.
         self._rows = seq_lens, seq_lens if shared is None else shared.prefix_lens
         self._prefix_splits = seq_lens if shared is None else shared.prefix_splits
@@ -375,7 +398,7 @@ class DecodeAttention:
             "GROUP": group,
             "DIM": dim,
             "DIM_BLOCK": dim_block,
-            "PAGE": page_size,
+            "PAGE": decode_rows.page_size,
         }
         sizes["USE_PTX"] = supports_fp8_ptx(queries.device)
         if shared is not None:
@@ -397,6 +420,7 @@ class DecodeAttention:
             GROUP_BLOCK=max(FEW_QUERIES.value, triton.next_power_of_2(group)),
             SINGLE_SPLIT=max_splits == 1,
             HAS_PREFIXES=shared is not None,
+            WINDOW=window or 0,
             **sizes,
             **_decode_tile(queries.dtype, pool[0].dtype, dim_block, splits, rows, tuning),
             **pdl,

@@ -44,12 +44,14 @@ def prefill_attention_kernel(
     PAGE: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Attend with QUERY_BLOCK tokens of one chunk, for one query head, to all tokens up to themselves.
+    """Attend with QUERY_BLOCK tokens of one chunk, for one query head, to the tokens up to themselves.
 
     Grid: (blocks of QUERY_BLOCK tokens of the longest chunk, HEADS, chunks). Programs behind the end of their chunk
-    return at once. The last blocks of a chunk, which read most, start first.
+    return at once. The last blocks of a chunk, which read most, start first. With a sliding window, a program begins
+    at the window of its first query, so it reads less than WINDOW + QUERY_BLOCK tokens of any context.
 
     queries, output     [T, HEADS, DIM], the tokens of all chunks one after another
     keys, values        [tokens of the pool, KV, DIM], in the type of the queries or in FP8; the chunks' own tokens
@@ -61,6 +63,7 @@ def prefill_attention_kernel(
     page_table          int32 [slots, pages], lines ``page_table_stride`` apart
     scale               log2(e) / sqrt(DIM)
     BLOCK               KV tokens of one iteration
+    WINDOW              the sliding window in tokens; 0 for full attention
     """
     chunk = tl.program_id(2)
     head = tl.program_id(1)
@@ -79,12 +82,17 @@ def prefill_attention_kernel(
     acc = tl.zeros((QUERY_BLOCK, DIM_BLOCK), tl.float32)
     l_i, m_i = init_online_softmax(QUERY_BLOCK)
     end = start + tl.minimum(at + QUERY_BLOCK, length)
-    for first in range(0, end, BLOCK):
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start + at - WINDOW + 1, 0)
+    for first in range(begin, end, BLOCK):
         token, seen, offset = paged_kv_offsets(first, end, row_pages, kv_head, KV, DIM, PAGE, BLOCK)
         key = tl.load(keys + offset[None, :] + column[:, None], seen[None, :] & (column < DIM)[:, None], 0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
         causal = seen[None, :] & (token[None, :] <= start + index[:, None])
-        weight, alpha, l_i, m_i = online_softmax_update(score, causal, l_i, m_i, 1)
+        if WINDOW > 0:
+            causal = causal & (token[None, :] > start + index[:, None] - WINDOW)
+        weight, alpha, l_i, m_i = online_softmax_update(score, causal, l_i, m_i, 1, WINDOW > 0)
         value = tl.load(
             values + offset[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :], 0.0
         )
@@ -107,12 +115,13 @@ class PrefillAttention:
         *,
         max_chunk_len: int,
         skipped: int,
+        window: int | None = None,
     ) -> None:
         """Prepare the launch for ``queries`` [T, heads, d] and a ``pool``, and for all layers that are like these.
 
         ``rows`` int32 [4, chunks] are slots, starts, lengths (at most ``max_chunk_len``) and the offsets of the
         chunks' first tokens in the step, whose first ``skipped`` tokens are not among the queries. ``page_table`` is
-        int32 [slots, P].
+        int32 [slots, P]. A token attends to the last ``window`` tokens up to itself, to all of them with None.
         """
         heads, dim = queries.shape[1:]
         exact = queries.dtype == torch.float32
@@ -131,6 +140,7 @@ class PrefillAttention:
             PAGE=page_size,
             QUERY_BLOCK=tile.queries,
             BLOCK=tile.tokens,
+            WINDOW=window or 0,
             PRECISION="ieee" if exact else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,

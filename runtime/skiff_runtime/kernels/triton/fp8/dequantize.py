@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.fp8_tensors import FP16_DOWNSCALE
 from skiff_runtime.kernels.triton.runtime.device_properties import compute_capability
 
+_FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
 MIN_CAPABILITY: Final = 89
 """The first compute capability (8.9) that converts two FP8 numbers in one instruction."""
 
@@ -93,6 +95,52 @@ def dot_fp8x8(weights: tl.tensor, x_low: tl.tensor, x_high: tl.tensor, USE_PTX: 
             x = (halves >> (16 * (i % 4))).to(tl.uint16).to(tl.float16, bitcast=True)
             total += weight.to(tl.float32) * x.to(tl.float32)
     return total
+
+
+@triton.jit
+def dequantize_fp8x8(values: tl.tensor, USE_PTX: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Convert the eight FP8 numbers in each int64 to float16, divided by ``FP16_DOWNSCALE``, in two int64.
+
+    These are the factors that ``dot_fp8x8`` takes: (the first four, the last four).
+    """
+    if USE_PTX:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 w0, w1, first, second, third, fourth, downscale;
+            .reg .b16 lower, upper;
+            mov.b32 downscale, 0x1C001C00;
+            mov.b64 {w0, w1}, $2;
+            mov.b32 {lower, upper}, w0;
+            cvt.rn.f16x2.e4m3x2 first, lower;
+            cvt.rn.f16x2.e4m3x2 second, upper;
+            mov.b32 {lower, upper}, w1;
+            cvt.rn.f16x2.e4m3x2 third, lower;
+            cvt.rn.f16x2.e4m3x2 fourth, upper;
+            mul.rn.f16x2 first, first, downscale;
+            mul.rn.f16x2 second, second, downscale;
+            mul.rn.f16x2 third, third, downscale;
+            mul.rn.f16x2 fourth, fourth, downscale;
+            mov.b64 $0, {first, second};
+            mov.b64 $1, {third, fourth};
+            }
+            """,
+            "=l,=l,l",
+            [values],
+            dtype=(tl.int64, tl.int64),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low, high = tl.zeros_like(values), tl.zeros_like(values)
+        for i in tl.static_range(8):
+            value = (values >> (8 * i)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            half = (value / _FP16_DOWNSCALE).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int64)
+            if i < 4:
+                low |= half << (16 * i)
+            else:
+                high |= half << (16 * (i - 4))
+    return low, high
 
 
 def supports_fp8_ptx(device: torch.device) -> bool:

@@ -3,7 +3,8 @@
 The scale of a row is its largest magnitude / 448, the largest FP8 number, so a row's values can be quantized only
 when all of them are known. Most kernels here hold a whole row in the registers of one program. A single row would be
 the work of one program on an idle GPU: for SwiGLU it is cut into chunks, and quantized in a second launch, when the
-largest magnitude of every chunk is known.
+largest magnitude of every chunk is known. A single row that is in memory already is cut into chunks if it is wide; each
+of their programs reads the whole row, which is in the L2 cache, for its largest magnitude.
 
 The values of a single row are written as float16, though rounded to FP8 numbers: ``fp8_gemv``, which multiplies them,
 would only have to convert them back. They are divided by ``FP16_DOWNSCALE``, and the scale is multiplied by it.
@@ -23,6 +24,7 @@ from skiff_runtime.kernels.fp8_tensors import (
     MIN_SCALE,
     QuantizedActivations,
 )
+from skiff_runtime.kernels.triton.norm_act.rms_norm import normalize_row
 from skiff_runtime.kernels.triton.norm_act.silu_and_mul import load_silu_and_mul
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
@@ -64,7 +66,7 @@ def quantize_kernel(
     columns = tl.arange(0, BLOCK)
     wait_for_dependencies(PDL)
     value = tl.load(x + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
-    _store_row(value, values, scales, row, columns, bound, WIDTH)
+    store_row(value, values, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -98,7 +100,7 @@ def silu_and_mul_quantize_kernel(
         rest_columns = BLOCK + tl.arange(0, REST)
         rest = load_silu_and_mul(gate_up + row * stride, rest_columns, WIDTH).to(tl.float32)
         amax = tl.maximum(amax, tl.max(tl.abs(rest), 0))
-    scale = _compute_scale(amax, bound)
+    scale = compute_scale(tl.minimum(amax, bound))
     _store_values(value, scale, values, row, columns, WIDTH)
     if REST:
         _store_values(rest, scale, values, row, rest_columns, WIDTH)
@@ -144,9 +146,8 @@ def add_rms_norm_quantize_kernel(
     value = value.to(dtype)
     tl.store(total + row * WIDTH + columns, value, inside)
     value = value.to(tl.float32)
-    rms_scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    normed = ((value * rms_scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
-    _store_row(normed, values, scales, row, columns, bound, WIDTH)
+    normed = normalize_row(value, weights, eps, WIDTH, dtype).to(tl.float32)
+    store_row(normed, values, scales, row, columns, bound, WIDTH)
 
 
 @triton.jit
@@ -204,16 +205,88 @@ def quantize_chunk_kernel(
     each = tl.arange(0, CHUNKS_BLOCK)
     wait_for_dependencies(PDL)
     value = tl.load(product + columns, columns < WIDTH, 0.0).to(tl.float32)
-    scale = _compute_scale(tl.max(tl.load(amax + each, each < CHUNKS, 0.0), 0), bound)
+    largest = tl.max(tl.load(amax + each, each < CHUNKS, 0.0), 0)
+    scale = compute_scale(tl.minimum(largest, bound))
     _store_values(value, scale, values, 0, columns, WIDTH)
     if chunk == 0:
         _store_scale(scale, values, scales, 0)
 
 
 @triton.jit
-def _compute_scale(amax: tl.tensor, bound: tl.tensor) -> tl.tensor:
-    """Return the scale with which ``amax``, or ``bound`` if that is less, becomes the largest FP8 number."""
-    return tl.maximum(tl.div_rn(tl.minimum(amax, bound), _FP8_MAX), _MIN_SCALE)
+def quantize_row_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    bound: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one chunk of a single row, by the largest magnitude of the whole row, which each program reads.
+
+    Grid: (chunks of BLOCK elements).
+
+    x                   [WIDTH]
+    values              float16 [WIDTH], written
+    scales              float32 [1], written by the first program
+    bound               as ``quantize_kernel``
+    """
+    launch_dependents(PDL)
+    chunk = tl.program_id(0)
+    run = tl.arange(0, BLOCK)
+    columns = chunk * BLOCK + run
+    wait_for_dependencies(PDL)
+    value = tl.load(x + columns, columns < WIDTH, 0.0).to(tl.float32)
+    magnitudes = tl.abs(value)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        column = first + run
+        other = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
+        magnitudes = tl.maximum(magnitudes, tl.abs(other))
+    scale = compute_scale(tl.minimum(tl.max(magnitudes, 0), bound))
+    _store_values(value, scale, values, 0, columns, WIDTH)
+    if chunk == 0:
+        _store_scale(scale, values, scales, 0)
+
+
+@triton.jit
+def quantize_static_kernel(
+    x: tl.tensor,
+    input_scales: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Quantize one chunk of a row by a scale that the checkpoint holds.
+
+    Grid: (rows, chunks of BLOCK elements).
+
+    x                   [rows, WIDTH], rows ``stride`` apart
+    input_scales        float32 [PARTS], of which the largest is taken
+    values              FP8, or float16 for a single row, [rows, WIDTH], written
+    scales              float32 [rows], written by the first program of a row
+    PARTS_BLOCK         PARTS rounded up to a power of two
+    """
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS_BLOCK)
+    scale = tl.max(tl.load(input_scales + part, part < PARTS, 0.0), 0)
+    wait_for_dependencies(PDL)
+    value = tl.load(x + row * stride + columns, columns < WIDTH, 0.0).to(tl.float32)
+    _store_values(value, scale, values, row, columns, WIDTH)
+    if tl.program_id(1) == 0:
+        _store_scale(scale, values, scales, row)
+
+
+@triton.jit
+def compute_scale(amax: tl.tensor) -> tl.tensor:
+    """Return the scale with which ``amax`` becomes the largest FP8 number."""
+    return tl.maximum(tl.div_rn(amax, _FP8_MAX), _MIN_SCALE)
 
 
 @triton.jit
@@ -243,7 +316,7 @@ def _store_scale(scale: tl.tensor, values: tl.tensor, scales: tl.tensor, row: tl
 
 
 @triton.jit
-def _store_row(
+def store_row(
     value: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
@@ -253,18 +326,43 @@ def _store_row(
     WIDTH: tl.constexpr,
 ) -> None:
     """Quantize a whole row; store it and its scale."""
-    scale = _compute_scale(tl.max(tl.abs(value), 0), bound)
+    scale = compute_scale(tl.minimum(tl.max(tl.abs(value), 0), bound))
     _store_values(value, scale, values, row, columns, WIDTH)
     _store_scale(scale, values, scales, row)
 
 
 def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """Do what ``kernels.fp8.quantize_activations`` does."""
-    quantized = _empty(x, x.shape[1])
-    if x.shape[0]:
+    rows, width = x.shape
+    quantized, tuning = empty_quantized(x, width), tuning_for(x.device)
+    if rows == 1 and width > tuning.single_row_max_block:
+        quantize_row_kernel[(triton.cdiv(width, tuning.single_row_chunk),)](
+            *(x, quantized.values, quantized.scales, bound),
+            WIDTH=width,
+            BLOCK=tuning.single_row_chunk,
+            num_warps=tuning.single_row_warps,
+            **pdl_options(x.device),
+        )
+    elif rows:
         numbers = x.stride(0), bound
-        quantize_kernel[(x.shape[0],)](
-            x, quantized.values, quantized.scales, *numbers, **_row_options(x, x.shape[1])
+        quantize_kernel[(rows,)](x, quantized.values, quantized.scales, *numbers, **row_options(x, width))
+    return quantized
+
+
+def quantize_static_activations(x: torch.Tensor, scales: torch.Tensor) -> QuantizedActivations:
+    """Do what ``kernels.fp8.quantize_static_activations`` does."""
+    rows, width = x.shape
+    quantized = empty_quantized(x, width)
+    tuning = tuning_for(x.device)
+    if rows:
+        quantize_static_kernel[(rows, triton.cdiv(width, tuning.single_row_chunk))](
+            *(x, scales, quantized.values, quantized.scales, x.stride(0)),
+            WIDTH=width,
+            BLOCK=tuning.single_row_chunk,
+            PARTS=len(scales),
+            PARTS_BLOCK=triton.next_power_of_2(len(scales)),
+            num_warps=tuning.single_row_warps,
+            **pdl_options(x.device),
         )
     return quantized
 
@@ -272,7 +370,7 @@ def quantize_activations(x: torch.Tensor, bound: float = math.inf) -> QuantizedA
 def silu_and_mul_quantize(gate_up: torch.Tensor, bound: float = math.inf) -> QuantizedActivations:
     """Do what ``kernels.fp8.silu_and_mul_quantize`` does."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    quantized = _empty(gate_up, width)
+    quantized = empty_quantized(gate_up, width)
     if rows == 1:
         _silu_and_mul_quantize_single_row(gate_up, quantized, bound)
     elif rows:
@@ -292,7 +390,7 @@ def add_rms_norm_quantize(
 ) -> tuple[QuantizedActivations, torch.Tensor]:
     """Do what ``kernels.fp8.add_rms_norm_quantize`` does."""
     rows, width = x.shape
-    quantized = _empty(x, width)
+    quantized = empty_quantized(x, width)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         add_rms_norm_quantize_kernel[(rows,)](
@@ -306,7 +404,7 @@ def add_rms_norm_quantize(
             residual.stride(0),
             eps,
             bound,
-            **_row_options(x, width),
+            **row_options(x, width),
         )
     return quantized, total
 
@@ -335,14 +433,15 @@ def _silu_and_mul_quantize_single_row(
     )
 
 
-def _empty(like: torch.Tensor, width: int) -> QuantizedActivations:
+def empty_quantized(like: torch.Tensor, width: int) -> QuantizedActivations:
+    """Allocate quantized activations of ``width`` columns for as many rows as ``like`` has."""
     rows = like.shape[0]
     values = torch.empty((rows, width), dtype=torch.float16 if rows == 1 else E4M3, device=like.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=like.device)
     return QuantizedActivations(values, scales, like.dtype)
 
 
-def _row_options(source: torch.Tensor, width: int) -> dict[str, Any]:
+def row_options(source: torch.Tensor, width: int) -> dict[str, Any]:
     """Return the launch options of kernels that hold a whole row, made of ``source``, as one block."""
     return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), **_launch_options(source, width)}
 

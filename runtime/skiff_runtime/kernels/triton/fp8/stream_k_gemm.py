@@ -94,7 +94,7 @@ def stream_k_gemm_kernel(
     lane, token, column = tl.arange(0, OUTPUTS), tl.arange(0, TOKENS), tl.arange(0, INPUTS)
     x_block = x + token[None, :] * x_stride + column[:, None]
     inside = (token < tokens)[None, :]
-    _prefetch_weight(weight, begin, end, weight_stride, BLOCKS, OUTPUTS, INPUTS, STAGES, PDL)
+    prefetch_weight(weight, begin, end, weight_stride, BLOCKS, OUTPUTS, INPUTS, STAGES, PDL)
     wait_for_dependencies(PDL)
     for tile in range(begin // BLOCKS, (end - 1) // BLOCKS + 1):
         row = tile * OUTPUTS + lane
@@ -106,7 +106,7 @@ def stream_k_gemm_kernel(
             acc = tl.dot(tl.load(rows + block * INPUTS), x_values, acc)
         complete = last - first == BLOCKS
         if not complete:
-            complete, acc = _share_partial(
+            complete, acc = share_partial(
                 acc, partials, tile_counters, program, tile, run, BLOCKS, OUTPUTS, TOKENS
             )
         if complete:
@@ -119,7 +119,7 @@ def stream_k_gemm_kernel(
 
 
 @triton.jit
-def _share_partial(
+def share_partial(
     acc: tl.tensor,
     partials: tl.tensor,
     tile_counters: tl.tensor,
@@ -151,7 +151,7 @@ def _share_partial(
 
 
 @triton.jit
-def _prefetch_weight(
+def prefetch_weight(
     weight: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -162,8 +162,12 @@ def _prefetch_weight(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Prefetch the first STAGES blocks of a program's run into the L2 cache."""
-    lines = tl.arange(0, INPUTS // CACHE_LINE_BYTES)[None, :] * CACHE_LINE_BYTES
+    """Prefetch the first STAGES blocks of a program's run into the L2 cache.
+
+    weight              bytes, rows ``stride`` apart; a row's part of a block is INPUTS of them
+    """
+    LINES: tl.constexpr = (INPUTS + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
+    lines = tl.arange(0, LINES)[None, :] * CACHE_LINE_BYTES
     for each in tl.static_range(STAGES):
         block = tl.minimum(begin + each, end - 1)
         row = block // BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -187,7 +191,7 @@ def is_profitable(x: QuantizedActivations, weight: FP8Weight) -> bool:
     if not 1 <= tokens <= most or outputs % OUTPUTS or inputs % INPUTS_MULTIPLE:
         return False
     tile = _choose_tile(tokens, inputs, device)
-    needed = tile.stages * tile.inputs * (OUTPUTS + _padded_tokens(tokens)) + SPARE_SHARED_BYTES
+    needed = tile.stages * tile.inputs * (OUTPUTS + padded_tokens(tokens)) + SPARE_SHARED_BYTES
     return compute_capability(device) >= MIN_CAPABILITY and needed <= max_shared_memory_bytes(device)
 
 
@@ -208,7 +212,7 @@ def stream_k_gemm(
     blocks = inputs // tile.inputs
     num_blocks = outputs // OUTPUTS * blocks
     run = triton.cdiv(num_blocks, tile.programs or num_sms(values.device))
-    programs, padded = triton.cdiv(num_blocks, run), _padded_tokens(tokens)
+    programs, padded = triton.cdiv(num_blocks, run), padded_tokens(tokens)
     output = torch.empty((tokens, outputs), dtype=x.dtype, device=values.device)
     partials = torch.empty((2 * programs, OUTPUTS, padded), dtype=torch.float32, device=values.device)
     stream_k_gemm_kernel[(programs,)](
@@ -235,5 +239,6 @@ def _choose_tile(tokens: int, inputs: int, device: torch.device) -> StreamKTile:
     raise ValueError(f"no tile for {tokens} tokens and {inputs} inputs")
 
 
-def _padded_tokens(tokens: int) -> int:
+def padded_tokens(tokens: int) -> int:
+    """Return ``tokens`` rounded up to a power of two, MIN_TOKENS at least."""
     return max(MIN_TOKENS, 1 << (tokens - 1).bit_length())

@@ -5,6 +5,9 @@ programs read at a time, every byte of the weight is read once, and the first ru
 ahead has ended. The two rows are kept as two vectors: as one block of two dimensions, Triton would pass the
 activations through shared memory.
 
+The product with a gated MLP's weight of gate and up has a kernel that applies SwiGLU as well: one program has a row of
+gate and the same one of up, and no launch is left between this product and that of the down-projection.
+
 From two tokens on, the GPU's library reads weights at nearly the rate of copies.
 """
 
@@ -12,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from skiff_runtime.kernels.triton.norm_act.silu_and_mul import multiply_by_silu
 from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     launch_dependents,
     pdl_options,
@@ -36,7 +40,9 @@ def gemv_kernel(
 ) -> None:
     """Multiply one token with one row of the weight, or with two adjacent ones.
 
-    Grid: (rows of the weight, or with PAIR pairs of them).
+    Grid: (rows of the weight, or with PAIR pairs of them). Products are added by explicit FMAs, so that the order of a
+    row's sum follows from COLUMNS and the warps alone: which of two products the compiler would round before it adds
+    them depends on the rest of the kernel.
 
     x                   [INPUTS], contiguous
     weight              [outputs, INPUTS], rows ``weight_stride`` apart
@@ -58,25 +64,85 @@ def gemv_kernel(
         other_added = tl.load(bias + other).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_dependencies(PDL)
     x_values = tl.load(x + run, inside, 0.0).to(tl.float32)
-    acc = x_values * first_weights
+    zeros = tl.zeros((COLUMNS,), tl.float32)
+    acc = tl.fma(x_values, first_weights, zeros)
     if PAIR:
-        other_acc = x_values * other_first_weights
+        other_acc = tl.fma(x_values, other_first_weights, zeros)
     for first in range(COLUMNS, INPUTS, COLUMNS):
         column = first + run
         inside = column < INPUTS
         x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
-        acc += x_values * tl.load(source + column, inside, 0.0).to(tl.float32)
+        acc = tl.fma(x_values, tl.load(source + column, inside, 0.0).to(tl.float32), acc)
         if PAIR:
-            other_acc += x_values * tl.load(other_source + column, inside, 0.0).to(tl.float32)
+            other_weights = tl.load(other_source + column, inside, 0.0).to(tl.float32)
+            other_acc = tl.fma(x_values, other_weights, other_acc)
     dtype = output.dtype.element_ty
     tl.store(output + row, (tl.sum(acc, 0) + added).to(dtype))
     if PAIR:
         tl.store(output + row + 1, (tl.sum(other_acc, 0) + other_added).to(dtype), row + 1 < outputs)
 
 
+@triton.jit
+def gemv_silu_and_mul_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    weight_stride: tl.tensor,
+    outputs: tl.tensor,
+    INPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Multiply one token with one row of gate and the same one of up; store silu(gate) * up.
+
+    Grid: (outputs). The sum of each row is that of ``gemv_kernel`` with the same COLUMNS and warps, whichever row is
+    beside it there, and is rounded as ``gemv_kernel`` stores it: the result has the bits of ``gemv_kernel`` followed by
+    ``silu_and_mul_kernel``.
+
+    x                   [INPUTS], contiguous
+    weight              [2 * outputs, INPUTS], rows ``weight_stride`` apart: those of gate, then those of up
+    bias                [2 * outputs]; not read without HAS_BIAS
+    output              [outputs], written
+    COLUMNS             columns of one iteration
+    """
+    launch_dependents(PDL)
+    row = tl.program_id(0)
+    up_row = row + outputs
+    run = tl.arange(0, COLUMNS)
+    inside = run < INPUTS
+    gate_source = weight + row.to(tl.int64) * weight_stride
+    up_source = weight + up_row.to(tl.int64) * weight_stride
+    first_gate_weights = tl.load(gate_source + run, inside, 0.0).to(tl.float32)
+    first_up_weights = tl.load(up_source + run, inside, 0.0).to(tl.float32)
+    gate_added = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
+    up_added = tl.load(bias + up_row).to(tl.float32) if HAS_BIAS else 0.0
+    wait_for_dependencies(PDL)
+    x_values = tl.load(x + run, inside, 0.0).to(tl.float32)
+    zeros = tl.zeros((COLUMNS,), tl.float32)
+    gate_acc = tl.fma(x_values, first_gate_weights, zeros)
+    up_acc = tl.fma(x_values, first_up_weights, zeros)
+    for first in range(COLUMNS, INPUTS, COLUMNS):
+        column = first + run
+        inside = column < INPUTS
+        x_values = tl.load(x + column, inside, 0.0).to(tl.float32)
+        gate_acc = tl.fma(x_values, tl.load(gate_source + column, inside, 0.0).to(tl.float32), gate_acc)
+        up_acc = tl.fma(x_values, tl.load(up_source + column, inside, 0.0).to(tl.float32), up_acc)
+    dtype = output.dtype.element_ty
+    gate = (tl.sum(gate_acc, 0) + gate_added).to(dtype).to(tl.float32)
+    up = (tl.sum(up_acc, 0) + up_added).to(dtype).to(tl.float32)
+    tl.store(output + row, multiply_by_silu(gate, up, dtype))
+
+
 def is_profitable(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether ``gemv`` is faster at this product than the library."""
     return x.shape[0] == 1 and weight.shape[0] <= tuning_for(x.device).gemv.max_outputs
+
+
+def is_fusion_profitable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether ``gemv_silu_and_mul`` is faster than the product followed by ``silu_and_mul``."""
+    return tuning_for(x.device).gemv.fuse_silu_and_mul and is_profitable(x, weight)
 
 
 def gemv(
@@ -85,13 +151,14 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     tile: GemvTile | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return x [1, inputs] times weight [outputs, inputs] plus bias [outputs]: [1, outputs].
 
-    ``tile`` replaces the tuned one.
+    ``tile`` replaces the tuned one; ``dtype`` is that of the result (default: that of x).
     """
     inputs, outputs = x.shape[1], weight.shape[0]
-    output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    output = torch.empty((1, outputs), dtype=dtype or x.dtype, device=x.device)
     tile = tile or _choose_tile(weight)
     gemv_kernel[(triton.cdiv(outputs, 2 if tile.pair else 1),)](
         x,
@@ -110,9 +177,37 @@ def gemv(
     return output
 
 
-def _choose_tile(weight: torch.Tensor) -> GemvTile:
+def gemv_silu_and_mul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: GemvTile | None = None,
+) -> torch.Tensor:
+    """Return silu(gate) * up [1, n] of x [1, inputs] times weight [2 * n, inputs] plus bias [2 * n]: gate, then up.
+
+    The result has the bits of ``gemv`` with the same ``tile``, which replaces the tuned one, and ``silu_and_mul``.
+    """
+    inputs, outputs = x.shape[1], weight.shape[0] // 2
+    output = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    tile = tile or _choose_tile(weight, fused=True)
+    gemv_silu_and_mul_kernel[(outputs,)](
+        *(x, weight, weight if bias is None else bias, output, weight.stride(0), outputs),
+        INPUTS=inputs,
+        COLUMNS=min(tile.columns, triton.next_power_of_2(inputs)),
+        HAS_BIAS=bias is not None,
+        num_warps=tile.warps,
+        **pdl_options(x.device),
+    )
+    return output
+
+
+def _choose_tile(weight: torch.Tensor, *, fused: bool = False) -> GemvTile:
+    """``fused``: with SwiGLU."""
     tuning, inputs = tuning_for(weight.device).gemv, weight.shape[1]
     if inputs <= tuning.short_inputs or inputs > tuning.long_inputs:
         return tuning.edge_tile
     # Half a run at the end of each row would be loaded for nothing.
-    return tuning.tile if inputs % tuning.tile.columns == 0 else tuning.uneven_tile
+    if inputs % tuning.tile.columns == 0:
+        return tuning.tile
+    return tuning.uneven_silu_tile if fused else tuning.uneven_tile

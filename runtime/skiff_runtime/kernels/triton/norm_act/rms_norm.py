@@ -28,8 +28,7 @@ def rms_norm_kernel(
 ) -> None:
     """Normalize one row, held in registers; with ADD, after adding the residual.
 
-    Grid: (rows). The weight, which no kernel writes, is loaded before the kernel ahead has ended. The normalized row
-    is rounded to the type of the model before it is multiplied by the weight, as the reference rounds it.
+    Grid: (rows). The weight, which no kernel writes, is loaded before the kernel ahead has ended.
 
     x, residual         [rows, WIDTH], rows ``x_stride`` and ``residual_stride`` apart; the residual is not read
                         without ADD
@@ -51,9 +50,27 @@ def rms_norm_kernel(
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * WIDTH + columns, rounded, inside)
         value = rounded.to(tl.float32)
+    result = normalize_row(value, weights, eps, WIDTH, normed.dtype.element_ty)
+    tl.store(normed + row * WIDTH + columns, result, inside)
+
+
+@triton.jit
+def normalize_row(
+    value: tl.tensor, weights: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """Return the RMSNorm, in ``DTYPE``, of a whole row and its weights, both float32 and 0 behind WIDTH.
+
+    The normalized row is rounded before it is multiplied by the weight, as the reference rounds it.
+    """
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    scaled = (value * scale).to(normed.dtype.element_ty).to(tl.float32)
-    tl.store(normed + row * WIDTH + columns, (scaled * weights).to(normed.dtype.element_ty), inside)
+    scaled = (value * scale).to(DTYPE).to(tl.float32)
+    return (scaled * weights).to(DTYPE)
+
+
+def row_warps(width: int) -> int:
+    """Return the warps of a program that holds a row of ``width`` elements."""
+    warps: int = min(16, max(1, triton.next_power_of_2(width) // 512))
+    return warps
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -85,7 +102,6 @@ def _launch(
     rows, width = x.shape
     if rows == 0:
         return
-    block = triton.next_power_of_2(width)
     rms_norm_kernel[(rows,)](
         x,
         residual,
@@ -96,8 +112,8 @@ def _launch(
         residual.stride(0),
         eps,
         WIDTH=width,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(width),
         ADD=add,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=row_warps(width),
         **pdl_options(x.device),
     )

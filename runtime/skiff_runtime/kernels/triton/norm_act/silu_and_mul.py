@@ -47,6 +47,12 @@ def load_silu_and_mul(row: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr) -
     dtype = row.dtype.element_ty
     gate = tl.load(row + columns, inside, 0.0).to(tl.float32)
     up = tl.load(row + WIDTH + columns, inside, 0.0).to(tl.float32)
+    return multiply_by_silu(gate, up, dtype)
+
+
+@triton.jit
+def multiply_by_silu(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up of float32 values in ``dtype``, to which silu(gate) is rounded as well."""
     active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return (active * up).to(dtype)
 

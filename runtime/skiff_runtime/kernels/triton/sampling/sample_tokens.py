@@ -78,6 +78,26 @@ def _noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor, FAST: tl.cons
     return _gumbel(mixed ^ (mixed >> 16), FAST)
 
 
+@triton.jit
+def noisy_scores(
+    logit: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    token: tl.tensor,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Return the scores of tokens whose largest is the draw: logits / temperature plus noise, in units of ln 2."""
+    return logit * tl.div_rn(_LOG2_E, temperature) + _noise(seed, position, token, FAST)
+
+
+@triton.jit
+def best_token(score: tl.tensor, token: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return (the largest of a block's scores, its token, the lowest of equally good ones)."""
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, token, _NO_TOKEN), 0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def sample_blocks_kernel(
     logits: tl.tensor,
@@ -126,9 +146,8 @@ def sample_blocks_kernel(
     temperature = tl.load(sampling_params + slot * 4)
     if temperature > 0:
         min_p = tl.load(sampling_params + slot * 4 + 3)
-        noise = _noise(tl.load(seeds + slot), tl.load(positions + row), token, FAST)
+        noisy = noisy_scores(score, temperature, tl.load(seeds + slot), tl.load(positions + row), token, FAST)
         threshold = tl.load(thresholds + row)
-        noisy = score * tl.div_rn(_LOG2_E, temperature) + noise
         if (min_p > 0) | (threshold > -float("inf")):
             # The comparison needs quotients that are rounded like those from which the thresholds came.
             chunk = tl.arange(0, CHUNKS_BLOCK)
@@ -138,8 +157,7 @@ def sample_blocks_kernel(
             scaled = tl.div_rn(score, temperature + tl.zeros_like(score))
             noisy = tl.where(scaled < threshold, -float("inf"), noisy)
         score = noisy
-    best = tl.max(score, 0)
-    candidate = tl.min(tl.where(score == best, token, _NO_TOKEN), 0)
+    best, candidate = best_token(score, token)
     tl.store(scores + row * BLOCKS + block, tl.where(has_nan, float("inf"), best))
     tl.store(candidates + row * BLOCKS + block, tl.where(has_nan, _NAN_LOGITS, candidate))
 

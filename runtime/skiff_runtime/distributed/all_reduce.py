@@ -1,0 +1,289 @@
+"""Peer-to-peer all-reduce between the GPUs of one host: the choice of an algorithm, and the memory that it needs.
+
+The kernels are in ``kernels.triton.all_reduce``. All ranks sum by the same algorithm, so it is chosen from what all
+ranks know alike: their number, and the shape and dtype of the message. Only peer access is needed (NVLink, or PCIe
+where the driver allows it), no multicast.
+"""
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, TypeVar
+
+import torch
+
+from skiff_runtime.distributed.symmetric_memory import SymmetricBuffer, allocate, map_peers
+from skiff_runtime.errors import CollectiveTimeout, SkiffError
+from skiff_runtime.kernels.fp8_tensors import QuantizedActivations
+from skiff_runtime.kernels.triton.all_reduce.low_latency import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_quantize,
+    fits_rows,
+    low_latency_all_reduce,
+    low_latency_capacity,
+)
+from skiff_runtime.kernels.triton.all_reduce.peer_memory import (
+    CHANNELS,
+    COLLECTIVES,
+    LINE_BYTES,
+    MAX_RANKS,
+    TIMEOUT,
+    PeerMemory,
+    allocation_bytes,
+)
+from skiff_runtime.kernels.triton.all_reduce.push import push_all_reduce, push_capacity
+from skiff_runtime.kernels.triton.all_reduce.push_norm import (
+    fits_push_rows,
+    push_all_reduce_add_rms_norm,
+    push_all_reduce_add_rms_norm_quantize,
+)
+from skiff_runtime.kernels.tuning import AllReduceLimits, tuning_for
+
+NANOSECONDS: Final = 1_000_000_000
+T = TypeVar("T")
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+Agree = Callable[[bool], bool]
+"""Returns whether all ranks pass True; also a barrier."""
+
+
+class PeerMemoryUnavailable(SkiffError):
+    """The GPUs cannot write into each other's memory. The message says why."""
+
+
+class Algorithm(Enum):
+    """An algorithm of all-reduce."""
+
+    LOW_LATENCY = "one-shot, LL"
+    ONE_SHOT = "one-shot"
+    TWO_SHOT = "two-shot"
+    NCCL = "NCCL"
+
+
+def find_limits(ranks: int, limits: tuple[AllReduceLimits, ...]) -> AllReduceLimits | None:
+    """Return the limits for so many ranks, if there are any."""
+    return next((each for each in limits if each.ranks >= ranks), None)
+
+
+def choose_algorithm(nbytes: int, ranks: int, limits: tuple[AllReduceLimits, ...]) -> Algorithm:
+    """Return the algorithm for a message of ``nbytes`` bytes; NCCL also where no limits are for so many ranks."""
+    found = find_limits(ranks, limits)
+    if found is None or nbytes == 0 or nbytes % LINE_BYTES:
+        return Algorithm.NCCL
+    if nbytes <= min(found.low_latency, low_latency_capacity()):
+        return Algorithm.LOW_LATENCY
+    if nbytes <= found.one_shot:
+        return Algorithm.ONE_SHOT
+    return Algorithm.TWO_SHOT if nbytes <= found.two_shot else Algorithm.NCCL
+
+
+class PeerToPeerAllReduce:
+    """All-reduce of one rank over the memory that it shares with its peers.
+
+    The ranks must run the same collectives of the same sizes in the same order, one after the other. Kernels count the
+    calls on the device, so they may be launched, captured in graphs and replayed in any mixture.
+    """
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        status: torch.Tensor,
+        buffer: SymmetricBuffer | None = None,
+        *,
+        timeout_seconds: float = math.inf,
+    ) -> None:
+        """``status`` int64 [1] of the host is where ``memory``'s kernels report; ``buffer`` is kept alive.
+
+        ``timeout_seconds`` is the limit that ``memory`` has.
+        """
+        self._memory = memory
+        self._status = status
+        self._buffer = buffer
+        self._limits = tuning_for(memory.table.device).all_reduce
+        self._timeout_seconds = timeout_seconds
+
+    @classmethod
+    def connect(
+        cls, rank: int, ranks: int, device: torch.device, *, agree: Agree, timeout_seconds: float
+    ) -> "PeerToPeerAllReduce":
+        """Map the memory of all ranks; all must call it, and rank i must be on GPU i.
+
+        Raises ``PeerMemoryUnavailable`` on all ranks if it fails on one. Hence all agree after each stage that can fail
+        on one rank alone, before they enter the next one together.
+        """
+        _raise_if_any_failed(agree, _find_unsupported(rank, ranks))
+        memory = _try_on_all(agree, lambda: allocate(allocation_bytes(ranks), device))
+        buffer = _try_on_all(agree, lambda: map_peers(memory))
+        _raise_if_any_failed(agree, _verify_peer_writes(buffer, rank, ranks, agree))
+        status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        view = make_peer_memory(
+            buffer.addresses, rank, status.data_ptr(), device, timeout=int(timeout_seconds * NANOSECONDS)
+        )
+        created = cls(view, status, buffer, timeout_seconds=timeout_seconds)
+        torch.cuda.synchronize(device)
+        agree(True)  # no rank writes into memory that is not zeroed yet
+        return created
+
+    @classmethod
+    def detached(cls, ranks: int, device: torch.device) -> "PeerToPeerAllReduce":
+        """Return one without peers, whose kernels can be compiled but not run."""
+        table = torch.empty(ranks + 2, dtype=torch.int64, device=device)
+        epochs = torch.empty(CHANNELS, dtype=torch.int64, device=device)
+        control = torch.empty(2, dtype=torch.int64, device=device)
+        return cls(PeerMemory(ranks, table, epochs, control), torch.empty(1, dtype=torch.int64))
+
+    def choose(self, x: torch.Tensor) -> Algorithm:
+        """Return the algorithm by which a message of the shape and dtype of ``x`` is summed."""
+        if x.dtype not in DTYPES:
+            return Algorithm.NCCL
+        return choose_algorithm(x.nbytes, self._memory.ranks, self._limits)
+
+    def can_reduce(self, x: torch.Tensor) -> bool:
+        """Return whether messages of the shape and dtype of ``x`` are summed here, not by NCCL."""
+        return self.choose(x) is not Algorithm.NCCL
+
+    def can_fuse(self, x: torch.Tensor) -> bool:
+        """Return whether the norm of rows [T, n] of the shape and dtype of ``x`` can be fused with their sum."""
+        rows, width = x.shape
+        algorithm, ranks = self.choose(x), self._memory.ranks
+        if algorithm is Algorithm.LOW_LATENCY:
+            return fits_rows(rows, width * x.itemsize)
+        found = find_limits(ranks, self._limits)
+        if found is None or algorithm is not Algorithm.ONE_SHOT or x.nbytes > found.fused_one_shot:
+            return False
+        return fits_push_rows(rows, width * x.itemsize, ranks)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, where ``can_reduce`` is true; ``x`` may be overwritten."""
+        algorithm = self.choose(x)
+        x = _aligned(x)
+        if algorithm is Algorithm.LOW_LATENCY:
+            low_latency_all_reduce(x, self._memory)
+            return x
+        two_shot = algorithm is Algorithm.TWO_SHOT
+        capacity = push_capacity(self._memory.ranks, two_shot=two_shot)
+        for part in torch.split(x.view(-1), capacity // x.itemsize):
+            push_all_reduce(part, self._memory, two_shot=two_shot)
+        return x
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what ``all_reduce`` and then ``kernels.rms_norm.add_rms_norm`` do, where ``can_fuse`` is true."""
+        fused = (
+            all_reduce_add_rms_norm
+            if self.choose(x) is Algorithm.LOW_LATENCY
+            else push_all_reduce_add_rms_norm
+        )
+        return fused(_aligned(x), _aligned(residual), weight, eps, self._memory)
+
+    def add_rms_norm_quantize(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, bound: float
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Do what ``all_reduce`` and then ``kernels.fp8.add_rms_norm_quantize`` do, where ``can_fuse`` is true."""
+        fused = (
+            all_reduce_add_rms_norm_quantize
+            if self.choose(x) is Algorithm.LOW_LATENCY
+            else push_all_reduce_add_rms_norm_quantize
+        )
+        return fused(_aligned(x), _aligned(residual), weight, eps, self._memory, bound)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound how long a kernel waits for another rank, from its next launch or replay on."""
+        self._timeout_seconds = seconds
+        self._memory.control[TIMEOUT].fill_(int(seconds * NANOSECONDS))
+
+    def check(self) -> None:
+        """Raise ``CollectiveTimeout`` if a kernel has given up: results since then are wrong on this rank."""
+        collective = int(self._status[0])
+        if collective:
+            raise CollectiveTimeout(
+                f"{COLLECTIVES[collective]}: this rank waited for another one for longer than "
+                f"{self._timeout_seconds:g} s"
+            )
+
+    def sample_sizes(self) -> list[int]:
+        """Return sizes of messages, in bytes, that together take every algorithm of this class."""
+        found = find_limits(self._memory.ranks, self._limits)
+        if found is None:
+            return []
+        sizes = (found.low_latency, found.one_shot, found.two_shot)
+        return [
+            size
+            for size in sizes
+            if choose_algorithm(size, self._memory.ranks, self._limits) is not Algorithm.NCCL
+        ]
+
+    def sample_row_counts(self, row_bytes: int) -> list[int]:
+        """Return the largest numbers of rows, of ``row_bytes`` bytes, that each limit of a fused sum allows."""
+        found = find_limits(self._memory.ranks, self._limits)
+        sizes = () if found is None else (found.low_latency, found.fused_one_shot)
+        return sorted({size // row_bytes for size in sizes} - {0})
+
+
+def make_peer_memory(
+    addresses: tuple[int, ...], rank: int, status_address: int, device: torch.device, *, timeout: int
+) -> PeerMemory:
+    """Return the view of rank ``rank`` on memory at ``addresses``, one of each rank, all zeroed.
+
+    ``timeout`` is in nanoseconds, in Triton's interpreter in polls.
+    """
+    return PeerMemory(
+        ranks=len(addresses),
+        table=torch.tensor([*addresses, rank, status_address], dtype=torch.int64, device=device),
+        epochs=torch.zeros(CHANNELS, dtype=torch.int64, device=device),
+        control=torch.tensor([0, timeout], dtype=torch.int64, device=device),
+    )
+
+
+def _find_unsupported(rank: int, ranks: int) -> str | None:
+    """Return why peer memory cannot work, as far as is known before it is tried."""
+    if ranks > MAX_RANKS:
+        return f"it works for at most {MAX_RANKS} ranks"
+    for peer in range(ranks):
+        if peer != rank and not torch.cuda.can_device_access_peer(rank, peer):
+            return f"GPU {rank} has no peer access to GPU {peer}"
+    return None
+
+
+def _raise_if_any_failed(agree: Agree, failure: str | None) -> None:
+    """Raise ``PeerMemoryUnavailable`` on all ranks if one has a failure."""
+    if not agree(failure is None):
+        raise PeerMemoryUnavailable(failure or "it failed on another rank, whose log says why")
+
+
+def _try_on_all(agree: Agree, run: Callable[[], T]) -> T:
+    """Return the result of ``run``; if it raises RuntimeError on a rank, raise ``PeerMemoryUnavailable`` on all."""
+    try:
+        result = run()
+    except RuntimeError as error:
+        _raise_if_any_failed(agree, str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    _raise_if_any_failed(agree, None)
+    return result
+
+
+def _verify_peer_writes(buffer: SymmetricBuffer, rank: int, ranks: int, agree: Agree) -> str | None:
+    """Write to every peer and read what they wrote; return what is wrong. Leaves all memory zeroed.
+
+    Where an IOMMU is in the way, peer access is reported and data is lost without an error.
+    """
+    buffer.memory.zero_()
+    torch.cuda.synchronize()
+    agree(True)
+    for peer in range(ranks):
+        if peer != rank:
+            buffer.of_rank(peer, ranks)[rank] = rank + 1
+    torch.cuda.synchronize()
+    agree(True)
+    seen = buffer.memory[: 8 * ranks].view(torch.int64).tolist()
+    buffer.memory.zero_()
+    torch.cuda.synchronize()
+    wrong = [peer for peer in range(ranks) if seen[peer] != (0 if peer == rank else peer + 1)]
+    return f"data that GPU {wrong[0]} wrote did not arrive on GPU {rank}" if wrong else None
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` contiguous and at an address that lines can be read from."""
+    x = x.contiguous()
+    return x if x.data_ptr() % LINE_BYTES == 0 else x.clone()

@@ -1,0 +1,39 @@
+"""Partial sums: the outputs of row-parallel layers before their all-reduce, which the norm behind them completes.
+
+A row-parallel layer and the norm behind it belong to different parts of a decoder layer, and one kernel computes the
+all-reduce, the residual addition and the norm together. So the layer returns its part of the sum, as a type of its own
+that cannot be mistaken for the sum, and the norm decides.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """One rank's part [T, n] of a sum over the ranks of ``group``, to which ``bias`` [n] is added once."""
+
+    part: torch.Tensor
+    group: TensorParallelGroup
+    bias: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.part)
+
+    def reduce(self) -> torch.Tensor:
+        """Return the sum [T, n]; the part may be overwritten."""
+        total = self.group.all_reduce(self.part)
+        return total if self.bias is None else total + self.bias
+
+
+LayerOutput = torch.Tensor | PartialSum
+"""The output of a block: complete, or with more than one rank a part of it."""
+
+
+def reduce_output(output: LayerOutput) -> torch.Tensor:
+    """Return the complete output."""
+    return output.reduce() if isinstance(output, PartialSum) else output

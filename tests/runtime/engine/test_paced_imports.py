@@ -1,0 +1,69 @@
+"""Paced imports: they pause, unless somebody waits, and only in their own thread."""
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skiff_runtime.engine import paced_imports as module
+from skiff_runtime.engine.paced_imports import paced_imports
+
+MODULES = 20
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name a package that imports all of its modules."""
+    directory = tmp_path / "paced_example"
+    directory.mkdir()
+    names = [f"part{number}" for number in range(MODULES)]
+    for name in names:
+        (directory / f"{name}.py").touch()
+    (directory / "__init__.py").write_text("".join(f"from paced_example import {name}\n" for name in names))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
+    before = set(sys.modules)
+    yield directory.name
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def seconds_to_import(name: str) -> float:
+    begin = time.monotonic()
+    importlib.import_module(name)
+    return time.monotonic() - begin
+
+
+def test_imports_pause_before_each_module(package: str) -> None:
+    finders, interval = list(sys.meta_path), sys.getswitchinterval()
+    with paced_imports(threading.Event()):
+        assert seconds_to_import(package) >= MODULES * module.PAUSE_SECONDS
+    assert sys.meta_path == finders and sys.getswitchinterval() == interval
+
+
+def test_imports_hurry_when_somebody_waits(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise this would take an hour."""
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 3600 / MODULES)
+    hurry = threading.Event()
+    with paced_imports(hurry):
+        threading.Timer(0.05, hurry.set).start()
+        importlib.import_module(package)
+    assert package in sys.modules
+
+
+def test_imports_of_other_threads_do_not_pause(package: str) -> None:
+    hurry = threading.Event()
+
+    def fail(timeout: float | None = None) -> bool:
+        raise AssertionError("another thread was paced")
+
+    hurry.wait = fail  # type: ignore[method-assign]
+    with paced_imports(hurry):
+        thread = threading.Thread(target=importlib.import_module, args=(package,))
+        thread.start()
+        thread.join()
+    assert package in sys.modules

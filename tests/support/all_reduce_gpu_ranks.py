@@ -1,0 +1,129 @@
+"""Functions that the processes of an all-reduce test on several GPUs run; importable by the processes of ``rank_processes``."""
+
+import hashlib
+import math
+from typing import Any, Final
+
+import torch
+from all_reduce_messages import make_message, same_bits, sum_messages
+
+from skiff_runtime.distributed.all_reduce import Algorithm
+from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+from skiff_runtime.errors import CollectiveTimeout
+from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
+from skiff_runtime.kernels.rms_norm import add_rms_norm
+from skiff_runtime.kernels.tuning import AllReduceLimits
+
+WIDTH: Final = 5120
+ROWS: Final = (1, 2, 7, 32, 51, 52, 256, 1600, 2000, 6000, 7000)
+LIMITS: Final = AllReduceLimits(
+    ranks=8, low_latency=512 << 10, one_shot=16 << 20, fused_one_shot=8 << 20, two_shot=64 << 20
+)
+"""Every algorithm sums some of ROWS, which have 10 KB each: both sides of every limit, and more than one slice."""
+DTYPE: Final = torch.bfloat16
+EPS: Final = 1e-6
+REPLAYS: Final = 20
+
+
+def sum_fuse_and_replay(group: TensorParallelGroup) -> dict[str, Any]:
+    """Compare sums of all sizes, fused norms and graph replays with sums in rank order; return what differs."""
+    peers = group._peers
+    assert peers is not None, "the GPUs have no peer access"
+    peers._limits = (LIMITS,)
+    wrong, algorithms, digest = [], [], hashlib.sha256()
+    for number, rows in enumerate(ROWS):
+        shape = rows, WIDTH
+        x = make_message(group.tp_rank, number, shape, DTYPE).cuda()
+        expected = sum_messages(group.tp_size, number, shape, DTYPE)
+        algorithm = peers.choose(x)
+        algorithms.append(algorithm.name)
+        found = group.all_reduce(x)
+        if algorithm is Algorithm.NCCL:  # sums in an order of its own
+            fine = torch.allclose(found.cpu().float(), expected.float(), rtol=2**-7, atol=1e-2)
+        else:
+            fine = same_bits(found, expected)
+            digest.update(found.view(torch.uint8).cpu().numpy().tobytes())
+        if not fine:
+            wrong.append(f"{rows} rows by {algorithm.name}")
+        gathered = group.all_gather(x[:1, :8].contiguous())  # NCCL between our kernels
+        if gathered.shape != (1, 8 * group.tp_size):
+            wrong.append("all_gather")
+    wrong += _compare_fused(group) + _compare_replays(group)
+    group.check()
+    return {"wrong": wrong, "algorithms": algorithms, "digest": digest.hexdigest()}
+
+
+def _compare_fused(group: TensorParallelGroup) -> list[str]:
+    """Compare fused norms: of a row or less a program by LL words, then by one-shot, up to 8 rows a program."""
+    wrong = []
+    for rows in (1, 3, 32, 51, 52, 64, 65, 200, 256, 511):
+        part = make_message(group.tp_rank, rows, (rows, WIDTH), DTYPE).cuda()
+        residual = make_message(50, rows, (rows, WIDTH), DTYPE).cuda()
+        weight = make_message(51, rows, (WIDTH,), DTYPE).cuda()
+        total = sum_messages(group.tp_size, rows, (rows, WIDTH), DTYPE).cuda()
+        assert group._peers is not None and group._peers.can_fuse(part)
+        found = group.all_reduce_add_rms_norm(part.clone(), residual, weight, EPS)
+        if not all(map(same_bits, found, add_rms_norm(total, residual, weight, EPS))):
+            wrong.append(f"fused norm of {rows} rows")
+        quantized, summed = group.all_reduce_add_rms_norm_quantize(part, residual, weight, EPS)
+        expected, expected_sum = add_rms_norm_quantize(total, residual, weight, EPS, math.inf)
+        pairs = [
+            (quantized.values, expected.values),
+            (quantized.scales, expected.scales),
+            (summed, expected_sum),
+        ]
+        if not all(same_bits(*pair) for pair in pairs):
+            wrong.append(f"fused norm and quantization of {rows} rows")
+    return wrong
+
+
+def _compare_replays(group: TensorParallelGroup) -> list[str]:
+    """Replay a graph of our kernels and NCCL's between eager calls."""
+    sizes = (1, 32, 256, 2000)
+    static = [torch.empty((rows, WIDTH), dtype=DTYPE, device=group.device) for rows in sizes]
+    work = [torch.empty_like(each) for each in static]
+
+    def compute() -> None:
+        for source, target in zip(static, work, strict=True):
+            target.copy_(source)
+            group.all_reduce(target)
+            group.all_gather(target[:1])
+
+    for each in static:
+        each.zero_()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        compute()
+    wrong = []
+    with torch.cuda.stream(stream):
+        for number in range(REPLAYS):
+            for rows, source in zip(sizes, static, strict=True):
+                source.copy_(make_message(group.tp_rank, number, (rows, WIDTH), DTYPE))
+            if number % 3 == 2:
+                compute()
+            else:
+                graph.replay()
+            stream.synchronize()
+            for rows, found in zip(sizes, work, strict=True):
+                if not same_bits(found, sum_messages(group.tp_size, number, (rows, WIDTH), DTYPE)):
+                    wrong.append(f"replay {number}, {rows} rows")
+    return wrong
+
+
+def leave_alone(group: TensorParallelGroup) -> dict[str, Any]:
+    """Let rank 0 sum alone, with a short timeout."""
+    group.set_timeout(0.2)
+    error = None
+    if group.tp_rank == 0:
+        group.all_reduce(torch.ones((1, WIDTH), dtype=DTYPE, device=group.device))
+        torch.cuda.synchronize()
+        try:
+            group.check()
+        except CollectiveTimeout as caught:
+            error = str(caught)
+    group.all_reduce_min(0)
+    return {"error": error}

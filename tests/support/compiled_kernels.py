@@ -1,0 +1,72 @@
+"""Compiles what a function launches, for an architecture whose GPU need not be there; run by ``run_compiling``.
+
+For each line of JSON, the name of a case below and its number, it prints as JSON the PTX and TTGIR of each kernel that
+the case launches, by the kernel's name.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+import triton
+
+from skiff_runtime.distributed.all_reduce import PeerToPeerAllReduce
+from skiff_runtime.kernels.fp8 import add_rms_norm_quantize
+from skiff_runtime.kernels.rms_norm import add_rms_norm
+from skiff_runtime.kernels.torch_internals import FakeTensorMode
+from skiff_runtime.kernels.triton.all_reduce.push_norm import (
+    push_all_reduce_add_rms_norm,
+    push_all_reduce_add_rms_norm_quantize,
+)
+from skiff_runtime.prebuild.offline_driver import use_offline_driver
+
+ARCHITECTURE: Final = 90
+DEVICE: Final = torch.device("cuda", 0)
+
+
+def record_kernels(launch: Callable[[], None]) -> dict[str, dict[str, str]]:
+    """Return PTX and TTGIR of the kernels that ``launch`` launches."""
+    found: dict[str, dict[str, str]] = {}
+    run = triton.JITFunction.run
+
+    def record(kernel: Any, *given: Any, **options: Any) -> Any:
+        compiled = run(kernel, *given, **options)
+        found[kernel.fn.__name__] = {name: compiled.asm[name] for name in ("ptx", "ttgir")}
+        return compiled
+
+    triton.JITFunction.run = record
+    with use_offline_driver(ARCHITECTURE), FakeTensorMode(), torch.inference_mode():
+        launch()
+    triton.JITFunction.run = run
+    return found
+
+
+def sum_messages(ranks: int) -> None:
+    """Launch the kernels of sums alone."""
+    peers = PeerToPeerAllReduce.detached(ranks, DEVICE)
+    for size in peers.sample_sizes():
+        peers.all_reduce(torch.empty(size // 2, dtype=torch.bfloat16, device=DEVICE))
+
+
+def normalize(width: int, ranks: int = 2) -> None:
+    """Launch the fused kernels, and those that they fuse."""
+    peers = PeerToPeerAllReduce.detached(ranks, DEVICE)
+    x, residual = (torch.empty((3, width), dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    weight = torch.empty(width, dtype=torch.bfloat16, device=DEVICE)
+    assert peers.can_fuse(x)
+    peers.add_rms_norm(x, residual, weight, 1e-6)
+    peers.add_rms_norm_quantize(x, residual, weight, 1e-6, 3.0)
+    push_all_reduce_add_rms_norm(x, residual, weight, 1e-6, peers._memory)
+    push_all_reduce_add_rms_norm_quantize(x, residual, weight, 1e-6, peers._memory, 3.0)
+    add_rms_norm(x, residual, weight, 1e-6)
+    add_rms_norm_quantize(x, residual, weight, 1e-6, 3.0)
+
+
+if __name__ == "__main__":
+    cases: dict[str, Callable[[int], None]] = {"sum": sum_messages, "normalize": normalize}
+    for line in sys.stdin:
+        kind, number = json.loads(line)
+        print(json.dumps(record_kernels(partial(cases[kind], number))), flush=True)
