@@ -66,7 +66,7 @@ def test_ranks_sample_the_tokens_of_one_rank(
     assert found == [expected] * tp_size
 
 
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_processes_sample_the_tokens_of_one_rank(tmp_path: Path, tp_size: int) -> None:
     """The collectives are gloo's; every rank compares with what it samples alone."""
     results = on_ranks(tp_size, tmp_path, compare_sampling, 60, device="cpu")

@@ -542,7 +542,10 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
 
 
 @FAMILY
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=needs_gpus(count)) for count in (2, 4)])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=[needs_gpus(4), pytest.mark.matrix])],
+)
 def test_ranks_generate_the_tokens_of_transformers(
     pools: Pools, tmp_path: Path, family: str, ranks: int
 ) -> None:
