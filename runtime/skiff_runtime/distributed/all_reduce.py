@@ -61,7 +61,7 @@ class Algorithm(Enum):
 
 
 def find_limits(ranks: int, limits: tuple[AllReduceLimits, ...]) -> AllReduceLimits | None:
-    """Return the limits for so many ranks, if there are any."""
+    """Return the first limits that cover ``ranks`` ranks, or ``None`` if all are for fewer."""
     return next((each for each in limits if each.ranks >= ranks), None)
 
 

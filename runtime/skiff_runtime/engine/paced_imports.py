@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Final
 
 PAUSE_SECONDS: Final = 0.02
-"""Before each module. xgrammar and transformers are about 470 modules, each of which takes 2 ms on average."""
+"""The pause before each module. xgrammar and transformers have about 470 modules, which take 2 ms on average."""
 SWITCH_SECONDS: Final = 1e-4
-"""How long another thread waits for the lock while a module is executed; 5 ms is Python's default."""
+"""The longest wait of another thread for the lock while a module is executed; Python's default is 5 ms."""
 
 
 class _Pacer:

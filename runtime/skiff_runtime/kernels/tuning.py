@@ -89,7 +89,7 @@ class GemvTuning:
     uneven_tile: GemvTile
     """For those between, where they do not."""
     fuse_silu_and_mul: bool
-    """Whether the product with gate and up applies SwiGLU as well."""
+    """True: one kernel computes the product with gate and up and applies SwiGLU."""
     uneven_silu_tile: GemvTile
     """Takes the place of ``uneven_tile`` there."""
 
@@ -124,7 +124,7 @@ class FP8GemvTuning:
     """For weights of at most ``short_inputs`` columns."""
     long_tile: FP8GemvTile
     fuse_silu_and_mul: bool
-    """Whether the product with gate and up applies SwiGLU as well."""
+    """True: one kernel computes the product with gate and up and applies SwiGLU."""
     preloading_tile: PreloadingGemvTile
     max_preloaded_weights: int
     """The largest weight, in numbers, that is loaded as a whole before the kernel ahead has ended; 0 for none.
@@ -278,7 +278,7 @@ class MoETuning:
     router_topk_rows: int
     """The experts whose logits one program of ``router_topk`` computes."""
     fuse_router_norm: bool
-    """Whether that launch also adds the residual and normalizes, where no sum over ranks does."""
+    """True: that launch also adds the residual and normalizes, unless an all-reduce has done both."""
     experts_per_pair: int
     """Steps with at least this many experts for each pair of a token and an expert are computed without sorting."""
     max_chunk: int

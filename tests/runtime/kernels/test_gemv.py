@@ -55,7 +55,7 @@ def test_gemv_is_profitable_for_one_token_and_no_output_head() -> None:
 def test_fused_gemv_has_the_bits_of_gemv_and_silu_and_mul(
     size: tuple[int, int], bias: bool, dtype: torch.dtype
 ) -> None:
-    """Whether ``gemv`` computes a row alone or with its neighbor makes no difference either."""
+    """``gemv`` gives the same bits whether a program computes one row or two neighbors."""
     outputs, inputs = size
     x = noise(1, 2 * inputs, dtype=dtype)[:, :inputs]
     weight = noise(2 * outputs, inputs, dtype=dtype, seed=1) * (2 / inputs**0.5)

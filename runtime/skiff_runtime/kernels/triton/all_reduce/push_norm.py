@@ -52,7 +52,7 @@ PROGRAMS: Final = CHANNELS
 TILE_LINES: Final = 1024
 """Lines that a program pushes at a time. Untuned: as ``push.TILE_LINES``, though the warps are those of the norm."""
 PREFETCH_BYTES: Final = 80 << 10
-"""A row is loaded while the one before it is normalized, if all its parts take at most so many bytes. Untuned: for
+"""Limit on the parts of a row, in bytes, up to which a program loads the next row while it normalizes one. Untuned: for
 sm_90, 80 KB (5,120 columns of bfloat16, 4 ranks) compile without spills, 96 KB (16,384 columns, 2 ranks) with some."""
 _COLLECTIVE = tl.constexpr(2)
 _SLOT_BYTES = tl.constexpr(SLOT_BYTES)

@@ -23,6 +23,59 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP16_DOWNSCALE = tl.constexpr(FP16_DOWNSCALE)
 
 
+def _quantize_ptx(unpack: str) -> tl.constexpr:
+    """Return the PTX of ``quantize_x4``, in which ``unpack`` converts the numbers in a and b to float32 in v0 to v3."""
+    return tl.constexpr(
+        """
+        {
+        .reg .b32 a, b, c, d, downscale;
+        .reg .b16 h0, h1, h2, h3, lower, upper;
+        .reg .f32 v0, v1, v2, v3;
+        mov.b32 downscale, 0x1C001C00;
+        mov.b64 {a, b}, $1;
+        """
+        + unpack
+        + """
+        mul.rn.f32 v0, v0, $2;
+        mul.rn.f32 v1, v1, $2;
+        mul.rn.f32 v2, v2, $2;
+        mul.rn.f32 v3, v3, $2;
+        cvt.rn.satfinite.e4m3x2.f32 lower, v1, v0;
+        cvt.rn.satfinite.e4m3x2.f32 upper, v3, v2;
+        cvt.rn.f16x2.e4m3x2 a, lower;
+        cvt.rn.f16x2.e4m3x2 b, upper;
+        mul.rn.f16x2 a, a, downscale;
+        mul.rn.f16x2 b, b, downscale;
+        mov.b64 $0, {a, b};
+        }
+        """
+    )
+
+
+_QUANTIZE_BF16 = _quantize_ptx(
+    """
+        shl.b32 c, a, 16;
+        and.b32 a, a, 0xFFFF0000;
+        shl.b32 d, b, 16;
+        and.b32 b, b, 0xFFFF0000;
+        mov.b32 v0, c;
+        mov.b32 v1, a;
+        mov.b32 v2, d;
+        mov.b32 v3, b;
+    """
+)
+_QUANTIZE_FP16 = _quantize_ptx(
+    """
+        mov.b32 {h0, h1}, a;
+        mov.b32 {h2, h3}, b;
+        cvt.f32.f16 v0, h0;
+        cvt.f32.f16 v1, h1;
+        cvt.f32.f16 v2, h2;
+        cvt.f32.f16 v3, h3;
+    """
+)
+
+
 @triton.jit
 def load_int64(at: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
     """Load what ``at`` points to, and 0 outside of the mask, if there is one."""
@@ -127,79 +180,14 @@ def max_abs_x8(low: tl.tensor, high: tl.tensor, DTYPE: tl.constexpr, USE_PTX: tl
 def quantize_x4(
     values: tl.tensor, reciprocal: tl.tensor, DTYPE: tl.constexpr, USE_PTX: tl.constexpr
 ) -> tl.tensor:
-    """Quantize the four numbers of type ``DTYPE`` in each int64, of which ``reciprocal`` is 1 / scale.
+    """Multiply the four numbers of type ``DTYPE`` in each int64 by ``reciprocal``, 1 / scale, and round them to FP8.
 
-    Return four float16 numbers in an int64: FP8 numbers, divided by ``FP16_DOWNSCALE``.
+    Return four float16 numbers in an int64: the FP8 numbers, divided by ``FP16_DOWNSCALE``.
     """
-    if USE_PTX and tl.bfloat16 == DTYPE:
+    if USE_PTX:
+        ASM: tl.constexpr = _QUANTIZE_BF16 if tl.bfloat16 == DTYPE else _QUANTIZE_FP16
         quantized = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d, downscale;
-            .reg .b16 lower, upper;
-            .reg .f32 v0, v1, v2, v3;
-            mov.b32 downscale, 0x1C001C00;
-            mov.b64 {a, b}, $1;
-            shl.b32 c, a, 16;
-            and.b32 a, a, 0xFFFF0000;
-            shl.b32 d, b, 16;
-            and.b32 b, b, 0xFFFF0000;
-            mov.b32 v0, c;
-            mov.b32 v1, a;
-            mov.b32 v2, d;
-            mov.b32 v3, b;
-            mul.rn.f32 v0, v0, $2;
-            mul.rn.f32 v1, v1, $2;
-            mul.rn.f32 v2, v2, $2;
-            mul.rn.f32 v3, v3, $2;
-            cvt.rn.satfinite.e4m3x2.f32 lower, v1, v0;
-            cvt.rn.satfinite.e4m3x2.f32 upper, v3, v2;
-            cvt.rn.f16x2.e4m3x2 a, lower;
-            cvt.rn.f16x2.e4m3x2 b, upper;
-            mul.rn.f16x2 a, a, downscale;
-            mul.rn.f16x2 b, b, downscale;
-            mov.b64 $0, {a, b};
-            }
-            """,
-            "=l,l,f",
-            [values, reciprocal],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
-        )
-    elif USE_PTX:
-        quantized = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, downscale;
-            .reg .b16 lower, upper, h0, h1, h2, h3;
-            .reg .f32 v0, v1, v2, v3;
-            mov.b32 downscale, 0x1C001C00;
-            mov.b64 {a, b}, $1;
-            mov.b32 {h0, h1}, a;
-            mov.b32 {h2, h3}, b;
-            cvt.f32.f16 v0, h0;
-            cvt.f32.f16 v1, h1;
-            cvt.f32.f16 v2, h2;
-            cvt.f32.f16 v3, h3;
-            mul.rn.f32 v0, v0, $2;
-            mul.rn.f32 v1, v1, $2;
-            mul.rn.f32 v2, v2, $2;
-            mul.rn.f32 v3, v3, $2;
-            cvt.rn.satfinite.e4m3x2.f32 lower, v1, v0;
-            cvt.rn.satfinite.e4m3x2.f32 upper, v3, v2;
-            cvt.rn.f16x2.e4m3x2 a, lower;
-            cvt.rn.f16x2.e4m3x2 b, upper;
-            mul.rn.f16x2 a, a, downscale;
-            mul.rn.f16x2 b, b, downscale;
-            mov.b64 $0, {a, b};
-            }
-            """,
-            "=l,l,f",
-            [values, reciprocal],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
+            ASM, "=l,l,f", [values, reciprocal], dtype=tl.int64, is_pure=True, pack=1
         )
     else:
         quantized = tl.zeros_like(values)
