@@ -255,6 +255,7 @@ def _gemv(
     yield Tunable(f"{path}.gate_up", gate_up, few)
     yield Tunable(f"{path}.down", down, few)
     yield Tunable(f"{path}.long_down", long_down, (_experts(MIXTRAL, 1, weight_format),))
+    yield Tunable(f"{path}.preload_down", (False, True), few)
 
 
 MOE_TUNABLES: Final = (

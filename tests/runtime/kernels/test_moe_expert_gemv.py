@@ -1,5 +1,9 @@
 """Products of few tokens with their experts against float64: every format, odd sizes, windows of experts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_device import DEVICE, HALF, TOLERANCE, combine, error, noise
@@ -22,7 +26,7 @@ from skiff_runtime.kernels.triton.moe.fp8_expert_gemv import (
     fp8_down_gemv,
     fp8_gate_up_gemv,
 )
-from skiff_runtime.kernels.tuning import ExpertGemvTile, tuning_for
+from skiff_runtime.kernels.tuning import ExpertGemvTile, overridden, tuning_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -32,6 +36,15 @@ TILES = [ExpertGemvTile(32, warps=1), ExpertGemvTile(1024, warps=4)]
 def is_here(ids: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
     local = ids.flatten().cpu() - experts.first_expert
     return (local >= 0) & (local < len(experts.down))
+
+
+@contextmanager
+def no_preloading() -> Iterator[None]:
+    """Let down-projections load their weights only after gate and up were computed."""
+    table = tuning_for(DEVICE)
+    gemv, fp8_gemv = (replace(each, preload_down=False) for each in (table.moe.gemv, table.moe.fp8_gemv))
+    with overridden(replace(table, moe=replace(table.moe, gemv=gemv, fp8_gemv=fp8_gemv))):
+        yield
 
 
 def check(
@@ -52,6 +65,10 @@ def check(
     output = down_gemv(y, experts.down, topk_weights, ids, first_expert=first, tile=tile)
     expected = exact_down(y, experts, ids) * topk_weights.double().cpu().view(-1, 1)
     assert error(output, expected.view(tokens, -1, hidden).sum(1)) < TOLERANCE[dtype]
+    with no_preloading():
+        assert torch.equal(
+            down_gemv(y, experts.down, topk_weights, ids, first_expert=first, tile=tile), output
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,6 +172,8 @@ def test_fp8_products_that_quantize_have_the_bits_of_a_launch_that_does(
     expected = fp8_down_gemv(quantize_activations(y), *arguments, first_expert=first, tile=tile)
     y[~here] = torch.nan
     assert torch.equal(fp8_down_gemv(y, *arguments, first_expert=first, tile=tile), expected)
+    with no_preloading():
+        assert torch.equal(fp8_down_gemv(y, *arguments, first_expert=first, tile=tile), expected)
 
 
 def test_products_quantize_rows_of_zeros() -> None:

@@ -140,6 +140,8 @@ def test_workloads_launch_the_kernels_that_their_numbers_are_of() -> None:
         ("moe.max_chunk", "count_experts_kernel"),
         ("moe.gemv.gate_up", "gate_up_gemv_kernel"),
         ("moe.gemv.long_down", "down_gemv_kernel"),
+        ("moe.gemv.preload_down", "down_gemv_kernel"),
+        ("moe.fp8_gemv.preload_down", "fp8_down_gemv_kernel"),
         ("moe.fp8_gemv.down", "fp8_down_gemv_kernel"),
         ("moe.rules.0.gate_up", "gate_up_kernel"),
         ("moe.fp8_rules.0.down", "down_kernel"),

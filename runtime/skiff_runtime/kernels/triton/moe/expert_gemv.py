@@ -23,6 +23,7 @@ from skiff_runtime.kernels.triton.runtime.dependent_launch import (
     pdl_options,
     wait_for_dependencies,
 )
+from skiff_runtime.kernels.triton.runtime.tensor_tuples import no_tensors
 from skiff_runtime.kernels.tuning import ExpertGemvTile, ExpertGemvTuning, tuning_for
 
 MIN_COLUMNS: Final = 256
@@ -94,13 +95,13 @@ def down_gemv_kernel(
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PRELOAD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute two adjacent outputs of one token: the sum of its experts' outputs times their routing weights.
 
     Grid: (pairs of outputs, tokens). The experts are the rows of a tile, so that warps read different experts at a time:
-    on an H200, eight experts of 768 inputs take 7.5 us so, and 9.1 us one behind the other by a single warp. To prefetch
-    the weights while the kernel ahead runs, which would know them, makes both slower.
+    on an H200, eight experts of 768 inputs take 7.5 us so, and 9.1 us one behind the other by a single warp.
 
     x                   [tokens, TOP_K, INPUTS]
     weight              [EXPERTS, OUTPUTS, INPUTS]
@@ -108,8 +109,11 @@ def down_gemv_kernel(
     topk_ids            int32 [tokens, TOP_K]; the local experts are EXPERTS from ``first_expert`` on, others count 0
     output              [tokens, OUTPUTS], written
     TOP_K_BLOCK         TOP_K rounded up to a power of two
+    PRELOAD             whether the weights are loaded before the kernel ahead has ended; that must be
+                        ``gate_up_gemv_kernel``, whose programs have all waited for the routing when this one starts
     """
-    wait_for_dependencies(PDL)
+    if not PRELOAD:
+        wait_for_dependencies(PDL)
     launch_dependents(PDL)
     token = tl.program_id(1)
     row = tl.program_id(0) * 2
@@ -118,23 +122,35 @@ def down_gemv_kernel(
     choice = tl.arange(0, TOP_K_BLOCK)
     pair = token * TOP_K + choice
     is_chosen = choice < TOP_K
-    expert = tl.load(topk_ids + pair, is_chosen, 0) - first_expert
+    # From L2: without a wait, a line of an earlier step may still be in L1.
+    expert = tl.load(topk_ids + pair, is_chosen, 0, cache_modifier=".cg") - first_expert
     is_here = (is_chosen & (expert >= 0) & (expert < EXPERTS))[:, None]
-    factor = tl.load(topk_weights + pair, is_chosen, 0.0)[:, None]
+    factor = tl.load(topk_weights + pair, is_chosen, 0.0, cache_modifier=".cg")[:, None]
     expert_rows = expert.to(tl.int64) * OUTPUTS
     source = weight + (expert_rows + row)[:, None] * INPUTS
     other_source = weight + (expert_rows + other)[:, None] * INPUTS
     x_rows = x + pair.to(tl.int64)[:, None] * INPUTS
     acc = tl.zeros((TOP_K_BLOCK, COLUMNS), tl.float32)
     other_acc = tl.zeros((TOP_K_BLOCK, COLUMNS), tl.float32)
+    loaded, other_loaded = no_tensors(), no_tensors()
+    if PRELOAD:
+        for first in tl.static_range(0, INPUTS, COLUMNS):
+            column = (first + run)[None, :]
+            inside = (column < INPUTS) & is_here
+            loaded += (tl.load(source + column, inside, 0.0),)
+            other_loaded += (tl.load(other_source + column, inside, 0.0),)
+        wait_for_dependencies(PDL)
     for first in tl.static_range(0, INPUTS, COLUMNS):
         column = (first + run)[None, :]
         inside = (column < INPUTS) & is_here
-        values = tl.load(source + column, inside, 0.0).to(tl.float32)
-        other_values = tl.load(other_source + column, inside, 0.0).to(tl.float32)
+        if PRELOAD:
+            values, other_values = loaded[first // COLUMNS], other_loaded[first // COLUMNS]
+        else:
+            values = tl.load(source + column, inside, 0.0)
+            other_values = tl.load(other_source + column, inside, 0.0)
         x_values = tl.load(x_rows + column, inside, 0.0).to(tl.float32) * factor
-        acc += x_values * values
-        other_acc += x_values * other_values
+        acc += x_values * values.to(tl.float32)
+        other_acc += x_values * other_values.to(tl.float32)
     at = output + token.to(tl.int64) * OUTPUTS + row
     tl.store(at, tl.sum(tl.sum(acc, 1), 0).to(output.dtype.element_ty))
     tl.store(at + 1, tl.sum(tl.sum(other_acc, 1), 0).to(output.dtype.element_ty), row + 1 < OUTPUTS)
@@ -205,7 +221,8 @@ def down_gemv(
     ``topk_weights`` float32 and ``topk_ids`` int32 are [T, top_k]. The kernel ahead must be ``gate_up_gemv``'s.
     """
     (experts, outputs, inputs), (tokens, top_k) = weight.shape, topk_ids.shape
-    tile = tile or choose_down_tile(inputs, tuning_for(x.device).moe.gemv)
+    tuning = tuning_for(x.device).moe.gemv
+    tile = tile or choose_down_tile(inputs, tuning)
     output = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     columns, rows = choose_columns(inputs, tile), triton.next_power_of_2(top_k)
     launch(
@@ -219,6 +236,7 @@ def down_gemv(
         TOP_K=top_k,
         TOP_K_BLOCK=rows,
         COLUMNS=columns,
+        PRELOAD=tuning.preload_down and inputs <= tuning.short_inputs,
         num_warps=min(tile.warps, max(1, rows * columns // MIN_COLUMNS)),
         **pdl_options(x.device),
     )

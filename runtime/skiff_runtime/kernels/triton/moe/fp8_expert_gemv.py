@@ -205,6 +205,7 @@ def fp8_down_gemv_kernel(
     HAS_BLOCKS: tl.constexpr,
     X_IS_FP8: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    PRELOAD: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -225,8 +226,11 @@ def fp8_down_gemv_kernel(
     output              [tokens, OUTPUTS], written, in the type of the model
     TOP_K_BLOCK         TOP_K rounded up to a power of two
     COLUMNS             columns of one iteration; with HAS_BLOCKS a multiple of 128
+    PRELOAD             whether the weights are loaded before the kernel ahead has ended: only with QUANTIZE, and behind
+                        ``fp8_gate_up_gemv_kernel``, whose programs have all waited for the routing when this one starts
     """
-    wait_for_dependencies(PDL)
+    if not PRELOAD:
+        wait_for_dependencies(PDL)
     launch_dependents(PDL)
     token = tl.program_id(1)
     row = tl.program_id(0) * ROWS
@@ -238,9 +242,10 @@ def fp8_down_gemv_kernel(
     choice = tl.arange(0, TOP_K_BLOCK)[None, :]
     pair = token * TOP_K + choice
     is_chosen = choice < TOP_K
-    expert = (tl.load(topk_ids + pair, is_chosen, 0) - first_expert).to(tl.int64)
+    # From L2: without a wait, a line of an earlier step may still be in L1.
+    expert = (tl.load(topk_ids + pair, is_chosen, 0, cache_modifier=".cg") - first_expert).to(tl.int64)
     is_here = is_chosen & (expert >= 0) & (expert < EXPERTS)
-    factor = tl.load(topk_weights + pair, is_chosen, 0.0)
+    factor = tl.load(topk_weights + pair, is_chosen, 0.0, cache_modifier=".cg")
     expert_weight = (weight + expert * (OUTPUTS * INPUTS)).to(tl.pointer_type(tl.int64))
     x = (x + token.to(tl.int64) * (TOP_K * INPUTS)).to(tl.pointer_type(tl.int64))
     accs, loaded, lows, highs = no_tensors(), no_tensors(), no_tensors(), no_tensors()
@@ -254,15 +259,19 @@ def fp8_down_gemv_kernel(
                 # The last rows may not exist; what they give is not stored.
                 expert_row = expert_weight + tl.minimum(row + i, OUTPUTS - 1) * EIGHTS
                 loaded += (load_int64(expert_row + at, inside),)
-            low, high = load_x8(x, choice * EIGHTS + at, inside)
-            lows += (low,)
-            highs += (high,)
     row_scales = no_tensors()
     if not HAS_BLOCKS:
         for i in tl.static_range(ROWS):
             at_scale = scales + expert * OUTPUTS + tl.minimum(row + i, OUTPUTS - 1)
             row_scales += (tl.load(at_scale, is_here, 0.0),)
+    if PRELOAD:
+        wait_for_dependencies(PDL)
     if QUANTIZE:
+        for first in tl.static_range(0, EIGHTS, RUN):
+            at = first + run
+            low, high = load_x8(x, choice * EIGHTS + at, (at < EIGHTS) & is_here)
+            lows += (low,)
+            highs += (high,)
         largest = tl.zeros((RUN, TOP_K_BLOCK), tl.float32)
         for k in tl.static_range(len(lows)):
             largest = tl.maximum(largest, max_abs_x8(lows[k], highs[k], DTYPE, USE_PTX))
@@ -371,6 +380,7 @@ def fp8_down_gemv(
         EXPERTS=experts,
         TOP_K=top_k,
         TOP_K_BLOCK=rows,
+        PRELOAD=options["QUANTIZE"] and tuning_for(weight.device).moe.fp8_gemv.preload_down,
         **options,
     )
     return output
