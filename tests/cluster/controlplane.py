@@ -15,6 +15,7 @@ import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +34,10 @@ SERVICE_NAMES = (
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 READY_SECONDS = 60
 ATTEMPTS = 3
+FIRST_PORT = 20_000
+EPHEMERAL_PORT = 32_768
+"""The first port of ``net.ipv4.ip_local_port_range``, as Linux sets it."""
+PORTS = 4
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,26 @@ class Endpoint:
 
     @classmethod
     def on_free_ports(cls) -> Endpoint:
-        """Choose free ports of the loopback interface."""
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-        ports = [each.getsockname()[1] for each in sockets]
-        for each in sockets:
-            each.close()
-        return cls("127.0.0.1", *ports)
+        """Choose free ports of the loopback interface, below those that Linux gives to outgoing connections.
+
+        A program that is stopped and started again has its port again, which no connection took in the meantime.
+        """
+        first = FIRST_PORT + os.getpid() * PORTS % (EPHEMERAL_PORT - FIRST_PORT)
+        free = (
+            port for port in chain(range(first, EPHEMERAL_PORT), range(FIRST_PORT, first)) if is_free(port)
+        )
+        return cls("127.0.0.1", *islice(free, PORTS))
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on a port of the loopback interface."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def create_pki(directory: Path, *, addresses: str = "") -> Authority:

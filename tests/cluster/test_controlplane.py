@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import toolchain
 from commands import output
-from controlplane import PROGRAMS, ControlPlane
+from controlplane import PROGRAMS, ControlPlane, Endpoint
 from daemons import Daemon, start_time
 from paths import HERE, layout
 
@@ -40,3 +41,13 @@ def test_it_outlives_the_command_and_goes_with_the_next(tmp_path: Path) -> None:
         cluster("down", "--control-plane-only", "--state", str(state))
     assert not state.exists()
     assert [start_time(pid) for pid in pids] == [None] * len(PROGRAMS)
+
+
+def test_no_connection_takes_the_port_of_a_program_that_is_started_again() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    endpoint = Endpoint.on_free_ports()
+    ports = [endpoint.api_port, endpoint.etcd_port, endpoint.etcd_peer_port, endpoint.manager_port]
+    assert len(set(ports)) == len(ports)
+    assert max(ports) < lowest
+    with socket.create_server((endpoint.address, endpoint.api_port)):
+        assert endpoint.api_port not in vars(Endpoint.on_free_ports()).values()
