@@ -37,6 +37,8 @@ from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
 WARMUP_TOKENS: Final = 16
 MIN_COLLECTIVE_TIMEOUT_SECONDS: Final = 30.0
+BUSY_SECONDS: Final = 0.25
+"""How long after a launch the engine counts as busy for background work: longer than most steps."""
 """Least limit on a rank's wait for another one within a collective: a rank may compile a kernel, for some ten seconds or
 more, that another one finds in the cache."""
 WARMUP_SAMPLING: Final = SamplingSpec(
@@ -123,6 +125,7 @@ class Engine:
         self._profile_cache: MemoryProfileCache | None = None
         self._memory_profile = self._allocate(config, model)
         self._captures = self._plan_captures(config)
+        self._launched_at = monotonic()
         self._no_rows = torch.empty(0, dtype=torch.int32, device=group.device)
         self._warmup_tokens = min(WARMUP_TOKENS, context - 1, self.num_pages * config.page_size - 1)
         self._thread = ThreadPoolExecutor(
@@ -218,6 +221,7 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step after those launched before it, and return at once."""
+        self._launched_at = monotonic()
         self._grammar_masks.open(plan.opened)  # now, so that grammars load while earlier steps run
         return _LaunchedStep(self._thread.submit(self._run, plan), self._group)
 
@@ -254,7 +258,11 @@ class Engine:
     def prepare_grammars(self) -> None:
         """Start to import what grammars need, on a GPU; a CPU has no core to spare, so there the first grammar does."""
         if self._runner.device.type == "cuda":
-            self._grammar_masks.prepare()
+            self._grammar_masks.prepare(self._is_busy)
+
+    def _is_busy(self) -> bool:
+        """Return whether a step was launched within the last ``BUSY_SECONDS``."""
+        return monotonic() - self._launched_at < BUSY_SECONDS
 
     def close(self) -> None:
         """Wait for launched steps, and end the threads."""

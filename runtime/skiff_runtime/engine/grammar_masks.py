@@ -8,7 +8,7 @@ never need it, and its import, of which transformers takes most, would delay the
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event, Lock
@@ -65,9 +65,12 @@ class GrammarMaskManager:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammar-loader")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-filler")
 
-    def prepare(self) -> None:
-        """Start to import xgrammar and to read the vocabulary, at leisure, so that the first grammar need not wait for it."""
-        self._loader.submit(self._prepare)
+    def prepare(self, is_busy: Callable[[], bool]) -> None:
+        """Start to import xgrammar and to read the vocabulary, so that the first grammar need not wait for it.
+
+        The import proceeds while the engine is idle; while ``is_busy``, only very slowly.
+        """
+        self._loader.submit(self._prepare, is_busy)
 
     def load(self, grammar: CompiledGrammar) -> "Future[None] | None":
         """Start to load a grammar before a slot opens with it; None if it is in the cache.
@@ -132,8 +135,8 @@ class GrammarMaskManager:
             pending.result()
         return self._matchers[slot]
 
-    def _prepare(self) -> None:
-        with paced_imports(self._is_wanted):
+    def _prepare(self, is_busy: Callable[[], bool]) -> None:
+        with paced_imports(self._is_wanted, is_busy):
             self._open_cache()
         gc.freeze()  # as ``Child.report_ready`` does: no later collection scans the objects of transformers
 

@@ -1,20 +1,24 @@
 """Imports that leave the interpreter's lock to other threads.
 
 A thread that imports holds the lock for most of the time, and each PyTorch operation of another thread gives it up and
-asks for it again. So an import of a second in the background stops decode steps for about a second. Paced, it pauses
-before each module and gives the lock up soon within one: it takes ten seconds, in which steps are slightly slower.
+asks for it again. So an import of a second in the background stops decode steps for about a second. Paced, it rests
+before each module, longer while steps run, and gives the lock up soon within one: an idle process needs ten seconds for
+it, and one that is always busy eight minutes, in which a step in a few hundred is slower.
 """
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from time import monotonic
 from types import ModuleType
 from typing import Final
 
 PAUSE_SECONDS: Final = 0.02
 """The pause before each module. xgrammar and transformers have about 470 modules, which take 2 ms on average."""
+BUSY_PAUSE_SECONDS: Final = 1.0
+"""The longest pause before a module, which ends as soon as the process is not busy."""
 SWITCH_SECONDS: Final = 1e-4
 """The longest wait of another thread for the lock while a module is executed; Python's default is 5 ms."""
 
@@ -22,22 +26,25 @@ SWITCH_SECONDS: Final = 1e-4
 class _Pacer:
     """A finder that finds nothing: Python asks it first for each module that is not imported yet."""
 
-    def __init__(self, hurry: threading.Event) -> None:
+    def __init__(self, hurry: threading.Event, is_busy: Callable[[], bool]) -> None:
         self._hurry = hurry
+        self._is_busy = is_busy
         self._thread = threading.get_ident()
 
     def find_spec(
         self, _name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if threading.get_ident() == self._thread:
-            self._hurry.wait(PAUSE_SECONDS)
+            deadline = monotonic() + BUSY_PAUSE_SECONDS
+            while not self._hurry.wait(PAUSE_SECONDS) and self._is_busy() and monotonic() < deadline:
+                pass
         return None
 
 
 @contextmanager
-def paced_imports(hurry: threading.Event) -> Iterator[None]:
-    """Pace what this thread imports, until ``hurry`` is set."""
-    pacer, before = _Pacer(hurry), sys.getswitchinterval()
+def paced_imports(hurry: threading.Event, is_busy: Callable[[], bool]) -> Iterator[None]:
+    """Pace what this thread imports, until ``hurry`` is set; ``is_busy`` tells whether steps run now."""
+    pacer, before = _Pacer(hurry, is_busy), sys.getswitchinterval()
     sys.meta_path.insert(0, pacer)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:

@@ -207,7 +207,7 @@ def _serve(child: Child, engine: Engine, channel: Channel, profiler: StepProfile
     has_prepared = False
     while scheduler.turn():
         child.beat()
-        # Its imports, even paced, slow steps down a little, so they come after the first requests and captures.
+        # Its imports slow steps down, so they come after the first requests and captures, while nothing runs.
         if not has_prepared and scheduler.is_idle and not scheduler.num_pending_captures:
             engine.prepare_grammars()
             has_prepared = True

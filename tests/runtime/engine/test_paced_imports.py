@@ -1,4 +1,4 @@
-"""Paced imports: they pause, unless somebody waits, and only in their own thread."""
+"""Paced imports: they pause, longer while steps run, unless somebody waits, and only in their own thread."""
 
 import importlib
 import sys
@@ -40,16 +40,30 @@ def seconds_to_import(name: str) -> float:
 
 def test_imports_pause_before_each_module(package: str) -> None:
     finders, interval = list(sys.meta_path), sys.getswitchinterval()
-    with paced_imports(threading.Event()):
+    with paced_imports(threading.Event(), lambda: False):
         assert seconds_to_import(package) >= MODULES * module.PAUSE_SECONDS
     assert sys.meta_path == finders and sys.getswitchinterval() == interval
+
+
+def test_imports_rest_while_steps_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise this would take an hour."""
+    monkeypatch.setattr(module, "BUSY_PAUSE_SECONDS", 3600.0)
+    busy_until = time.monotonic() + 0.5
+    with paced_imports(threading.Event(), lambda: time.monotonic() < busy_until):
+        assert seconds_to_import(package) >= 0.5
+
+
+def test_imports_of_a_process_that_is_always_busy_end(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUSY_PAUSE_SECONDS", 0.05)
+    with paced_imports(threading.Event(), lambda: True):
+        assert seconds_to_import(package) >= MODULES * 0.05
 
 
 def test_imports_hurry_when_somebody_waits(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise this would take an hour."""
     monkeypatch.setattr(module, "PAUSE_SECONDS", 3600 / MODULES)
     hurry = threading.Event()
-    with paced_imports(hurry):
+    with paced_imports(hurry, lambda: True):
         threading.Timer(0.05, hurry.set).start()
         importlib.import_module(package)
     assert package in sys.modules
@@ -62,7 +76,7 @@ def test_imports_of_other_threads_do_not_pause(package: str) -> None:
         raise AssertionError("another thread was paced")
 
     hurry.wait = fail  # type: ignore[method-assign]
-    with paced_imports(hurry):
+    with paced_imports(hurry, lambda: True):
         thread = threading.Thread(target=importlib.import_module, args=(package,))
         thread.start()
         thread.join()
