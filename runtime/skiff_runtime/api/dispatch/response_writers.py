@@ -14,7 +14,7 @@ from skiff_runtime.api.formats.request_spec import (
     ResponseFormatter,
 )
 from skiff_runtime.api.http.asgi import MAX_BACKLOG_BYTES, AsgiWriter, Headers
-from skiff_runtime.api.http.responses import error_body, error_headers
+from skiff_runtime.api.http.responses import error_headers
 from skiff_runtime.errors import RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
@@ -121,9 +121,9 @@ class _Response:
             return
         self._ended = True
         if self._started:
-            self.writer.body(b"data: " + error_body(error) + b"\n\n", more=False)
+            self.writer.body(self.formatter.format_error_event(error), more=False)
         else:
-            write_error(self.writer, error, self._headers)
+            write_error(self.writer, error, self.formatter.format_error(error), self._headers)
 
 
 class StreamingChoiceWriter:
@@ -245,6 +245,8 @@ def write_json(writer: AsgiWriter, status: int, body: bytes, headers: Headers) -
     writer.body(body, more=False)
 
 
-def write_error(writer: AsgiWriter, error: RequestError | RequestFailed, headers: Headers) -> None:
-    """Write an error as a whole response."""
-    write_json(writer, error.status, error_body(error), [*headers, *error_headers(error)])
+def write_error(
+    writer: AsgiWriter, error: RequestError | RequestFailed, body: bytes, headers: Headers
+) -> None:
+    """Write an error as a whole response, whose ``body`` has the endpoint's shape."""
+    write_json(writer, error.status, body, [*headers, *error_headers(error)])

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
 from skiff_runtime.api.formats.logprobs import format_chat_logprobs
+from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
 from skiff_runtime.api.parsing.deltas import (
@@ -64,7 +65,7 @@ def build_chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
     )
 
 
-class ChatResponseFormatter:
+class ChatResponseFormatter(OpenAIErrorFormatter):
     """Writes one response. Without ``make_parser``, all text is content."""
 
     def __init__(

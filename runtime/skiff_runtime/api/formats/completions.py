@@ -10,6 +10,7 @@ from typing import Any
 
 from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
 from skiff_runtime.api.formats.logprobs import CompletionLogprobs, concatenate
+from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
@@ -80,7 +81,7 @@ class Echo:
     prompt_only: bool
 
 
-class CompletionResponseFormatter:
+class CompletionResponseFormatter(OpenAIErrorFormatter):
     """Writes one response. ``logprobs``: with the log-probabilities of its tokens, with ``echo`` also of the prompt's."""
 
     def __init__(

@@ -6,6 +6,7 @@ from typing import Any
 
 from skiff_runtime.api.formats.chunks import format_usage
 from skiff_runtime.api.formats.logprobs import json_logprob
+from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
@@ -35,7 +36,7 @@ def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
     )
 
 
-class GenerateResponseFormatter:
+class GenerateResponseFormatter(OpenAIErrorFormatter):
     """Writes ``{"id", "text", "token_ids", "finish_reason", "usage"}``, or in a stream increments of it.
 
     A request may ask for ``logprobs`` and ``prompt_logprobs``: lists of

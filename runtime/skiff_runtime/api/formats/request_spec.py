@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     ChatPrompt,
     FinishReason,
     Grammar,
+    RequestFailed,
     SamplingSpec,
     StreamOpened,
     TextLogprobs,
@@ -88,6 +89,14 @@ class ResponseFormatter(Protocol):
 
     def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         """Return the JSON body of a response that is not streamed."""
+        ...
+
+    def format_error(self, error: RequestFailed) -> bytes:
+        """Return the JSON body of a response whose request failed before anything was written."""
+        ...
+
+    def format_error_event(self, error: RequestFailed) -> bytes:
+        """Return the events that end a stream whose request failed."""
         ...
 
 

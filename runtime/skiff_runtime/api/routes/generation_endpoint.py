@@ -27,7 +27,12 @@ from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Rece
 from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
-from skiff_runtime.api.http.responses import ErrorResponse, get_request_id, get_response_headers
+from skiff_runtime.api.http.responses import (
+    ErrorResponse,
+    error_body,
+    get_request_id,
+    get_response_headers,
+)
 from skiff_runtime.api.routes.openapi import DEFAULT_RESPONSES, error_responses, schema_reference
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
@@ -49,6 +54,7 @@ from skiff_runtime.sse import DONE
 EVENT_STREAM: Final = "text/event-stream"
 
 Prepare = Callable[[bytes, ServedModel], RequestSpec]
+ErrorBody = Callable[[RequestError], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +94,9 @@ class GenerationEndpoint:
         metrics: Metrics,
         body: BodyReader,
         settings: GenerationSettings,
+        error_body: ErrorBody = error_body,
     ) -> None:
+        """``error_body`` writes errors of requests that are rejected before they have a formatter."""
         self._name = name
         self._prepare = prepare
         self._model = model
@@ -96,6 +104,7 @@ class GenerationEndpoint:
         self._metrics = metrics
         self._body = body
         self._settings = settings
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -142,7 +151,7 @@ class GenerationEndpoint:
             status=error.status,
             error=error.message,
         )
-        write_error(exchange.writer, error, exchange.headers)
+        write_error(exchange.writer, error, self._error_body(error), exchange.headers)
 
 
 class _Exchange:
