@@ -28,12 +28,15 @@ class Cluster:
     def install_crd(self) -> None:
         """Install the CustomResourceDefinition, and wait until it is served: it can be deleted at once only then."""
         self.kubectl("apply", "-f", str(MANIFEST))
-        established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
-        wait_for(
-            "the definition is served",
-            lambda: self.kubectl("get", "crd", CRD, "--output", established) == "True",
-            timeout_seconds=60,
-        )
+        wait_for("the definition is served", self._serves_objects, timeout_seconds=60)
+
+    def _serves_objects(self) -> bool:
+        """Return whether objects can be listed, which begins shortly after the definition is established."""
+        try:
+            self.kubectl("get", "--raw", "/apis/serving.skiff.dev/v1alpha1/inferenceservices")
+        except ClusterError:
+            return False
+        return True
 
     def crds(self) -> str:
         """Names of the CustomResourceDefinitions."""

@@ -102,6 +102,7 @@ def compiled(build: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_kernels_of_quantized_checkpoints_are_compiled(compiled: dict[str, set[str]], name: str) -> None:
     assert set(QUANTIZED[name]) <= compiled[name], compiled[name]
