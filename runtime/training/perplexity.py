@@ -110,8 +110,12 @@ def convert_gguf(file: Path, directory: Path) -> None:
     """Write the model of a GGUF file as transformers does, dequantized to float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for part in AutoModelForCausalLM, AutoTokenizer:
-        part.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    # It still counts as quantized, which transformers refuses to write.
+    model.hf_quantizer = None
+    model.config.quantization_config = None
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
 
 
 def measure(llm: LLM, passages: list[Passage]) -> Losses:
