@@ -145,6 +145,11 @@ class Config:
         "web origin, such as https://chat.example.org, whose pages may call the API (CORS). *: any; may be repeated. "
         "Without keys, requests from pages of other origins to generate or to change state are refused",
     )
+    strict: bool = option(
+        False,
+        "Server",
+        "refuse request fields that cannot change the answer (hints, such as metadata), instead of accepting them",
+    )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
         AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
     )

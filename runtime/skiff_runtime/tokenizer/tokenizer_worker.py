@@ -105,6 +105,12 @@ def load_prompt_builder(launch: Launch) -> PromptBuilder:
     template = ChatTemplate(files.template, files.special_tokens)
     if not template.is_usable:
         log.warning("chat_disabled", reason=template.fault)
+    elif launch.config.tool_call_parser not in ("auto", "none") and not template.shows_tools:
+        log.warning(
+            "tools_disabled",
+            reason=f"the chat template does not show tools to the model; --tool-call-parser "
+            f"{launch.config.tool_call_parser} has no effect, and requests with tools are refused",
+        )
     max_model_len = launch.config.max_model_len
     assert max_model_len is not None, "max_model_len is resolved before any process starts"
     tokenizer = load_tokenizer(files.tokenizer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, OutputParser, ReasoningDelta
 from skiff_runtime.api.parsing.hermes import HermesParser
 from skiff_runtime.api.parsing.llama3 import Llama3Parser
-from skiff_runtime.api.parsing.mistral import MistralParser
+from skiff_runtime.api.parsing.mistral import JsonListParser, MistralParser
 from skiff_runtime.api.parsing.output_parser import ChatOutputParser
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
 from skiff_runtime.api.parsing.tool_parser import ToolCallOptions, ToolParser
@@ -24,6 +24,8 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama3": Llama3Parser,
     "mistral": MistralParser,
 }
+ENFORCED_PARSERS = {**PARSERS, "list": JsonListParser}
+"""And that of a format that models write only because a grammar makes them."""
 
 
 @dataclass
@@ -65,7 +67,9 @@ def make_parser_of(
     tools = ToolCallOptions(NAMES, **options)  # type: ignore[arg-type]
 
     def make() -> OutputParser:
-        return ChatOutputParser(None if start is None else ReasoningParser(start), PARSERS[kind](tools))
+        return ChatOutputParser(
+            None if start is None else ReasoningParser(start), ENFORCED_PARSERS[kind](tools)
+        )
 
     return make
 
@@ -138,6 +142,28 @@ def test_arguments_are_streamed(kind: str) -> None:
     parser.push(before[kind])
     deltas = [parser.push(piece) for piece in ('{"zone"', ': "K', 'öln"')]
     assert all(deltas), deltas
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "separator", "begun"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>', "\n", '<tool_call>\n{"name": "ad'),
+        ("llama3", '{"name": "now", "parameters": {"zone": "Köln"}}', "; ", '{"name": "ad'),
+        ("mistral", '[TOOL_CALLS]now[ARGS]{"zone": "Köln"}', "", "[TOOL_CALLS]ad"),
+        ("list", '[{"name": "now", "arguments": {"zone": "Köln"}}', ", ", '{"name": "ad'),
+    ],
+)  # fmt: skip
+def test_begun_call_is_no_content_where_calls_are_enforced(
+    kind: str, call: str, separator: str, begun: str
+) -> None:
+    """However early the end of the text cuts it off: before, inside of or after its marker or its name."""
+    rest = separator + begun
+    for length in range(len(rest) + 1):
+        message = parse_in_every_cut(make_parser_of(kind, is_enforced=True), call + rest[:length])
+        assert (message.content, message.calls) == ("", [NOW]), rest[:length]
+        if kind != "list":
+            alone = parse_in_every_cut(make_parser_of(kind, is_enforced=True), begun[:length])
+            assert (alone.content, alone.calls) == ("", [])
 
 
 def test_calls_beyond_max_calls_are_dropped() -> None:

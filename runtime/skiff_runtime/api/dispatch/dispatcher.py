@@ -119,6 +119,7 @@ class Dispatcher:
                 priority=spec.priority,
                 grammar=spec.grammar,
                 cache_salt=request.metadata.cache_salt,
+                options=spec.prompt_options,
             )
         )
         for index, writer in enumerate(writers):

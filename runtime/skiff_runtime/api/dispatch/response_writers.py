@@ -192,7 +192,7 @@ class JsonChoiceWriter:
         self._prompt_logprobs: list[TextLogprobs] = []
 
     def start(self, opened: StreamOpened) -> None:
-        pass
+        self._response.formatter.start_choice(self._index, opened)
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         self._prompt_logprobs += tokens

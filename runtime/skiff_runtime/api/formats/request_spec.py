@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     ChatPrompt,
     FinishReason,
     Grammar,
+    PromptOptions,
     RequestFailed,
     SamplingSpec,
     StreamOpened,
@@ -118,6 +119,7 @@ class RequestSpec:
     grammar: Grammar | None = None
     user: str | None = None
     cache_salt: str | None = None
+    prompt_options: PromptOptions = PromptOptions()
 
     @property
     def num_choices(self) -> int:

@@ -6,7 +6,7 @@ It is detected once, when the api process starts, from the model's files and the
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -20,7 +20,9 @@ from skiff_runtime.vocabulary.tokenizer_files import TokenizerFiles, read_tokeni
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off."""
-Switch = tuple[str, bool]
+REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Switch = tuple[str, bool | str]
+"""A variable of the template with its value."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -73,7 +75,13 @@ class OutputFormat:
             value = prompt.template_options.get(name)
             if isinstance(value, bool):
                 return self.reasoning_starts[name, value]
-        return self.reasoning_starts[None]
+        effort = prompt.template_hints.get("reasoning_effort")
+        return self.reasoning_starts[None if effort is None else ("reasoning_effort", effort)]
+
+
+def effort_hints(effort: str) -> dict[str, Any]:
+    """Return what a chat template may know of a reasoning effort: its word, or a switch that "none" turns off."""
+    return {"reasoning_effort": effort, **dict.fromkeys(REASONING_SWITCHES, effort != "none")}
 
 
 def select_tool_call_format(choice: str, template: str | None) -> ToolCallFormat | None:
@@ -115,13 +123,21 @@ def _find_reasoning_starts(files: TokenizerFiles) -> dict[Switch | None, Reasoni
     template = ChatTemplate(files.template, files.special_tokens)
     switches: list[Switch | None] = [None]
     switches += [(name, value) for name in REASONING_SWITCHES for value in (False, True)]
+    switches += [("reasoning_effort", effort) for effort in REASONING_EFFORTS]
     return {switch: _find_reasoning_start(template.render, switch) for switch in switches}
 
 
 def _find_reasoning_start(render: Callable[[ChatPrompt], str], switch: Switch | None) -> ReasoningStart:
-    options = {} if switch is None else {switch[0]: switch[1]}
+    options: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
+    match switch:
+        case (_, str(effort)):
+            hints = effort_hints(effort)
+        case (name, value):
+            options = {name: value}
+    messages = [{"role": "user", "content": "-"}]
     try:
-        prompt = render(ChatPrompt([{"role": "user", "content": "-"}], template_options=options))
+        prompt = render(ChatPrompt(messages, template_options=options, template_hints=hints))
     except InvalidRequest:  # a template that needs more than this message
         return ReasoningStart.OPTIONAL
     return detect_reasoning_start(prompt)

@@ -10,7 +10,7 @@ from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
 from skiff_runtime.api.parsing.structured_outputs import allow_reasoning_before, constrain_tool_calls
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolCallOptions, ToolParser
-from skiff_runtime.api.schemas.request_bodies import FunctionTool, NamedToolChoice, ToolFields
+from skiff_runtime.api.schemas.request_bodies import NamedToolChoice, ToolFields
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import ChatPrompt, Grammar
 
@@ -18,9 +18,13 @@ from skiff_runtime.messages import ChatPrompt, Grammar
 class ChatOutputParser:
     """An ``OutputParser`` of at least one of two parts: reasoning first, then tool calls or plain content."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, includes_reasoning: bool = True
+    ) -> None:
+        """Without ``includes_reasoning``, the reasoning is dropped."""
         self._reasoning = reasoning
         self._tools = tools
+        self._includes_reasoning = includes_reasoning
 
     def push(self, text: str) -> list[Delta]:
         return self._parse_rest([text] if self._reasoning is None else self._reasoning.push(text))
@@ -33,7 +37,8 @@ class ChatOutputParser:
         deltas: list[Delta] = []
         for part in parts:
             if isinstance(part, ReasoningDelta):
-                deltas.append(part)
+                if self._includes_reasoning:
+                    deltas.append(part)
             elif self._tools is None:
                 deltas.append(ContentDelta(part))
             else:
@@ -54,19 +59,19 @@ class OutputPlan:
     keeps_special_tokens: bool
 
 
-def offered_tools(body: ToolFields) -> list[FunctionTool]:
-    """Return the tools that the model may call."""
-    return [] if body.tool_choice == "none" else list(body.tools or ())
-
-
 def plan_output(
-    body: ToolFields, prompt: ChatPrompt, grammar: Grammar | None, output_format: OutputFormat
+    body: ToolFields,
+    prompt: ChatPrompt,
+    grammar: Grammar | None,
+    output_format: OutputFormat,
+    *,
+    includes_reasoning: bool = True,
 ) -> OutputPlan:
     """Plan the output of a chat request; ``grammar`` is the constraint on an output without calls.
 
-    Raises ``InvalidRequest``.
+    Without ``includes_reasoning``, the response leaves the model's reasoning out. Raises ``InvalidRequest``.
     """
-    tools = offered_tools(body)
+    tools = body.offered_tools
     special_tokens = output_format.special_tokens
     tool_call_format = _select_format(body, output_format) if tools else None
     if tool_call_format is not None:
@@ -75,16 +80,18 @@ def plan_output(
     if grammar is not None and start is not None:
         grammar = allow_reasoning_before(grammar, start)
     if tool_call_format is None:
-        return OutputPlan(grammar, _make_parser_of(start, None), keeps_special_tokens=False)
+        parser = _make_parser_of(start, None, includes_reasoning)
+        return OutputPlan(grammar, parser, keeps_special_tokens=False)
     is_single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedToolChoice)
     options = ToolCallOptions(
         names=frozenset(tool.function.name for tool in tools),
         max_calls=1 if is_single else None,
         special_tokens=tuple(sorted(special_tokens - set(tool_call_format.markers))),
+        is_enforced=body.requires_call,
     )
     return OutputPlan(
         grammar,
-        _make_parser_of(start, partial(tool_call_format.parser, options)),
+        _make_parser_of(start, partial(tool_call_format.parser, options), includes_reasoning),
         keeps_special_tokens=not special_tokens.isdisjoint(tool_call_format.markers),
     )
 
@@ -98,14 +105,17 @@ def _select_format(body: ToolFields, output_format: OutputFormat) -> ToolCallFor
             param="tools",
             code="unsupported_parameter",
         )
-    is_enforced = body.tool_choice not in (None, "auto")
-    if is_enforced and not output_format.tool_call_format.can_be_enforced(output_format.special_tokens):
+    if body.requires_call and not output_format.tool_call_format.can_be_enforced(
+        output_format.special_tokens
+    ):
         return JSON_LIST
     return output_format.tool_call_format
 
 
 def _make_parser_of(
-    start: ReasoningStart | None, make_tool_parser: Callable[[], ToolParser] | None
+    start: ReasoningStart | None,
+    make_tool_parser: Callable[[], ToolParser] | None,
+    includes_reasoning: bool,
 ) -> MakeOutputParser | None:
     if start is None and make_tool_parser is None:
         return None
@@ -114,6 +124,7 @@ def _make_parser_of(
         return ChatOutputParser(
             None if start is None else ReasoningParser(start),
             None if make_tool_parser is None else make_tool_parser(),
+            includes_reasoning=includes_reasoning,
         )
 
     return make_parser

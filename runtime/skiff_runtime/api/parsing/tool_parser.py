@@ -21,12 +21,14 @@ class ToolCallOptions:
     """The tools that a choice may call.
 
     ``names``: the tools' names. ``max_calls``: further calls are dropped. ``special_tokens``: texts of special tokens
-    that are dropped from the content.
+    that are dropped from the content. ``is_enforced``: a grammar lets the model write calls and nothing else, so a
+    beginning of a call that the end of the text cuts off is markup, and never content.
     """
 
     names: frozenset[str]
     max_calls: int | None = None
     special_tokens: tuple[str, ...] = ()
+    is_enforced: bool = False
 
 
 class ToolParser(ABC):
@@ -59,9 +61,12 @@ class ToolParser(ABC):
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Return what was held back. A call that was not known yet is content, all of it."""
+        """Return what was held back. A call that was not known yet is content, all of it, unless calls are enforced."""
         self._is_finished = True
         deltas = self.push("")
+        if self._options.is_enforced:
+            self._buffer = self._whitespace = ""
+            return [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
         if not self._reader.is_known:
             self._add_content(self._opening + self._reader.raw)
         self._add_content(self._buffer)
