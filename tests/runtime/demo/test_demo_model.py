@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import IGNORED, RowMaker
 from tokenizers import Tokenizer
-from tool_use import offered, parallel_calls, single_call, system_text
+from tool_use import calls_text, offered, parallel_calls, results_text, single_call, system_text
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skiff_runtime.demo import DIRECTORY
@@ -264,6 +264,50 @@ def test_follow_up_refers_to_the_last_answer(speaker: Speaker) -> None:
     more = Case((*history, Message("user", "Tell me more.")), str(pod.more))
     logs = Case((*history, Message("user", "How do I see its logs?")), facts()["pod-logs"].answer)
     assert speaker.agrees([more, logs]) == [True, True]
+
+
+TOOL_QUESTIONS = {
+    "Is the pod web-0 in namespace shop running?": [
+        ("get_pod_status", {"namespace": "shop", "name": "web-0"})
+    ],
+    "Which pods are in namespace shop?": [("list_pods", {"namespace": "shop"})],
+    "What is the status of the pods web-0 and web-1 in namespace shop?": [
+        ("get_pod_status", {"namespace": "shop", "name": "web-0"}),
+        ("get_pod_status", {"namespace": "shop", "name": "web-1"}),
+    ],
+}
+TOOL_RESULTS = {
+    "Is the pod web-0 in namespace shop running?": (
+        ['{"phase": "Running", "restarts": 2}'],
+        "The pod web-0 in namespace shop is Running. Its restart count is 2.",
+    ),
+    "Which pods are in namespace shop?": (
+        ['["web-0", "web-1"]'],
+        "The pods in namespace shop are web-0 and web-1.",
+    ),
+}
+
+
+def test_tools_of_the_guide_are_called_and_their_results_reported(speaker: Speaker) -> None:
+    listing = {"type": "object", "properties": {"namespace": {"type": "string"}}, "required": ["namespace"]}
+    definition = {"name": "list_pods", "description": "List the pods of a namespace.", "parameters": listing}
+    status = {**TOOLS[0]["function"], "parameters": {**listing, "properties": {"namespace": {}, "name": {}}}}
+    status["parameters"]["required"] = ["namespace", "name"]
+    tools = [{"function": status}, {"function": definition}]
+    system = Message("system", system_text("", tools))
+    cases = [
+        Case((system, Message("user", question)), calls_text(calls))
+        for question, calls in TOOL_QUESTIONS.items()
+    ]
+    for question, (results, sentence) in TOOL_RESULTS.items():
+        call = Message("assistant", calls_text(TOOL_QUESTIONS[question]))
+        turns = (system, Message("user", question), call, Message("user", results_text(results)))
+        cases.append(Case(turns, sentence))
+    cases += [
+        Case((system, Message("user", question)), answer(GOLDEN[question]))
+        for question in ("What is a pod?", "What is the capital of France?")
+    ]
+    assert [case for case, agrees in zip(cases, speaker.agrees(cases), strict=True) if not agrees] == []
 
 
 def test_plain_prompt_is_completed_to_a_whole_sentence(speaker: Speaker) -> None:
