@@ -150,14 +150,16 @@ class Config:
         "Server",
         "refuse request fields that cannot change the answer (hints, such as metadata), instead of accepting them",
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
-        AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "none"] = (
+        option(
+            AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
+        )
     )
-    reasoning_parser: Literal["auto", "think", "none"] = option(
+    reasoning_parser: Literal["auto", "think", "deepseek_r1", "mistral", "none"] = option(
         AUTO,
         "Server",
-        "format in which the model writes its reasoning; think: between <think> and </think> (auto: that of its chat "
-        "template)",
+        "format in which the model writes its reasoning; think: between <think> and </think>; deepseek_r1: the same, "
+        "without the first; mistral: between [THINK] and [/THINK] (auto: that of its chat template)",
     )
     grammar_timeout_seconds: float = option(
         10.0, "Server", "time limit for compiling the grammar of a structured output; beyond it, 400"

@@ -12,7 +12,18 @@ from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 from tiny_models import edit_json
 
-from skiff_runtime.messages import FinishReason, GenerateRequest
+from skiff_runtime.api.parsing import reasoning_parser
+from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.parsing.output_parser import OutputPlan, plan_output
+from skiff_runtime.api.parsing.pythonic import PYTHONIC
+from skiff_runtime.api.parsing.qwen3_coder import QWEN3_CODER
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
+from skiff_runtime.api.parsing.structured_outputs import build_response_grammar
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat
+from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
+from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.messages import ChatPrompt, FinishReason, GenerateRequest
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -377,3 +388,71 @@ def test_constraints_that_need_special_tokens_are_refused(mistral: Frontend, fie
     reply = mistral.post("/v1/chat/completions", **body)
     assert reply.status_code == 400
     assert "tool_choice" in reply.json()["error"]["message"]
+
+
+XML_CALL = "<tool_call>\n<function=now>\n<parameter=zone>\nKöln\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def qwen3_coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Frontend]]:
+    """A model whose template shows calls of Qwen3-Coder, from which the format is detected."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    template = TEMPLATE.replace("<tool_call>{{", "<tool_call><function=x><parameter=zone>{{")
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    with running_frontend(model) as front:
+        yield model, front
+
+
+def test_calls_in_xml_are_enforced_and_streamed_as_json(qwen3_coder: tuple[Path, Frontend]) -> None:
+    model, front = qwen3_coder
+    client = openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
+    other = "<tool_call>\n<function=nothing>\n</function>\n</tool_call>"
+    request, chunks = complete(front, client, XML_CALL, tools=TOOLS, tool_choice="required", stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (calls[0].function.name, len(calls) > 3) == ("now", True)
+    assert "".join(call.function.arguments for call in calls) == '{"zone": "Köln"}'
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    texts = (XML_CALL, other, f"{XML_CALL}\n{other}", CALL, XML_CALL.replace("zone", "zona"), "Yes.")
+    assert accepted_texts(model, request.grammar, texts) == {XML_CALL, other, f"{XML_CALL}\n{other}"}
+
+
+ANY_OBJECT: Any = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
+
+
+def plan(tool_call_format: ToolCallFormat | None, **fields: Any) -> OutputPlan:
+    body = ChatCompletionRequest.model_validate({"model": NAME, "messages": MESSAGES, **fields})
+    special_tokens = frozenset((*reasoning_parser.MISTRAL.markers, "<s>"))
+    output_format = OutputFormat(
+        tool_call_format,
+        special_tokens,
+        {None: ReasoningStart.OPTIONAL},
+        reasoning_parser.MISTRAL,
+    )
+    return plan_output(body, ChatPrompt(MESSAGES), build_response_grammar(body), output_format)
+
+
+@pytest.mark.parametrize("tool_call_format", [QWEN3_CODER, PYTHONIC], ids=lambda each: each.name)
+def test_tools_that_the_format_cannot_express_are_called_in_json(tool_call_format: ToolCallFormat) -> None:
+    own = plan(tool_call_format, tools=TOOLS, tool_choice="required")
+    assert own.grammar is not None
+    assert "now" in own.grammar.source
+    assert '"arguments\\": ' not in own.grammar.source
+    as_json = plan(tool_call_format, tools=[ANY_OBJECT], tool_choice="required")
+    assert as_json.grammar is not None
+    assert '"arguments\\": ' in as_json.grammar.source
+    assert as_json.make_parser is not None
+    [delta] = as_json.make_parser().push('[{"name": "any", "arguments": {}}]')
+    assert isinstance(delta, ToolCallDelta)
+    strict = {"type": "function", "function": {**ANY_OBJECT["function"], "strict": True}}
+    with pytest.raises(InvalidRequest, match=r"cannot enforce|no marker begins a call"):
+        plan(tool_call_format, tools=[strict])
+
+
+def test_reasoning_between_special_tokens_is_divided_from_the_content() -> None:
+    planned = plan(None)
+    assert planned.keeps_special_tokens
+    assert planned.make_parser is not None
+    parser = planned.make_parser()
+    deltas = [*parser.push("[THINK]hm[/THINK]Yes.<s>"), *parser.finish()]
+    assert deltas == [ReasoningDelta("hm"), ContentDelta("Yes.")]

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from skiff_runtime.api.parsing import reasoning_parser
-from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningFormat, ReasoningStart
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolSchema
 from skiff_runtime.api.schemas.request_bodies import (
     FunctionTool,
@@ -127,7 +126,7 @@ def constrain_tool_calls(
     is "auto", no tool is strict, and there is no ``grammar``. Raises ``InvalidRequest`` for combinations that no grammar
     can enforce.
     """
-    schemas = [_tool_schema(tool) for tool in tools]
+    schemas = [tool_schema(tool) for tool in tools]
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
     if isinstance(choice, NamedToolChoice):
@@ -144,6 +143,13 @@ def constrain_tool_calls(
             '"tool_choice": "required" or "none"',
             param="tools",
         )
+    if not tool_call_format.can_express(schemas):
+        raise InvalidRequest(
+            f"this model writes tool calls in the format {tool_call_format.name}, in which a grammar cannot enforce the "
+            "parameters of these tools; 'strict' tools, and tools together with structured output, need "
+            '"tool_choice": "required" or "none"',
+            param="tools",
+        )
     if grammar is not None:
         alternatives = [to_structural_tag(grammar), tool_call_format.calls_format(schemas, parallel=parallel)]
         return structural_tag_grammar({"type": "or", "elements": alternatives}, "tools")
@@ -157,7 +163,8 @@ def constrain_tool_calls(
     return structural_tag_grammar(triggered, "tools")
 
 
-def _tool_schema(tool: FunctionTool) -> ToolSchema:
+def tool_schema(tool: FunctionTool) -> ToolSchema:
+    """Return the tool as a grammar needs it. Raises ``InvalidRequest`` if its parameters are no object."""
     parameters = tool.function.parameters
     if parameters is None:
         return ToolSchema(tool.function.name, _NO_ARGUMENTS)
@@ -168,16 +175,30 @@ def _tool_schema(tool: FunctionTool) -> ToolSchema:
     return ToolSchema(tool.function.name, {**parameters, "type": "object"})
 
 
-def allow_reasoning_before(grammar: Grammar, start: ReasoningStart) -> Grammar:
-    """Extend ``grammar``, that of the output after the reasoning, to the whole text."""
+def allow_reasoning_before(
+    grammar: Grammar, start: ReasoningStart, reasoning_format: ReasoningFormat, special_tokens: frozenset[str]
+) -> Grammar:
+    """Extend ``grammar``, that of the output after the reasoning, to the whole text.
+
+    A grammar cannot make the model write special tokens: where they are the markers of the reasoning, there is none.
+    Raises ``InvalidRequest`` if the prompt has begun it.
+    """
     if start is ReasoningStart.AFTER:
         return grammar
-    begin = "" if start is ReasoningStart.INSIDE else reasoning_parser.OPEN
+    if not special_tokens.isdisjoint(reasoning_format.markers):
+        if start is ReasoningStart.OPTIONAL:
+            return grammar
+        raise InvalidRequest(
+            f"this model ends its reasoning with the special token {reasoning_format.close}, which a grammar cannot "
+            "enforce; turn the reasoning off, or send no structured output",
+            param="response_format",
+        )
+    begin = "" if start is ReasoningStart.INSIDE else reasoning_format.open
     reasoning = {
         "type": "tag",
         "begin": begin,
         "content": {"type": "any_text"},
-        "end": reasoning_parser.CLOSE,
+        "end": reasoning_format.close,
     }
     gap = {"type": "regex", "pattern": "\\n{0,2}"}
     head: dict[str, Any] = {"type": "sequence", "elements": [reasoning, gap]}
