@@ -24,7 +24,7 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama3": Llama3Parser,
     "mistral": MistralParser,
 }
-ENFORCED_PARSERS = {**PARSERS, "list": JsonListParser}
+ENFORCED_PARSERS: dict[str, type[ToolParser]] = {**PARSERS, "list": JsonListParser}
 """And that of a format that models write only because a grammar makes them."""
 
 

@@ -80,7 +80,6 @@ def send(front: Frontend, path: str, **options: Any) -> GenerateRequest:
         ({"repetition_penalty": 1.25}, {"repetition_penalty": 1.25}),
         ({"logit_bias": {"388": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (388, -100.0))}),
         ({"allowed_token_ids": [9, 5]}, {"allowed_token_ids": (9, 5)}),
-        ({"bad_words": ["a"]}, {"bad_words": ((68,), (260,))}),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -177,6 +176,8 @@ def test_effort_and_verbosity_reach_a_template_that_reads_them(front: Frontend) 
 def test_prompt_options_reach_the_tokenizer(front: Frontend, path: str) -> None:
     plain = front.rank.prompt_ids(send(front, path))
     assert front.rank.prompt_ids(send(front, path, truncate_prompt_tokens=2)) == plain[-2:]
+    words = send(front, path, bad_words=["boat"]).sampling.bad_words
+    assert words == (tuple(front.rank.encode("boat")), tuple(front.rank.encode(" boat")))
     special = front.rank.prompt_ids(send(front, path, add_special_tokens=path == CHAT))
     assert special == ([plain[0], *plain] if path == CHAT else plain[1:])
 
