@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from skiff_runtime.api.schemas.field_support import Support, support_of
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,25 +26,29 @@ ENDPOINTS: dict[str, type[StrictModel]] = {
 }
 
 
-def documented_parameters() -> Iterator[tuple[str, str]]:
-    """Yield each parameter of the page's two tables with the endpoints of its row."""
+def documented_parameters() -> Iterator[tuple[str, str, Support]]:
+    """Yield each parameter of the page's table with the endpoints and the support of its row."""
     section = PAGE.partition("## Parameters of generation")[2].partition("\n### ")[0]
     for line in section.splitlines():
         if line.startswith("| `"):
-            names, endpoints, _ = (cell.strip() for cell in line.strip("|").split(" | "))
-            yield from ((name, endpoints) for name in re.findall("`(.*?)`", names))
+            names, endpoints, support, _ = (cell.strip() for cell in line.strip("|").split(" | "))
+            yield from ((name, endpoints, Support(support)) for name in re.findall("`(.*?)`", names))
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_parameter_is_documented(endpoint: str) -> None:
+    """With its support, which the field itself declares."""
     documented = [
-        name for name, endpoints in documented_parameters() if endpoint in endpoints or endpoints == "all"
+        (name, support)
+        for name, endpoints, support in documented_parameters()
+        if endpoint in endpoints or endpoints == "all"
     ]
-    assert sorted(documented) == sorted(ENDPOINTS[endpoint].model_fields)
+    fields = ENDPOINTS[endpoint].model_fields
+    assert sorted(documented) == sorted((name, support_of(field)) for name, field in fields.items())
 
 
 def test_every_documented_parameter_names_a_test() -> None:
-    assert set(NAMED_TESTS["parameters"]) == {name for name, _ in documented_parameters()}
+    assert set(NAMED_TESTS["parameters"]) == {name for name, *_ in documented_parameters()}
 
 
 def test_the_named_tests_exist() -> None:

@@ -810,7 +810,7 @@ class SglangSamplingParams(CommonSamplingFields):
 
     def translate(self) -> dict[str, Any]:
         """Return the parameters that are set, under the names of ``GenerateBody``."""
-        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        fields = {name: getattr(self, name) for name in self.model_fields_set - _SGLANG_REFUSED}
         tag = fields.pop("structural_tag", None)
         if tag is not None:
             fields["structured_outputs"] = StructuredOutputs.model_construct(
@@ -819,6 +819,12 @@ class SglangSamplingParams(CommonSamplingFields):
         return {_SGLANG_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
 
 
+_SGLANG_REFUSED: Final = frozenset(
+    name
+    for name, field in SglangSamplingParams.model_fields.items()
+    if support_of(field) is not Support.SERVED
+)
+"""Parameters that can only have the values that ask for nothing."""
 _SGLANG_NAMES: Final = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
