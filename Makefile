@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
-TEST_FLAGS := -m "not e2e and not gpu and not matrix and not soak and not checkpoint" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \

@@ -36,7 +36,9 @@ def test_ids_equal_those_of_tokenizers(text: str, special: bool) -> None:
 
 def _load_demo() -> Any:
     encode = choose_encoder("fastokens", DEMO, TOKENIZER)
-    assert "load_fastokens_encoder" in encode.__qualname__, "fastokens encodes the demo model's probe texts differently"
+    assert "load_fastokens_encoder" in encode.__qualname__, (
+        "fastokens encodes the demo model's probe texts differently"
+    )
     return encode
 
 
