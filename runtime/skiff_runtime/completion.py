@@ -6,7 +6,9 @@ from typing import Final
 
 import shtab
 
-_PATH_FIELDS: Final = frozenset({"model", "download_dir", "kernel_cache_dir", "api_key_file", "admin_api_key_file"})
+_PATH_FIELDS: Final = frozenset(
+    {"model", "download_dir", "kernel_cache_dir", "api_key_file", "admin_api_key_file"}
+)
 """Options of ``skiff serve`` whose values may be paths; those of other commands have the type ``Path``."""
 
 

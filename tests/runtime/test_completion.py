@@ -26,7 +26,9 @@ def print_script(shell: str) -> str:
         "import sys; from skiff_runtime.__main__ import main; code = main(['complete', sys.argv[1]]); "
         "loaded = {'torch', 'transformers', 'xgrammar'} & set(sys.modules); assert not loaded, loaded; sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, shell], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code, shell], capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
