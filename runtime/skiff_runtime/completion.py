@@ -15,7 +15,7 @@ _PATH_FIELDS: Final = frozenset(
 def write_completion(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the completion script of ``parser`` and all its commands."""
     _declare_values(parser)
-    return shtab.complete(parser, shell)
+    return str(shtab.complete(parser, shell))
 
 
 def _declare_values(parser: argparse.ArgumentParser) -> None:

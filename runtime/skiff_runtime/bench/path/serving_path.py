@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer_worker_num=arguments.tokenizer_worker_num,
         tokenizer_backend=arguments.tokenizer_backend,
         step_milliseconds=arguments.step_ms,
-        token=_find_text_token(arguments.model),
+        token=find_text_token(arguments.model),
     ) as frontend:
         figures = PathBench(frontend, loads).run()
     figures["scheduler_us"] = measure_scheduler_steps(arguments.scheduler_steps)
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _find_text_token(model: str) -> int:
+def find_text_token(model: str) -> int:
     """Return a token of plain text, with which the stub answers."""
     path = resolve(Config(model=model))[1].tokenizer_path / "tokenizer.json"
     token: int = Tokenizer.from_file(str(path)).encode(_TOKEN_TEXT, add_special_tokens=False).ids[-1]
