@@ -16,26 +16,23 @@ from service import running_service
 GUIDE: Final = Path(__file__).parents[2] / "docs/guide"
 MAX_BYTES: Final = 150_000
 QUESTION: Final = "What is a pod?"
-TOOL_QUESTION: Final = "What is the weather in Paris?"
-TOOLS: Final = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the current weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+TOOL_QUESTION: Final = "Is the pod web-0 in namespace shop running?"
+TOOL_RESULT: Final = '{"phase": "Running", "restarts": 2}'
+TOOL: Final = {
+    "name": "get_pod_status",
+    "description": "Get the status of a pod.",
+    "parameters": {
+        "type": "object",
+        "properties": {"namespace": {"type": "string"}, "name": {"type": "string"}},
+        "required": ["namespace", "name"],
+    },
+}
+"""One of the tools that the demo model was trained to call."""
 
 
-def main() -> int:
+def main(model: str = "demo://") -> int:
     """Take every screenshot."""
-    with running_service("demo://") as service:
+    with running_service(model, "--served-model-name", "skiff-demo") as service:
         with chromium() as context:
             page = open_page(context, service.url)
             ask(page, QUESTION)
@@ -47,13 +44,13 @@ def main() -> int:
         with chromium() as context:
             page = open_page(context, service.url)
             page.click("summary")
-            page.fill("#tools", json.dumps(TOOLS, indent=1))
+            page.fill("#tools", json.dumps([{"type": "function", "function": TOOL}], indent=1))
             ask(page, TOOL_QUESTION)
             if page.locator("article.assistant pre").count() == 0:
                 print("the demo model called no tool: home-page-tool.png was not taken", file=sys.stderr)
                 return 1
             page.click("summary")
-            page.get_by_label("Result of get_weather").fill("18 °C, light rain")
+            page.get_by_label(f"Result of {TOOL['name']}").fill(TOOL_RESULT)
             page.get_by_role("button", name="Return results").click()
             wait_for_answer(page)
             save(page, "home-page-tool.png")
@@ -95,4 +92,4 @@ def save(page: Any, name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -308,7 +308,7 @@ def _compare(arguments: argparse.Namespace, objective: LatencyObjective) -> int:
     options: dict[str, Any] = {}
     for repetition in range(arguments.compare_rounds):
         for run in plan_runs(arguments, repetition):
-            options = options or _collect_options(arguments, run.plan)
+            options = options or {**_collect_options(arguments, run.plan), "compare_model": model}
             comparison = rates.setdefault(run.rate, RateComparison(run.rate))
             runs = (run, run.redirect(arguments.compare, model, key))
             for server in (0, 1) if repetition % 2 == 0 else (1, 0):
