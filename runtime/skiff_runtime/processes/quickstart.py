@@ -51,10 +51,14 @@ class Quickstart:
         body = json.dumps(
             {"model": self.model, "messages": [{"role": "user", "content": _PROMPT}]}, ensure_ascii=False
         )
-        header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self.keyed else ""
-        key = 'os.environ["OPENAI_API_KEY"]' if self.keyed else '"none"'
-        shown_key = "YOUR-KEY" if self.keyed else "none"
-        before = f"export OPENAI_API_KEY={shown_key}   # one of the service's keys\n\n" if self.keyed else ""
+        key, header, imports, env_key, before = "none", "", "", "", ""
+        if self.keyed:
+            key = "YOUR-KEY"
+            header = ' -H "Authorization: Bearer $OPENAI_API_KEY"'
+            imports = "import os\n"
+            env_key = '\nenv_key = "OPENAI_API_KEY"'
+            before = f"export OPENAI_API_KEY={key}   # one of the service's keys\n\n"
+        python_key = 'os.environ["OPENAI_API_KEY"]' if self.keyed else '"none"'
         # The clients' own names: Codex talks to /v1/responses only, Claude Code to /v1/messages.
         return f"""
 Ready: {self.model} at {self.url}, with a chat in the browser at {self.url}{PATH_HOME}
@@ -64,13 +68,13 @@ curl {self.url}{PATH_CHAT_COMPLETIONS} -H 'Content-Type: application/json'{heade
   -d {shlex.quote(body)}
 
 # Python
-{"import os" + chr(10) if self.keyed else ""}from openai import OpenAI
-client = OpenAI(base_url="{self.url}/v1", api_key={key})
+{imports}from openai import OpenAI
+client = OpenAI(base_url="{self.url}/v1", api_key={python_key})
 answer = client.chat.completions.create(model={model}, messages=[{{"role": "user", "content": "{_PROMPT}"}}])
 print(answer.choices[0].message.content)
 
 # Editors and tools that read OpenAI's variables
-export OPENAI_BASE_URL={self.url}/v1 OPENAI_API_KEY={shown_key}
+export OPENAI_BASE_URL={self.url}/v1 OPENAI_API_KEY={key}
 
 # Codex: in ~/.codex/config.toml
 model = {model}
@@ -78,8 +82,8 @@ model_provider = "skiff"
 [model_providers.skiff]
 name = "Skiff"
 base_url = "{self.url}/v1"
-wire_api = "responses"{chr(10) + 'env_key = "OPENAI_API_KEY"' if self.keyed else ""}
+wire_api = "responses"{env_key}
 
 # Claude Code
-export ANTHROPIC_BASE_URL={self.url} ANTHROPIC_AUTH_TOKEN={shown_key} ANTHROPIC_MODEL={shell_model}
+export ANTHROPIC_BASE_URL={self.url} ANTHROPIC_AUTH_TOKEN={key} ANTHROPIC_MODEL={shell_model}
 """

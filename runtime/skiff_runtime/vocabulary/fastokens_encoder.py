@@ -38,7 +38,7 @@ def choose_encoder(backend: TokenizerBackend, path: Path, tokenizer: Tokenizer) 
     if backend == "tokenizers":
         return _log_choice(reference_encoder(tokenizer), "tokenizers", "--tokenizer-backend")
     try:
-        encode = load_fastokens_encoder(path, tokenizer)
+        encode = _load_fastokens(path, tokenizer)
     except ImportError as error:
         if backend == "fastokens":
             raise ConfigError(
@@ -64,7 +64,7 @@ class _Rejected(Exception):
     """Reason for which fastokens does not encode a model's prompts, as the end of a sentence about it."""
 
 
-def load_fastokens_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText:
+def _load_fastokens(path: Path, tokenizer: Tokenizer) -> EncodeText:
     """Load ``path``, a tokenizer.json, with fastokens.
 
     Raises:

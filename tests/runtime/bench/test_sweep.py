@@ -311,7 +311,9 @@ def test_two_servers_get_the_same_requests_in_alternating_order(rates: str, tmp_
         assert [figures["succeeded"] for figures in (*rate["a"], *rate["b"])] == [4] * 4
         latency = rate["summary"]["ITL p50, ms"]
         assert latency["ratio_min"] <= latency["ratio"] <= latency["ratio_max"]
-        assert latency["b"] > 15.0 and latency["ratio"] > 1.0  # the second server pauses 20 ms, the first one 2
+        assert (
+            latency["b"] > 15.0 and latency["ratio"] > 1.0
+        )  # the second server pauses 20 ms, the first one 2
     assert "B/A" in done.stdout and "range of the rounds" in done.stdout
     drawn = picture.read_text()
     assert drawn.count("<svg") == 1 and one.url in done.stdout and other.url in done.stdout
