@@ -17,6 +17,7 @@ API_PORT_NAME: Final = "http"
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081
 
+PATH_HOME: Final = "/"
 PATH_LIVEZ: Final = "/livez"
 PATH_READYZ: Final = "/readyz"
 PATH_STARTUPZ: Final = "/startupz"

@@ -26,6 +26,7 @@ from skiff_runtime.api.routes.generation_endpoint import (
     GenerationSettings,
     make_generation_routes,
 )
+from skiff_runtime.api.routes.home_page import make_home_page_routes
 from skiff_runtime.api.routes.openapi import (
     DEFAULT_RESPONSES,
     bearer_key,
@@ -91,6 +92,7 @@ def build_app(
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)
     app.include_router(make_probe_routes(status, dispatcher, metrics))
+    app.include_router(make_home_page_routes())
     return AccessMiddleware(
         ResponseHeadersMiddleware(OpenApiMiddleware(app)),
         posts=generation_endpoints,

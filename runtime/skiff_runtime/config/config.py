@@ -21,7 +21,7 @@ AUTO: Final = "auto"
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-TokenizerBackend = Literal["tokenizers", "fastokens"]
+TokenizerBackend = Literal["auto", "tokenizers", "fastokens"]
 Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
 """How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
 QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
@@ -90,9 +90,10 @@ class Config:
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = option(API_PORT, "Server", "port to listen on; 0: any free port, which is logged")
     tokenizer_backend: TokenizerBackend = option(
-        "tokenizers",
+        AUTO,
         "Server",
-        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on a probe",
+        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on probe texts "
+        "(auto: fastokens if it is installed and agrees)",
     )
     tokenizer_worker_num: int = option(
         1, "Server", "number of tokenizer processes; 0: the detokenizer process also tokenizes"

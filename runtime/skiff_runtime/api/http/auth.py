@@ -24,9 +24,9 @@ PROBE_PATHS: Final = frozenset(
     }
 )
 """Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
-DOCS_PATHS: Final = frozenset({contract.PATH_OPENAPI, contract.PATH_DOCS})
-"""Served without a key too: they describe what every Skiff serves, and a browser sends no key for them."""
-UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | DOCS_PATHS
+STATIC_PATHS: Final = frozenset({contract.PATH_HOME, contract.PATH_OPENAPI, contract.PATH_DOCS})
+"""Served without a key too: they are the same in every Skiff, and a browser sends no key for them."""
+UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | STATIC_PATHS
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
 _SCOPE_KEY: Final = "skiff.principal"
 
