@@ -13,7 +13,8 @@ class SamplingSpec(Struct, frozen=True, array_like=True):
     ``repetition_penalty`` prompt tokens, too. ``logit_bias``: pairs of a token id and the value added to its
     logit. ``logprobs``: number of top log-probabilities returned with that of each output token; None: no
     log-probabilities. ``prompt_logprobs``: the same for the prompt, which is then computed whole, without a
-    cached prefix.
+    cached prefix. ``fits_context``: if ``max_tokens`` exceeds what context and KV cache leave, it is lowered to
+    that instead of being refused.
     """
 
     max_tokens: int
@@ -31,6 +32,7 @@ class SamplingSpec(Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    fits_context: bool = False
 
 
 class GrammarKind(StrEnum):

@@ -28,7 +28,7 @@ class PromptBuilder:
     def build(self, request: TokenizeRequest) -> GenerateRequest:
         """Build the first of the copies that ``request`` wants. Raises ``RequestError`` if it cannot be served."""
         ids = self._encode_prompt(request.prompt)
-        self._check_length(ids.size, request.sampling.max_tokens)
+        self._check_length(ids.size, 0 if request.sampling.fits_context else request.sampling.max_tokens)
         return GenerateRequest(
             uid=request.uid,
             token_ids=_to_bytes(ids),
@@ -44,7 +44,8 @@ class PromptBuilder:
             ids = self._encode_prompt(request.prompt)
         else:
             ids = self.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=self.encoder.decode_each(ids))
+        texts = self.encoder.decode_each(ids) if request.with_texts else []
+        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=texts)
 
     def decode(self, request: DecodeRequest) -> Decoded:
         """Decode token ids to text, special tokens included."""

@@ -6,6 +6,7 @@ Content-Type.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Request, Response
@@ -15,26 +16,29 @@ from pydantic_core import CoreSchema, core_schema
 
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.schemas.request_bodies import StrictModel
-from skiff_runtime.api.schemas.validation import parse_body
+from skiff_runtime.api.schemas.validation import DEFAULT_ADVICE, FieldAdvice, parse_body
 from skiff_runtime.errors import CLIENT_CLOSED_REQUEST
 
 Body = TypeVar("Body", bound=StrictModel)
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class _ParseJson:
+@dataclass(frozen=True, slots=True)
+class ParseJson:
     """A pydantic annotation: bytes are parsed as JSON of the annotated model."""
+
+    advice: FieldAdvice = DEFAULT_ADVICE
 
     def __get_pydantic_core_schema__(
         self, source: type[StrictModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         def parse(value: object) -> object:
-            return parse_body(source, value) if isinstance(value, bytes) else value
+            return parse_body(source, value, self.advice) if isinstance(value, bytes) else value
 
         return core_schema.no_info_before_validator_function(parse, handler(source))
 
 
-JsonBody = Annotated[Body, _ParseJson()]
+JsonBody = Annotated[Body, ParseJson()]
 """The type of a path operation's body. An invalid body raises ``InvalidRequest``."""
 
 
