@@ -20,6 +20,8 @@ PROBE_PATHS: Final = frozenset(
         contract.PATH_READYZ,
         contract.PATH_STARTUPZ,
         contract.PATH_HEALTH_GENERATE,
+        contract.PATH_HEALTH,
+        contract.PATH_PING,
         contract.PATH_METRICS,
     }
 )
