@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import itl_client
-from fuzz_requests import PAUSE_SECONDS, FuzzRequest, draw_request
+from fuzz_requests import MESSAGES_REQUESTS, PAUSE_SECONDS, FuzzRequest, draw_request
 from raw_http import Address, RawConnection, Reply
 
 PROGRESS_SECONDS: Final = 10.0
@@ -105,15 +105,18 @@ def _judge(request: FuzzRequest, reply: Reply) -> str | None:
     if reply.status >= 500 and reply.status != UNAVAILABLE:
         return f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
     if reply.status >= 400:
-        return _judge_error(reply)
+        return _judge_error(request, reply)
     return None
 
 
-def _judge_error(reply: Reply) -> str | None:
-    """Check that an error has OpenAI's shape."""
+def _judge_error(request: FuzzRequest, reply: Reply) -> str | None:
+    """Check that an error has the shape of its path. HTTP that cannot be read has OpenAI's on every path."""
     try:
-        error = json.loads(reply.body)["error"]
+        body = json.loads(reply.body)
+        error = body["error"]
         valid = bool(error["message"]) and {"type", "param", "code"} < set(error)
+        if request.pieces[0].startswith(MESSAGES_REQUESTS) and request.complete:
+            valid = body["type"] == "error" and {"type", "message"} == set(error) and bool(error["message"])
     except (ValueError, KeyError, TypeError):
         valid = False
     return None if valid and len(reply.body) < 1 << 14 else f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
