@@ -62,7 +62,7 @@ def test_every_field_of_the_messages_api_is_documented() -> None:
     assert sorted(name for name, _, _ in documented) == sorted(MessagesRequest.model_fields)
     counted = {name for name, is_counted, _ in documented if is_counted}
     assert counted == set(CountTokensRequest.model_fields)
-    assert set(NAMED_TESTS["messages"]) == {name for name, _, _ in documented}
+    assert set(NAMED_TESTS["messages_api"]) == {name for name, _, _ in documented}
     refused = {name for name, _, treatment in documented if treatment == "refused"}
     assert refused == set(ADVICE.unsupported) - {"toolset_name"}
 

@@ -10,8 +10,6 @@ from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
 MESSAGES: Final = ("/v1/messages", "/v1/messages/count_tokens")
-MESSAGES_REQUESTS: Final = tuple(f"POST {path} ".encode() for path in MESSAGES)
-"""Beginnings of requests whose errors have Anthropic's shape."""
 PATHS: Final = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize", "/flush_cache")
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {

@@ -17,7 +17,6 @@ _TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
