@@ -96,7 +96,7 @@ def build_messages_prompt(body: MessagesPromptFields, output_format: OutputForma
     if body.output_config is not None and body.output_config.effort is not None:
         options.setdefault("reasoning_effort", _EFFORTS[body.output_config.effort])
     return ChatPrompt(
-        _Conversation.of(body).messages,
+        _Conversation.render(body),
         add_generation_prompt=not body.continues_final_message,
         continue_final_message=body.continues_final_message,
         tools=[tool.to_template() for tool in offered_tools(body.tool_fields())] or None,
@@ -110,44 +110,45 @@ class _Conversation:
     Consecutive turns of one role are combined. The system's turns before the first other one belong to the system
     prompt. A later one is rendered in the user's role at its place, because many templates accept a system message only
     at the beginning, and because the cached prefix before it stays valid.
+
+    Texts are joined at the end, so that the time is linear in their length, however many blocks they come in.
     """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        """Messages whose content, and reasoning, are still lists of texts."""
 
     @classmethod
-    def of(cls, body: MessagesPromptFields) -> "_Conversation":
-        """Translate the conversation of a request."""
+    def render(cls, body: MessagesPromptFields) -> list[dict[str, Any]]:
+        """Return the conversation of a request as chat templates expect it."""
         conversation = cls()
         texts = [block.text for block in body.system or () if not block.text.startswith(BILLING_HEADER)]
-        turns = list(body.messages)
-        while turns[0].role == "system":
-            texts += _texts_of(turns.pop(0))
-        if system := join_texts(texts):
-            conversation.messages.append({"role": "system", "content": system})
-        for turn in turns:
-            if turn.role == "assistant":
+        for turn in body.messages:
+            if turn.role == "system" and not conversation._messages:
+                texts += _texts_of(turn)
+            elif turn.role == "assistant":
                 conversation._add_assistant(turn)
             else:
                 conversation._add_user(turn)
-        return conversation
+        system = join_texts(texts)
+        head = [{"role": "system", "content": system}] if system else []
+        return [*head, *map(_join_message, conversation._messages)]
 
     def _add_user(self, turn: MessageParam) -> None:
         for block in turn.content:
             if isinstance(block, ToolResultBlock):
-                self.messages.append(block.to_template())
+                self._messages.append(block.to_template())
             elif isinstance(block, TextBlock):
-                last = self._last("user")
-                last["content"] = join_texts([last["content"], block.text])
+                self._last("user")["content"].append(block.text)
 
     def _add_assistant(self, turn: MessageParam) -> None:
         message = self._last("assistant")
         for block in turn.content:
             match block:
                 case TextBlock():
-                    message["content"] += block.text
+                    message["content"].append(block.text)
                 case ThinkingBlock() if block.thinking:
-                    message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                    message.setdefault("reasoning_content", []).append(block.thinking)
                 case ToolUseBlock():
                     message.setdefault("tool_calls", []).append(block.to_template())
                 case RedactedThinkingBlock() | ThinkingBlock() | ToolResultBlock():
@@ -155,9 +156,20 @@ class _Conversation:
 
     def _last(self, role: str) -> dict[str, Any]:
         """Return the last message, or a new one if the last is of another role."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        return self._messages[-1]
+
+
+def _join_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its texts joined: a user's as paragraphs, an assistant's as they were generated."""
+    if message["role"] == "tool":
+        return message
+    join = join_texts if message["role"] == "user" else "".join
+    joined = {**message, "content": join(message["content"])}
+    if "reasoning_content" in message:
+        joined["reasoning_content"] = "".join(message["reasoning_content"])
+    return joined
 
 
 def _texts_of(turn: MessageParam) -> list[str]:
