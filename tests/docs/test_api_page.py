@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skiff_runtime.api.schemas.field_support import Support, support_of
+from skiff_runtime.api.schemas.messages_request import CountTokensRequest, MessagesRequest
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -49,6 +50,26 @@ def test_every_parameter_is_documented(endpoint: str) -> None:
 
 def test_every_documented_parameter_names_a_test() -> None:
     assert set(NAMED_TESTS["parameters"]) == {name for name, *_ in documented_parameters()}
+
+
+def documented_messages_fields() -> Iterator[tuple[str, bool, str]]:
+    """Yield each field of the Messages API in the page's table: name, if count_tokens has it, and how it is treated."""
+    section = PAGE.partition("## Anthropic's Messages API")[2].partition("\n### ")[0]
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, treatment, _ = (cell.strip() for cell in line.strip("|").split("| ", 2))
+            assert treatment in ("served", "hint", "refused")
+            yield from ((name, bool(star), treatment) for name, star in re.findall(r"`(\w+)`(\*?)", names))
+
+
+def test_every_field_of_the_messages_api_is_documented() -> None:
+    documented = list(documented_messages_fields())
+    assert sorted(name for name, _, _ in documented) == sorted(MessagesRequest.model_fields)
+    counted = {name for name, is_counted, _ in documented if is_counted}
+    assert counted == set(CountTokensRequest.model_fields)
+    assert set(NAMED_TESTS["messages_api"]) == {name for name, _, _ in documented}
+    declared = {name: support_of(field) for name, field in MessagesRequest.model_fields.items()}
+    assert {name: treatment for name, _, treatment in documented} == declared
 
 
 def test_the_named_tests_exist() -> None:

@@ -9,16 +9,20 @@ import fuzz_values as values
 from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
-PATHS: Final = (*GENERATING, "/tokenize", "/detokenize", "/flush_cache")
+MESSAGES: Final = ("/v1/messages", "/v1/messages/count_tokens")
+PATHS: Final = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize", "/flush_cache")
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
     "/v1/chat/completions": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/generate": '"text":"x","max_tokens":2',
+    "/v1/messages": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
+    "/v1/messages/count_tokens": '"model":"demo","messages":[{"role":"user","content":"x"}]',
     "/tokenize": '"prompt":"x"',
     "/detokenize": '"tokens":[5]',
     "/flush_cache": "",
 }
+_READS: Final = ("/health", "/ping", "/version", "/tokenizer_info")
 PAUSE_SECONDS: Final = 0.02
 LIMIT_BYTES: Final = 8 << 20
 """A server rejects a larger body unread; a client that still sends may lose the response to a connection reset."""
@@ -74,6 +78,29 @@ def _tools(draw: random.Random) -> FuzzRequest:
     tool = '{"type":"function","function":{"name":"f","parameters":' + values.bomb(draw) + "}}"
     path = "/v1/chat/completions"
     return _make_post("tool_bomb", path, _with(path, f'"tools":[{tool}],"tool_choice":"required"'))
+
+
+def _messages(draw: random.Random) -> FuzzRequest:
+    """Draw a conversation of content blocks with hostile values, or a tool or output format of Anthropic's shape."""
+    path = draw.choice(MESSAGES)
+    kind = draw.choice(
+        ("text", "thinking", "tool_use", "tool_result", "image", "document", "server_tool_use")
+    )
+    field = draw.choice(
+        ("text", "thinking", "input", "content", "id", "tool_use_id", "type", "cache_control")
+    )
+    block = f'{{"type":"{kind}","{field}":{values.any_value(draw)}}}'
+    role = draw.choice(("user", "assistant", "system"))
+    extra = draw.choice(
+        (
+            f'"messages":[{{"role":"{role}","content":[{block}]}}]',
+            f'"system":[{block}]',
+            f'"tools":[{{"name":"f","input_schema":{values.any_value(draw)}}}],"tool_choice":{{"type":"any"}}',
+            f'"output_config":{{"format":{{"type":"json_schema","schema":{values.bomb(draw)}}}}}',
+            f'"thinking":{values.any_value(draw)}',
+        )
+    )
+    return _make_post("messages", path, _with(path, extra))
 
 
 def _grammar(draw: random.Random) -> FuzzRequest:
@@ -161,7 +188,7 @@ def _path(draw: random.Random) -> FuzzRequest:
     """Draw a request to a path or with a method that is not served."""
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
     path = draw.choice(
-        (*PATHS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
+        (*PATHS, *_READS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
     )
     return FuzzRequest("path", [head(method, path, {"content-length": "0"})])
 
@@ -176,6 +203,7 @@ _MAKERS: Final[dict[Callable[[random.Random], FuzzRequest], float]] = {
     _whole: 6,
     _response_format: 1.5,
     _tools: 0.5,
+    _messages: 8,
     _grammar: 1,
     _stops: 0.5,
     _unknown: 1,

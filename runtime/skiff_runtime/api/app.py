@@ -11,6 +11,7 @@ from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
 from skiff_runtime.api.formats.generate import prepare_generate
+from skiff_runtime.api.formats.messages import prepare_messages
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import (
@@ -27,6 +28,7 @@ from skiff_runtime.api.routes.generation_endpoint import (
     make_generation_routes,
 )
 from skiff_runtime.api.routes.home_page import make_home_page_routes
+from skiff_runtime.api.routes.messages import make_messages_routes
 from skiff_runtime.api.routes.openapi import (
     DEFAULT_RESPONSES,
     bearer_key,
@@ -42,8 +44,8 @@ from skiff_runtime.processes.launch import Launch
 from skiff_runtime.version import __version__
 
 _ABOUT: Final = (
-    "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "
-    "every response carries the X-Request-Id of the request, or a new one."
+    "Generates text with one large language model, as OpenAI's and Anthropic's APIs do. Errors have the shape of the API "
+    "that their path belongs to; every response carries the X-Request-Id of the request, or a new one."
 )
 
 
@@ -66,6 +68,7 @@ def build_app(
         for path, name, prepare in (
             (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
             (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
+            (contract.PATH_MESSAGES, Endpoint.MESSAGES, prepare_messages),
             (contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
         )
     }
@@ -88,6 +91,7 @@ def build_app(
     reads = keyed if config.api_key else {}
     writes = keyed if config.api_key else {"responses": error_responses(403)}
     app.include_router(make_generation_routes(), **writes)
+    app.include_router(make_messages_routes(model, rpc, keyed=bool(config.api_key)), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)

@@ -189,6 +189,11 @@ class Config:
     otlp_traces_endpoint: str | None = option(
         None, "Server", "OpenTelemetry collector that receives a trace of each request: http(s)://host:4318"
     )
+    metrics_names: str = option(
+        "skiff",
+        "Server",
+        "names of the metrics on /metrics, separated by commas; skiff,vllm: the important ones also under vLLM's names",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "minimum level of logged events"
     )
@@ -338,6 +343,8 @@ class Config:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(f"--allowed-hosts must be * or a host name without a port, not {host!r}")
+        if not {"skiff"} <= set(self.metrics_names.split(",")) <= {"skiff", "vllm"}:
+            raise ConfigError(f"--metrics-names must be skiff or skiff,vllm, not {self.metrics_names!r}")
         if self.otlp_traces_endpoint is not None and not re.match(
             r"https?://[^/\s]+", self.otlp_traces_endpoint
         ):

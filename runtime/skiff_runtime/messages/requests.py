@@ -69,11 +69,15 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
-    """api -> tokenizer: return the token ids of a prompt, as ``Encoded`` or ``RequestFailed``."""
+    """api -> tokenizer: return the token ids of a prompt, as ``Encoded`` or ``RequestFailed``.
+
+    ``with_texts``: with the text of each token.
+    """
 
     uid: int
     prompt: str | ChatPrompt
     add_special_tokens: bool = True
+    with_texts: bool = False
 
 
 class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):

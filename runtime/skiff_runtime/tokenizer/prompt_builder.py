@@ -33,7 +33,7 @@ class PromptBuilder:
         ids = self._encode_prompt(request.prompt, options.add_special_tokens)
         if options.truncate_prompt_tokens:
             ids = self._truncate(ids, options.truncate_prompt_tokens, sampling.max_tokens)
-        self._check_length(ids.size, sampling.max_tokens)
+        self._check_length(ids.size, 0 if sampling.fits_context else sampling.max_tokens)
         if options.bad_words:
             sampling = replace(sampling, bad_words=self._encode_bad_words(options.bad_words))
         return GenerateRequest(
@@ -51,7 +51,8 @@ class PromptBuilder:
             ids = self._encode_prompt(request.prompt)
         else:
             ids = self.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=self.encoder.decode_each(ids))
+        texts = self.encoder.decode_each(ids) if request.with_texts else []
+        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=texts)
 
     def decode(self, request: DecodeRequest) -> Decoded:
         """Decode token ids to text, special tokens included."""

@@ -19,7 +19,7 @@ from skiff_runtime.processes.resolve import resolve
 CHAT = "/v1/chat/completions"
 KEYS = ("sk-first-key", "sk-second-key")
 ORIGIN = "https://chat.example.org"
-PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/metrics")
+PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/health", "/ping", "/metrics")
 
 
 @pytest.fixture(scope="module")

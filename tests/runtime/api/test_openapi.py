@@ -24,6 +24,12 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"model": NAME, "prompt": ["boat", "row"], "echo": True}),
     (TEXT, {"model": NAME, "prompt": [5, 6]}),
     (TEXT, {"model": NAME, "prompt": [[5, 6], [7]]}),
+    (contract.PATH_MESSAGES, {"model": NAME, "max_tokens": 9, "messages": MESSAGES, "system": "Be kind."}),
+    (
+        contract.PATH_MESSAGES,
+        {"model": NAME, "max_tokens": 9, "messages": PARTS, "thinking": {"type": "adaptive"}},
+    ),
+    (contract.PATH_COUNT_TOKENS, {"model": NAME, "messages": MESSAGES}),
     (contract.PATH_GENERATE, {"text": "boat"}),
     (contract.PATH_GENERATE, {"token_ids": [5, 6]}),
     (contract.PATH_TOKENIZE, {"prompt": "boat", "return_token_strs": True}),
@@ -38,6 +44,12 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": NAME, "messages": MESSAGES, "nonsense": 1}),
     (CHAT, {"messages": MESSAGES}),
     (TEXT, {"model": NAME, "prompt": {"a": 1}}),
+    (contract.PATH_MESSAGES, {"model": NAME, "messages": MESSAGES}),
+    (
+        contract.PATH_MESSAGES,
+        {"model": NAME, "max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]},
+    ),
+    (contract.PATH_COUNT_TOKENS, {"model": NAME, "messages": MESSAGES, "max_tokens": 9}),
     (contract.PATH_DETOKENIZE, {"tokens": "x"}),
     (contract.PATH_ABORT, {"all": False}),
     (contract.PATH_ABORT, {"all": None}),
@@ -118,7 +130,16 @@ def test_invalid_body_gets_documented_error(
 
 
 @pytest.mark.parametrize(
-    "path", [contract.PATH_MODELS, contract.PATH_SERVER_INFO, contract.PATH_STARTUPZ, "/livez"]
+    "path",
+    [
+        contract.PATH_MODELS,
+        contract.PATH_SERVER_INFO,
+        contract.PATH_VERSION,
+        contract.PATH_TOKENIZER_INFO,
+        contract.PATH_STARTUPZ,
+        "/livez",
+        "/health",
+    ],
 )
 def test_get_returns_documented_response(front: Frontend, document: dict[str, Any], path: str) -> None:
     schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]

@@ -113,6 +113,14 @@ def test_max_tokens_zero_is_left_to_the_scheduler(builder: PromptBuilder) -> Non
     assert build(builder, [5] * (CONTEXT - 1), 1).sampling.max_tokens == 1
 
 
+def test_larger_max_tokens_is_left_to_the_scheduler_if_it_shall_fit(builder: PromptBuilder) -> None:
+    sampling = SamplingSpec(max_tokens=10 * CONTEXT, seed=1, fits_context=True)
+    request = TokenizeRequest(7, [5] * (CONTEXT - 1), sampling, TextOptions())
+    assert builder.build(request).sampling == sampling
+    with pytest.raises(ContextTooLong, match="shorten the prompt"):
+        builder.build(TokenizeRequest(7, [5] * CONTEXT, sampling, TextOptions()))
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "kind", "says"),
     [

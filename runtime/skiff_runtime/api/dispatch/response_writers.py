@@ -120,10 +120,11 @@ class _Response:
         if self._ended:
             return
         self._ended = True
+        request_id = self._headers[0][1].decode()
         if self._started:
-            self.writer.body(self.formatter.format_error_event(error), more=False)
+            self.writer.body(self.formatter.format_error_event(error, request_id), more=False)
         else:
-            write_error(self.writer, error, self.formatter.format_error(error), self._headers)
+            write_error(self.writer, error, self.formatter.format_error(error, request_id), self._headers)
 
 
 class StreamingChoiceWriter:

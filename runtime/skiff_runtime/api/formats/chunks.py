@@ -100,7 +100,10 @@ def sum_usage(choices: Sequence[Usage], copies: int) -> Usage:
     """Sum the usage of all choices of a request, ``copies`` for each prompt, in order; each prompt counts once.
 
     A prompt's cached tokens are those of the choice that found the fewest: the others found what that one had computed.
+    Only a request with one choice has a stop string.
     """
+    if len(choices) == 1:
+        return choices[0]
     prompt = cached = 0
     for start in range(0, len(choices), copies):
         started = [usage for usage in choices[start : start + copies] if usage.prompt_tokens]

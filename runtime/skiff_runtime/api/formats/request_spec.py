@@ -92,11 +92,11 @@ class ResponseFormatter(Protocol):
         """Return the JSON body of a response that is not streamed."""
         ...
 
-    def format_error(self, error: RequestFailed) -> bytes:
+    def format_error(self, error: RequestFailed, request_id: str) -> bytes:
         """Return the JSON body of a response whose request failed before anything was written."""
         ...
 
-    def format_error_event(self, error: RequestFailed) -> bytes:
+    def format_error_event(self, error: RequestFailed, request_id: str) -> bytes:
         """Return the events that end a stream whose request failed."""
         ...
 

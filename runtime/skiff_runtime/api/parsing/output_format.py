@@ -68,6 +68,15 @@ class OutputFormat:
             reasoning_format=reasoning_format or THINK,
         )
 
+    def reasoning_switch(self) -> str | None:
+        """Return the variable that turns reasoning on and off, None if the chat template has none that is known."""
+        starts = self.reasoning_starts
+        if starts is None:
+            return None
+        return next(
+            (name for name in REASONING_SWITCHES if starts[name, False] is not starts[name, True]), None
+        )
+
     def reasoning_start(self, prompt: ChatPrompt) -> ReasoningStart | None:
         """Return how the output starts after ``prompt``; None if reasoning is not parsed."""
         if self.reasoning_starts is None:

@@ -8,8 +8,8 @@ The docstrings of these classes are descriptions in the OpenAPI document.
 """
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -67,6 +67,13 @@ class StrictModel(BaseModel):
     """Base of every request body: no type coercion, no unknown field, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    expected_types: ClassVar[Mapping[str, str]] = {
+        "content": "must be a string or a list of text parts",
+        "prompt": "must be a string, a list of token ids, or a list of those",
+        "stop": "must be a string or a list of strings",
+    }
+    """Fields of several types, and the types that they accept, for error messages."""
 
 
 def exactly_one(*names: str) -> dict[str, Any]:

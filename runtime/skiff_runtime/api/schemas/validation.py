@@ -10,13 +10,6 @@ from skiff_runtime.api.schemas.field_support import STRICT, UNSUPPORTED, Support
 from skiff_runtime.api.schemas.request_bodies import StrictModel
 from skiff_runtime.errors import InvalidRequest
 
-EXPECTED_TYPES: Final[dict[str, str]] = {
-    "content": "must be a string or a list of text parts",
-    "prompt": "must be a string, a list of token ids, or a list of those",
-    "stop": "must be a string or a list of strings",
-}
-"""Fields of several types, and the types that they accept."""
-
 _MAX_SHOWN_CHARACTERS: Final = 60
 _MAX_ERRORS: Final = 100
 _UNION_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
@@ -66,14 +59,15 @@ def _describe(error: ErrorDetails, model: type[StrictModel]) -> InvalidRequest:
     if error["type"] == UNSUPPORTED:
         return InvalidRequest(f"'{param}' is {error['msg']}", param=param, code="unsupported_parameter")
     if error["type"] == "extra_forbidden":
-        served = [name for name, field in model.model_fields.items() if support_of(field) is Support.SERVED]
+        fields = model.model_fields.items()
+        served = [field.alias or name for name, field in fields if support_of(field) is Support.SERVED]
         similar = get_close_matches(last, sorted(served), n=1)
         hint = f", or did you mean '{similar[0]}'?" if similar and len(path) == 1 else ""
         return InvalidRequest(
             f"unknown field '{param}'; remove it{hint}", param=param, code="unknown_parameter"
         )
-    if path[-1] in EXPECTED_TYPES and error["type"].endswith("_type"):
-        return InvalidRequest(f"'{param}' {EXPECTED_TYPES[last]}", param=param)
+    if path[-1] in model.expected_types and error["type"].endswith("_type"):
+        return InvalidRequest(f"'{param}' {model.expected_types[last]}", param=param)
     return InvalidRequest(f"'{param}': {error['msg']}{_format_value(error)}", param=param)
 
 
