@@ -70,7 +70,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("/v1/completions", {**TEXT, "prompt": [389]}, 400, None, "token id 389 at position 0"),
         ("/v1/completions", {**TEXT, "max_tokens": -1}, 400, None, "'max_tokens'"),
         (CHAT, {**BODY, "model": "other"}, 404, "model_not_found", "the served model is 'tiny'"),
-        (CHAT, {**BODY, "stop_token_ids": [10**6]}, 400, None, "stop token id 1000000"),
+        (CHAT, {**BODY, "stop_token_ids": [10**6]}, 400, None, "token id 1000000"),
         (CHAT, {**BODY, "nonsense": 1}, 400, "unknown_parameter", "unknown field 'nonsense'"),
         (CHAT, {**BODY, "best_of": 2}, 400, "unsupported_parameter", "'best_of' is not supported: use 1"),
         ("/generate", {"text": "x", "token_ids": [1]}, 400, None, "either 'text' or 'token_ids'"),

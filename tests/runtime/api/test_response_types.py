@@ -1,6 +1,7 @@
 """Every response and event has the types of the openai package, validated without coercion."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,11 +11,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
+from skiff_runtime.api.formats.generate import prepare_generate
 from skiff_runtime.api.formats.request_spec import ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.parsing.hermes import HERMES
 from skiff_runtime.api.parsing.output_format import REASONING_EFFORTS, OutputFormat
 from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
+from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import FinishReason, StreamOpened, TextLogprobs, TextOptions, TokenText, Usage
 from skiff_runtime.models.config import SamplingDefaults
 
@@ -111,3 +114,17 @@ def test_completions_and_their_chunks(logprobs: TextLogprobs | None) -> None:
         options = {name: value for name, value in options.items() if name != "stream_options"}
         spec = prepare_completion(json.dumps({**body, **options}).encode(), MODEL)
         Completion.model_validate_json(complete(spec, TEXTS["plain"], logprobs, finish), strict=True)
+
+
+def test_strict_servers_refuse_hints_on_every_endpoint() -> None:
+    strict = replace(MODEL, is_strict=True)
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for prepare, body in (
+        (prepare_chat, {**chat, "metadata": {"a": "b"}}),
+        (prepare_completion, {"model": "m", "prompt": "x", "store": True}),
+        (prepare_generate, {"text": "x", "rid": "a"}),
+    ):
+        raw = json.dumps(body).encode()
+        prepare(raw, MODEL)
+        with pytest.raises(InvalidRequest, match="not supported with --strict"):
+            prepare(raw, strict)
