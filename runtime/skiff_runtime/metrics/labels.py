@@ -9,6 +9,7 @@ class Endpoint(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     GENERATE = "generate"
+    RESPONSES = "responses"
 
 
 class Outcome(StrEnum):

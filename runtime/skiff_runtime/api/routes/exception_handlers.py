@@ -14,7 +14,12 @@ from skiff_runtime.api.http.responses import JSON, error_body, error_headers
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 
 _GENERATION_PATHS: Final = ", ".join(
-    (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
+    (
+        contract.PATH_CHAT_COMPLETIONS,
+        contract.PATH_RESPONSES,
+        contract.PATH_COMPLETIONS,
+        contract.PATH_GENERATE,
+    )
 )
 _MAX_SHOWN_CHARACTERS: Final = 200
 _FAILURES: Final = (500, 504)

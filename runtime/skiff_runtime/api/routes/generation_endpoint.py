@@ -24,7 +24,7 @@ from skiff_runtime.api.dispatch.response_writers import make_choice_writers, wri
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
-from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
+from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import (
@@ -53,7 +53,8 @@ from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
 
-Prepare = Callable[[bytes, ServedModel], RequestSpec]
+Prepare = Callable[[bytes, ServedModel, Principal], RequestSpec]
+"""Validates a raw body, and raises ``RequestError``."""
 ErrorBody = Callable[[RequestError], bytes]
 
 
@@ -81,8 +82,13 @@ class GenerationSettings:
         )
 
 
+def for_any_principal(prepare: Callable[[bytes, ServedModel], RequestSpec]) -> Prepare:
+    """Return ``prepare`` for requests whose meaning does not depend on their sender."""
+    return lambda raw, model, _principal: prepare(raw, model)
+
+
 class GenerationEndpoint:
-    """The ASGI application of one path. ``prepare`` validates a raw body, and raises ``RequestError``."""
+    """The ASGI application of one path."""
 
     def __init__(
         self,
@@ -113,8 +119,8 @@ class GenerationEndpoint:
         try:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
             raw = await self._body.read(scope["headers"], receive)
-            spec = self._prepare(raw, self._model)
             principal = get_principal(scope)
+            spec = self._prepare(raw, self._model, principal)
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
                 spec,
@@ -189,7 +195,9 @@ async def _document_headers(
     """Document the headers that the endpoints read."""
 
 
-def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[str, Any]:
+def document_responses(
+    full: type[BaseModel], event: type[BaseModel], *, has_done_event: bool = True
+) -> dict[str, Any]:
     """Document a response that is JSON, or a stream of server-sent events.
 
     ``itemSchema`` describes one event of the stream, as OpenAPI 3.2 and FastAPI do. A request that fails after its first
@@ -202,25 +210,35 @@ def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[s
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": payloads},
     }
-    done = DONE.decode()
-    data = {"anyOf": [{"const": done}, json_event], "description": f"The last event of a stream is {done}."}
+    data: dict[str, Any] = json_event
+    if has_done_event:
+        done = DONE.decode()
+        data = {
+            "anyOf": [{"const": done}, json_event],
+            "description": f"The last event of a stream is {done}.",
+        }
     events = {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     success = {**DEFAULT_RESPONSES[200], "model": full, "content": {EVENT_STREAM: events}}
     return {"response_class": Response, "response_model": event, "responses": {200: success}}
 
 
-def make_generation_routes() -> APIRouter:
-    """Return the routes that document the generation endpoints, and are never called."""
-    router = APIRouter(
+def make_generation_router() -> APIRouter:
+    """Return a router of routes that document generation endpoints."""
+    return APIRouter(
         tags=["generation"],
         dependencies=[Depends(_document_headers)],
         responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504),
     )
 
+
+def make_generation_routes() -> APIRouter:
+    """Return the routes that document the generation endpoints, and are never called."""
+    router = make_generation_router()
+
     @router.post(
         contract.PATH_CHAT_COMPLETIONS,
         summary="Answer a conversation",
-        **_document_responses(ChatCompletionResponse, ChatCompletionChunk),
+        **document_responses(ChatCompletionResponse, ChatCompletionChunk),
     )
     async def chat_completions(body: ChatCompletionRequest) -> None:
         """With "stream": true the response is a stream of server-sent events."""
@@ -228,7 +246,7 @@ def make_generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_COMPLETIONS,
         summary="Continue a text",
-        **_document_responses(CompletionResponse, CompletionResponse),
+        **document_responses(CompletionResponse, CompletionResponse),
     )
     async def completions(body: CompletionRequest) -> None:
         """With "stream": true the response is a stream of server-sent events."""
@@ -236,7 +254,7 @@ def make_generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_GENERATE,
         summary="Continue a text or token IDs",
-        **_document_responses(GenerateResponse, GenerateResponse),
+        **document_responses(GenerateResponse, GenerateResponse),
     )
     async def generate(body: GenerateBody) -> None:
         """Skiff's own endpoint: text or token IDs in, text and token IDs out, whole or as a stream of server-sent events."""

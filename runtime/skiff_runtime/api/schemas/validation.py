@@ -1,5 +1,7 @@
 """Validation of request bodies: from raw bytes to a model, or to one sentence about what to change."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
@@ -46,12 +48,23 @@ _UNION_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 Body = TypeVar("Body", bound=StrictModel)
 
 
-def parse_body(model: type[Body], raw: bytes) -> Body:
+@dataclass(frozen=True, slots=True)
+class FieldAdvice:
+    """Words about the fields of one kind of body: what to do instead of unsupported ones, and types of several."""
+
+    unsupported: Mapping[str, str]
+    expected_types: Mapping[str, str]
+
+
+_DEFAULT_ADVICE: Final = FieldAdvice(UNSUPPORTED_FIELDS, EXPECTED_TYPES)
+
+
+def parse_body(model: type[Body], raw: bytes, advice: FieldAdvice = _DEFAULT_ADVICE) -> Body:
     """Return the body in ``raw``. Raises ``InvalidRequest`` about its first error."""
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise _describe(_select_error(error), model) from None
+        raise _describe(_select_error(error), model, advice) from None
 
 
 def _select_error(error: ValidationError) -> ErrorDetails:
@@ -63,7 +76,7 @@ def _select_error(error: ValidationError) -> ErrorDetails:
     return max(same_field, key=lambda each: len(each["loc"]))
 
 
-def _describe(error: ErrorDetails, model: type[StrictModel]) -> InvalidRequest:
+def _describe(error: ErrorDetails, model: type[StrictModel], advice: FieldAdvice) -> InvalidRequest:
     if error["type"] == "json_invalid":
         return InvalidRequest(
             f"the request body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}"
@@ -78,20 +91,21 @@ def _describe(error: ErrorDetails, model: type[StrictModel]) -> InvalidRequest:
     if error["type"] == "missing":
         return InvalidRequest(f"'{param}' is missing", param=param)
     for name in (first, last):
-        if name in UNSUPPORTED_FIELDS:
+        if name in advice.unsupported:
             return InvalidRequest(
-                f"'{param}' is not supported yet: {UNSUPPORTED_FIELDS[name]}",
+                f"'{param}' is not supported yet: {advice.unsupported[name]}",
                 param=param,
                 code="unsupported_parameter",
             )
     if error["type"] == "extra_forbidden":
-        similar = get_close_matches(last, sorted(set(model.model_fields) - set(UNSUPPORTED_FIELDS)), n=1)
+        known = {field.alias or name for name, field in model.model_fields.items()}
+        similar = get_close_matches(last, sorted(known - set(advice.unsupported)), n=1)
         hint = f", or did you mean '{similar[0]}'?" if similar and len(path) == 1 else ""
         return InvalidRequest(
             f"unknown field '{param}'; remove it{hint}", param=param, code="unknown_parameter"
         )
-    if path[-1] in EXPECTED_TYPES and error["type"].endswith("_type"):
-        return InvalidRequest(f"'{param}' {EXPECTED_TYPES[last]}", param=param)
+    if path[-1] in advice.expected_types and error["type"].endswith("_type"):
+        return InvalidRequest(f"'{param}' {advice.expected_types[last]}", param=param)
     return InvalidRequest(f"'{param}': {error['msg']}{_format_value(error)}", param=param)
 
 
