@@ -302,11 +302,6 @@ class OutputBuilder:
             events += self._open_item(_MessageItem(self._events, len(self.items))) + self._close(status)
         return events
 
-    def fail(self) -> list[Item]:
-        """Return the items of a response that failed, the open one included."""
-        self._close(INCOMPLETE)
-        return self.items
-
     def _add_delta(self, delta: Delta) -> bytes:
         pending, self._pending_tokens = self._pending_tokens, 0
         logprobs, self._logprobs = self._logprobs, []

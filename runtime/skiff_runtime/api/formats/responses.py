@@ -98,7 +98,7 @@ def prepare_response(
         sampling=sampling,
         text=replace(text, skip_special_tokens=False) if plan.keeps_special_tokens else text,
         formatter=ResponseFormatter(
-            _echo(body, response_id, sampling, tools),
+            describe_request(body, response_id, sampling, tools),
             is_streaming=bool(body.stream),
             make_parser=plan.make_parser,
             tools=tools.by_name,
@@ -133,7 +133,9 @@ def _template_options(body: ResponsesRequest) -> dict[str, Any]:
     return {**options, **(body.chat_template_kwargs or {})}
 
 
-def _echo(body: ResponsesRequest, response_id: str, sampling: SamplingSpec, tools: ToolSet) -> Item:
+def describe_request(
+    body: ResponsesRequest, response_id: str, sampling: SamplingSpec, tools: ToolSet
+) -> Item:
     """Return the fields of the response that are known from its request."""
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
     text_format: Any = {"type": "text"}
@@ -238,12 +240,14 @@ class ResponseFormatter(OpenAIErrorFormatter):
         return self._format(usage)
 
     def format_error_event(self, error: RequestFailed) -> bytes:
+        closing = self._output.finish(INCOMPLETE)
         fields = {
             "status": "failed",
             "error": {"code": _error_code(error.status), "message": error.message},
-            "output": self._output.fail(),
+            "output": self._output.items,
         }
-        return self._events.write_response("response.failed", encode_json({**self._head, **fields}))
+        failed = encode_json({**self._head, **fields})
+        return closing + self._events.write_response("response.failed", failed)
 
     def _format(self, usage: Usage) -> bytes:
         """Return the response that has ended, which is stored."""
