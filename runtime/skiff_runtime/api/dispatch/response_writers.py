@@ -153,17 +153,18 @@ class StreamingChoiceWriter:
             self._writer.body(self._format_opening() + data, more=True)
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
-        data = self._formatter.format_delta(text, token, logprobs)
-        if not self._opened:
-            data = self._format_opening() + data
+        if self._opened:
+            data = self._formatter.format_delta(text, token, logprobs)
+        else:
+            data = self._format_opening() + self._formatter.format_delta(text, token, logprobs)
         if data:
             self._writer.body(data, more=True)
 
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
     ) -> None:
-        data = self._formatter.format_delta(text, token, logprobs)
-        data = self._format_opening() + data + self._formatter.format_closing(finish)
+        data = self._format_opening() + self._formatter.format_delta(text, token, logprobs)
+        data += self._formatter.format_closing(finish)
         total = self._response.finish_choice(self._index, usage)
         if total is not None:
             data += self._response.formatter.format_ending(total)
