@@ -14,6 +14,7 @@ from skiff_runtime.api.schemas.request_bodies import (
     GenerateBody,
     StrictModel,
 )
+from skiff_runtime.api.schemas.responses_request import ResponsesRequest
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs/api.md").read_text()
@@ -40,6 +41,18 @@ def test_every_parameter_is_documented(endpoint: str) -> None:
         name for name, endpoints in documented_parameters() if endpoint in endpoints or endpoints == "all"
     ]
     assert sorted(documented) == sorted(ENDPOINTS[endpoint].model_fields)
+
+
+def documented_response_fields() -> list[str]:
+    section = PAGE.partition("## The Responses API")[2].partition("\n### ")[0]
+    rows = [line.strip("|").split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    return [name for names in rows for name in re.findall("`(.*?)`", names)]
+
+
+def test_every_field_of_the_responses_api_is_documented_and_names_a_test() -> None:
+    declared = [field.alias or name for name, field in ResponsesRequest.model_fields.items()]
+    assert sorted(documented_response_fields()) == sorted(declared)
+    assert set(NAMED_TESTS["responses"]) == set(declared)
 
 
 def test_every_documented_parameter_names_a_test() -> None:

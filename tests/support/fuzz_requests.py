@@ -100,7 +100,6 @@ def _response_items(draw: random.Random) -> FuzzRequest:
             f'"tool_choice":{text}',
             f'"text":{{"format":{text}}}',
             f'"previous_response_id":{values.wrong(draw)}',
-            f'"text":{{"format":{{"type":"json_schema","name":"n","schema":{values.bomb(draw)}}}}}',
         )
     )
     return _make_post("response_items", RESPONSES, _with(RESPONSES, extra))

@@ -171,6 +171,27 @@ def test_parameters_reach_the_scheduler() -> None:
     assert prepare(include=[]).sampling.logprobs is None
 
 
+def test_parameters_of_chat_reach_the_scheduler() -> None:
+    spec = prepare(
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={"3": 2.0}, min_tokens=2,
+        ignore_eos=True, stop_token_ids=[4], include_stop_str_in_output=True, skip_special_tokens=False,
+    )  # fmt: skip
+    sampling = spec.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
+    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, ((3, 2.0),))
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (4,))
+    assert spec.text.include_stop_str_in_output and not spec.text.skip_special_tokens
+
+
+def test_parallel_calls_are_allowed_unless_declined() -> None:
+    many, one = (
+        prepare(tools=[NOW], tool_choice="required", parallel_tool_calls=allowed).grammar
+        for allowed in (True, False)
+    )
+    assert many is not None and one is not None
+    assert "star" in many.source and "star" not in one.source
+
+
 def test_items_become_chat_messages() -> None:
     """Reasoning, text and calls of one turn are one message; leading system messages are one too."""
     items = [
