@@ -167,7 +167,7 @@ def test_complete_response_has_a_message_or_a_call() -> None:
 def test_calls_of_custom_tools_and_namespaces_are_mapped_back() -> None:
     patch = OfferedTool(CustomTool(type="custom", name="patch"), "files")
     close = OfferedTool(ResponsesFunctionTool(type="function", name="close"), "agents")
-    tools = {"files__patch": patch, "agents__close": close}
+    tools: dict[str, Any] = {"files__patch": patch, "agents__close": close}
     text = '#files__patch:{"input":"a\\nb"};#agents__close:{};'
     for response in (whole([text], **tools), stream([text], **tools)[-1]["response"]):
         custom, function = response["output"]

@@ -307,7 +307,7 @@ def test_effort_and_verbosity_are_variables_of_the_template() -> None:
 
 
 def test_request_is_echoed() -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "instructions": "Help.",
         "max_output_tokens": 7,
         "max_tool_calls": 2,

@@ -63,7 +63,7 @@ class EventWriter:
             return b""
         number = self._next_number
         self._next_number = number + 1
-        return b'%b%d,"delta":%b}\n\n' % (template, number, encode_json(delta))
+        return b"".join((template, encode_json(number), b',"delta":', encode_json(delta), b"}\n\n"))
 
     def _take_number(self) -> int:
         number = self._next_number
