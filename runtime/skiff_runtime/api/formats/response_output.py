@@ -4,6 +4,7 @@ The same builder serves a response that is not streamed: its ``EventWriter`` the
 end are the same, however the text was cut.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -83,7 +84,7 @@ class _OpenItem(Protocol):
         ...
 
 
-class _TextItem:
+class _TextItem(ABC):
     """Text in one part, of a message or of reasoning."""
 
     __slots__ = ("_events", "_place", "_template", "_texts", "index", "item_id")
@@ -108,13 +109,13 @@ class _TextItem:
         """Return the fields of the event at the end of the text, beside the text."""
         return {}
 
+    @abstractmethod
     def part(self, text: str) -> Item:
         """Return the content part."""
-        raise NotImplementedError
 
+    @abstractmethod
     def item(self, content: list[Item], status: str) -> Item:
         """Return the item."""
-        raise NotImplementedError
 
     def open(self) -> bytes:
         item = self.item([], IN_PROGRESS)
