@@ -124,7 +124,7 @@ def test_too_long_conversation_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("adc"), st.integers(0, 9)), max_size=40))
 def test_bytes_are_those_of_the_responses_that_are_reachable(steps: list[tuple[str, int]]) -> None:
-    """Whatever is added (a), continued (c) or deleted (d)."""
+    """A response is added (a), continued (c) or deleted (d)."""
     store, known = ResponseStore(max_responses=4), list[StoredResponse]()
     for number, (action, pick) in enumerate(steps):
         chosen = known[pick % len(known)] if known else None

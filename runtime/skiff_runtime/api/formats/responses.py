@@ -177,7 +177,7 @@ def describe_request(
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How the output ended: the fields of the response."""
+    """Fields of the response that say how its output ended."""
 
     status: str
     incomplete_details: dict[str, Any] | None
