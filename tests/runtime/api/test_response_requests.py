@@ -76,6 +76,7 @@ def test_every_field_of_the_specification_is_declared() -> None:
     [
         ("access_programs", {"cyber": "standard"}, "remove it"),
         ("background", True, "use false"),
+        ("background_options", {"a": 1}, "while the client is connected"),
         ("context_management", [{"type": "compaction"}], "shorten the input"),
         ("conversation", "conv_1", "'previous_response_id'"),
         ("image", {"context_compression": "auto"}, "only text"),

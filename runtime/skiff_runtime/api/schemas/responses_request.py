@@ -37,6 +37,7 @@ LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 UNSUPPORTED_RESPONSES_FIELDS: Final[dict[str, str]] = {
     "access_programs": "remove it",
     "background": "use false; requests run while the client is connected",
+    "background_options": "remove it; requests run while the client is connected",
     "context_management": "remove it; shorten the input instead",
     "conversation": "remove it; use 'previous_response_id'",
     "image": "remove it; only text is read",
@@ -499,6 +500,7 @@ class ResponsesRequest(SamplingFields):
     # Unsupported: each accepts only the values that mean "off".
     access_programs: None = None
     background: Literal[False] | None = None
+    background_options: None = None
     context_management: NullOrEmpty = None
     conversation: None = None
     image: None = None
