@@ -16,6 +16,7 @@ from skiff_runtime.api.schemas.request_bodies import (
     GenerateBody,
     StrictModel,
 )
+from skiff_runtime.api.schemas.responses_request import ResponsesRequest
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs/api.md").read_text()
@@ -46,6 +47,22 @@ def test_every_parameter_is_documented(endpoint: str) -> None:
     ]
     fields = ENDPOINTS[endpoint].model_fields
     assert sorted(documented) == sorted((name, support_of(field)) for name, field in fields.items())
+
+
+def documented_response_fields() -> Iterator[tuple[str, str]]:
+    """Yield each field in the page's table of the Responses API, and how it is treated."""
+    section = PAGE.partition("## The Responses API")[2].partition("\n### ")[0]
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, treatment, _ = line.strip("|").split(" | ", 2)
+            yield from ((name, treatment) for name in re.findall("`(.*?)`", names))
+
+
+def test_every_field_of_the_responses_api_is_documented_and_names_a_test() -> None:
+    fields = ResponsesRequest.model_fields.items()
+    declared = {field.alias or name: support_of(field) for name, field in fields}
+    assert sorted(documented_response_fields()) == sorted(declared.items())
+    assert set(NAMED_TESTS["responses"]) == set(declared)
 
 
 def test_every_documented_parameter_names_a_test() -> None:

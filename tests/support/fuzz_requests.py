@@ -10,7 +10,8 @@ from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
 MESSAGES: Final = ("/v1/messages", "/v1/messages/count_tokens")
-PATHS: Final = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize", "/flush_cache")
+RESPONSES: Final = "/v1/responses"
+PATHS: Final = (*GENERATING, *MESSAGES, RESPONSES, "/tokenize", "/detokenize", "/flush_cache")
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
@@ -18,6 +19,7 @@ _VALID: Final = {
     "/generate": '"text":"x","max_tokens":2',
     "/v1/messages": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/v1/messages/count_tokens": '"model":"demo","messages":[{"role":"user","content":"x"}]',
+    RESPONSES: '"model":"demo","input":"x","max_output_tokens":2',
     "/tokenize": '"prompt":"x"',
     "/detokenize": '"tokens":[5]',
     "/flush_cache": "",
@@ -101,6 +103,44 @@ def _messages(draw: random.Random) -> FuzzRequest:
         )
     )
     return _make_post("messages", path, _with(path, extra))
+
+
+def _response_items(draw: random.Random) -> FuzzRequest:
+    """Draw a Responses request with hostile items, tools or references to what is not stored."""
+    kinds = (
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "item_reference",
+        "computer_call",
+    )
+    names = ("id", "role", "content", "call_id", "name", "arguments", "output", "summary", "namespace")
+    item = {f'"{name}"': values.wrong(draw) for name in draw.sample(names, draw.randint(0, 5))}
+    item['"type"'] = draw.choice([f'"{kind}"' for kind in kinds] + [values.wrong(draw)])
+    text = "{" + ",".join(f"{name}:{value}" for name, value in item.items()) + "}"
+    extra = draw.choice(
+        (
+            f'"input":[{",".join([text] * draw.choice((1, 2, 500)))}]',
+            f'"tools":[{text}]',
+            f'"tools":[{{"type":"namespace","name":"n","tools":[{text}]}}]',
+            f'"tool_choice":{text}',
+            f'"text":{{"format":{text}}}',
+            f'"previous_response_id":{values.wrong(draw)}',
+        )
+    )
+    return _make_post("response_items", RESPONSES, _with(RESPONSES, extra))
+
+
+def _stored_response(draw: random.Random) -> FuzzRequest:
+    """Draw a request about a response that is not stored."""
+    name = draw.choice(("resp_1", "%00", "..", "%2e%2e", "a" * 5000, "resp_%ff", "x/y"))
+    suffix = draw.choice(
+        ("", "/cancel", "/input_items", "/input_items?limit=-1&order=up&after=x", "?stream=true")
+    )
+    method = draw.choice(("GET", "POST", "DELETE"))
+    path = f"{RESPONSES}/{name}{suffix}"
+    return FuzzRequest("stored_response", [head(method, path, {"content-length": "0"})])
 
 
 def _grammar(draw: random.Random) -> FuzzRequest:
@@ -204,6 +244,8 @@ _MAKERS: Final[dict[Callable[[random.Random], FuzzRequest], float]] = {
     _response_format: 1.5,
     _tools: 0.5,
     _messages: 8,
+    _response_items: 5,
+    _stored_response: 2,
     _grammar: 1,
     _stops: 0.5,
     _unknown: 1,

@@ -18,6 +18,12 @@ _MANY_TEXTS: Final = (
 )
 _FIELDS: Final = [
     "model",
+    "input",
+    "instructions",
+    "include",
+    "max_output_tokens",
+    "previous_response_id",
+    "reasoning",
     "prompt",
     "messages",
     "max_tokens",

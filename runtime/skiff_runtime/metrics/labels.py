@@ -13,6 +13,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "completions"
     GENERATE = "generate"
     MESSAGES = "messages"
+    RESPONSES = "responses"
 
 
 class Outcome(StrEnum):

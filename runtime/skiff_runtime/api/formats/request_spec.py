@@ -105,7 +105,8 @@ class ResponseFormatter(Protocol):
 class RequestSpec:
     """One validated request: ``copies`` choices for each of its prompts, numbered prompt by prompt.
 
-    ``user`` is the end user that the client names, for the log. The request shares cached prefixes only with requests
+    ``is_incremental``: the formatter gets each row as it comes also where the response is not streamed. ``user`` is the
+    end user that the client names, for the log. The request shares cached prefixes only with requests
     that have the same ``cache_salt``.
     """
 
@@ -114,6 +115,7 @@ class RequestSpec:
     text: TextOptions
     formatter: ResponseFormatter
     stream: bool
+    is_incremental: bool = False
     copies: int = 1
     priority: int = 0
     grammar: Grammar | None = None

@@ -16,6 +16,7 @@ from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 _GENERATION_PATHS: Final = ", ".join(
     (
         contract.PATH_CHAT_COMPLETIONS,
+        contract.PATH_RESPONSES,
         contract.PATH_COMPLETIONS,
         contract.PATH_MESSAGES,
         contract.PATH_GENERATE,

@@ -24,7 +24,7 @@ from skiff_runtime.api.dispatch.response_writers import make_choice_writers, wri
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
-from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
+from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import (
@@ -53,7 +53,8 @@ from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
 
-Prepare = Callable[[bytes, ServedModel], RequestSpec]
+Prepare = Callable[[bytes, ServedModel, Principal], RequestSpec]
+"""Validates a raw body, and raises ``RequestError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,13 @@ class GenerationSettings:
         )
 
 
+def for_any_principal(prepare: Callable[[bytes, ServedModel], RequestSpec]) -> Prepare:
+    """Return ``prepare`` for requests whose meaning does not depend on their sender."""
+    return lambda raw, model, _principal: prepare(raw, model)
+
+
 class GenerationEndpoint:
-    """The ASGI application of one path. ``prepare`` validates a raw body, and raises ``RequestError``."""
+    """The ASGI application of one path."""
 
     def __init__(
         self,
@@ -109,8 +115,8 @@ class GenerationEndpoint:
         try:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
             raw = await self._body.read(scope["headers"], receive)
-            spec = self._prepare(raw, self._model)
             principal = get_principal(scope)
+            spec = self._prepare(raw, self._model, principal)
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
                 spec,
