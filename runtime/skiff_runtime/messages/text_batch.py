@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats, StreamOpened
 
 
@@ -69,3 +70,4 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     prompt_logprobs: list[PromptTextLogprobs] = []
     flushed: list[Flushed] = []
     opened: list[StreamOpened] = []
+    pooled: list[PooledVector] = []

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from skiff_runtime.errors import RequestError
+from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.requests import TextOptions
 
 
@@ -114,3 +115,4 @@ class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[PromptLogprobs] = []
     flushed: list[Flushed] = []
+    pooled: list[PooledVector] = []

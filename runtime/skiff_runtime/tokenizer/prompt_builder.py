@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.messages import (
     ChatPrompt,
@@ -10,6 +12,7 @@ from skiff_runtime.messages import (
     Encoded,
     EncodeRequest,
     GenerateRequest,
+    PoolingSpec,
     TokenizeRequest,
     Wire,
 )
@@ -27,8 +30,11 @@ class PromptBuilder:
 
     def build(self, request: TokenizeRequest) -> GenerateRequest:
         """Build the first of the copies that ``request`` wants. Raises ``RequestError`` if it cannot be served."""
-        ids = self._encode_prompt(request.prompt)
-        self._check_length(ids.size, request.sampling.max_tokens)
+        ids = self._encode_prompt(request.prompt, add_special_tokens=request.add_special_tokens)
+        if request.pooling is None:
+            self._check_length(ids.size, request.sampling.max_tokens)
+        else:
+            self._check_pooled_length(ids.size)
         return GenerateRequest(
             uid=request.uid,
             token_ids=_to_bytes(ids),
@@ -36,6 +42,7 @@ class PromptBuilder:
             text=request.text,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            pooling=None if request.pooling is None else self._find_labels(request.pooling),
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:
@@ -50,17 +57,18 @@ class PromptBuilder:
         """Decode token ids to text, special tokens included."""
         return Decoded(uid=request.uid, text=self.encoder.decode(request.token_ids))
 
-    def _encode_prompt(self, prompt: str | list[int] | ChatPrompt) -> Int32:
+    def _encode_prompt(
+        self, prompt: str | list[int] | ChatPrompt, *, add_special_tokens: bool = True
+    ) -> Int32:
         if isinstance(prompt, str):
-            return self.encoder.encode(prompt, add_special_tokens=True)
+            return self.encoder.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, list):
             return self.encoder.check_token_ids(prompt)
         return self.encoder.encode(self.template.render(prompt), add_special_tokens=False)
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         """Check that prompt and output fit into the context. ``max_tokens`` 0 is for the scheduler to choose."""
-        if prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty; send at least one token")
+        _check_not_empty(prompt_tokens)
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise ContextTooLong(
@@ -73,6 +81,25 @@ class PromptBuilder:
                 f"of {self.max_model_len} tokens; shorten the prompt, or request at most {room} tokens",
                 param="max_tokens",
             )
+
+    def _check_pooled_length(self, prompt_tokens: int) -> None:
+        """Check that a prompt without output fits into the context."""
+        _check_not_empty(prompt_tokens)
+        if prompt_tokens > self.max_model_len:
+            raise ContextTooLong(
+                f"the input has {prompt_tokens} tokens, but the model's context holds {self.max_model_len}; shorten it"
+            )
+
+    def _find_labels(self, pooling: PoolingSpec) -> PoolingSpec:
+        """Return the pooling with the token ids of its labels."""
+        if not pooling.labels:
+            return pooling
+        return replace(pooling, token_ids=tuple(map(self.encoder.find_token, pooling.labels)))
+
+
+def _check_not_empty(prompt_tokens: int) -> None:
+    if prompt_tokens == 0:
+        raise InvalidRequest("the prompt is empty; send at least one token")
 
 
 def _to_bytes(ids: Int32) -> bytes:
