@@ -10,7 +10,9 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
+from skiff_runtime.api.formats.embeddings import prepare_embeddings
 from skiff_runtime.api.formats.generate import prepare_generate
+from skiff_runtime.api.formats.scores import prepare_rerank, prepare_score
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import (
@@ -32,6 +34,7 @@ from skiff_runtime.api.routes.openapi import (
     document_request_id,
     error_responses,
 )
+from skiff_runtime.api.routes.pooling import RERANK_PATHS, SCORE_PATHS, make_pooling_routes
 from skiff_runtime.api.routes.probes import make_probe_routes
 from skiff_runtime.api.routes.server_info import make_server_info_routes
 from skiff_runtime.api.routes.tokenization import make_tokenization_routes
@@ -66,6 +69,9 @@ def build_app(
             (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
             (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
             (contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+            (contract.PATH_EMBEDDINGS, Endpoint.EMBEDDINGS, prepare_embeddings),
+            *((path, Endpoint.RERANK, prepare_rerank) for path in RERANK_PATHS),
+            *((path, Endpoint.SCORE, prepare_score) for path in SCORE_PATHS),
         )
     }
     app = FastAPI(
@@ -87,6 +93,7 @@ def build_app(
     reads = keyed if config.api_key else {}
     writes = keyed if config.api_key else {"responses": error_responses(403)}
     app.include_router(make_generation_routes(), **writes)
+    app.include_router(make_pooling_routes(), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)

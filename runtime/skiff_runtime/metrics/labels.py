@@ -9,6 +9,9 @@ class Endpoint(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     GENERATE = "generate"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    SCORE = "score"
 
 
 class Outcome(StrEnum):

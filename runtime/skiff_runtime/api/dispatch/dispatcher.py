@@ -119,6 +119,8 @@ class Dispatcher:
                 priority=spec.priority,
                 grammar=spec.grammar,
                 cache_salt=request.metadata.cache_salt,
+                pooling=spec.pooling,
+                add_special_tokens=spec.add_special_tokens,
             )
         )
         for index, writer in enumerate(writers):
@@ -227,6 +229,9 @@ class Dispatcher:
         for prompt in batch.prompt_logprobs:
             if (choice := self._choices.get(prompt.uid)) is not None:
                 choice.writer.write_prompt_logprobs(prompt.tokens)
+        for pooled in batch.pooled:
+            if (choice := self._choices.get(pooled.uid)) is not None:
+                choice.writer.write_vector(pooled.data)
 
     def fail(self, failure: RequestFailed) -> None:
         """End the whole request of a choice that failed, with the error of that choice."""

@@ -28,6 +28,9 @@ _OPERATIONS: Final = {
     Endpoint.CHAT: "chat",
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.GENERATE: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.RERANK: "rerank",
+    Endpoint.SCORE: "score",
 }
 Attributes = dict[str, str | int | float | bool | list[str]]
 

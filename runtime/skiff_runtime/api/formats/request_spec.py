@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     ChatPrompt,
     FinishReason,
     Grammar,
+    PoolingSpec,
     RequestFailed,
     SamplingSpec,
     StreamOpened,
@@ -36,7 +37,7 @@ class ChoiceOutput(NamedTuple):
     """The complete output of one choice.
 
     ``logprobs`` has an entry for each of its tokens, ``prompt_logprobs`` one for each token of the prompt; each is empty
-    unless the request asks for it.
+    unless the request asks for it. With pooling, ``vector`` is the result: bytes of ``Wire.VECTOR``.
     """
 
     text: str
@@ -44,6 +45,7 @@ class ChoiceOutput(NamedTuple):
     logprobs: list[TextLogprobs]
     prompt_logprobs: list[TextLogprobs]
     finish_reason: FinishReason
+    vector: bytes = b""
 
 
 class ChoiceFormatter(Protocol):
@@ -105,7 +107,8 @@ class RequestSpec:
     """One validated request: ``copies`` choices for each of its prompts, numbered prompt by prompt.
 
     ``user`` is the end user that the client names, for the log. The request shares cached prefixes only with requests
-    that have the same ``cache_salt``.
+    that have the same ``cache_salt``. With ``pooling`` each prompt yields a vector, and nothing is generated. Texts get the
+    special tokens that the tokenizer adds if ``add_special_tokens`` is set.
     """
 
     prompts: Sequence[Prompt]
@@ -118,6 +121,8 @@ class RequestSpec:
     grammar: Grammar | None = None
     user: str | None = None
     cache_salt: str | None = None
+    pooling: PoolingSpec | None = None
+    add_special_tokens: bool = True
 
     @property
     def num_choices(self) -> int:

@@ -16,6 +16,7 @@ from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 _GENERATION_PATHS: Final = ", ".join(
     (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
 )
+_POOLING_PATHS: Final = ", ".join((contract.PATH_EMBEDDINGS, contract.PATH_RERANK, contract.PATH_SCORE))
 _MAX_SHOWN_CHARACTERS: Final = 200
 _FAILURES: Final = (500, 504)
 """Statuses of accepted requests that failed, which are not rejections."""
@@ -43,7 +44,8 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
         if error.status_code == 404:
             return _make_response(
                 InvalidRequest(
-                    f"there is no {path}: this server generates text only, at {_GENERATION_PATHS}; "
+                    f"there is no {path}: this server generates text, at {_GENERATION_PATHS}, and computes embeddings "
+                    f"and scores of texts, at {_POOLING_PATHS}; "
                     f"GET {contract.PATH_DOCS} lists every path",
                     code="not_found",
                 ),

@@ -114,6 +114,8 @@ class GenerationEndpoint:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
             raw = await self._body.read(scope["headers"], receive)
             spec = self._prepare(raw, self._model)
+            if spec.pooling is None:
+                self._model.check_generates()
             principal = get_principal(scope)
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
@@ -179,7 +181,7 @@ class _Exchange:
         self._task.cancel()
 
 
-async def _document_headers(
+async def document_headers(
     x_request_timeout_seconds: Annotated[
         Annotated[float, Field(gt=0, le=MAX_DEADLINE_SECONDS)] | SkipJsonSchema[None],
         Header(description="Ends the request after this many seconds."),
@@ -213,7 +215,7 @@ def make_generation_routes() -> APIRouter:
     """Return the routes that document the generation endpoints, and are never called."""
     router = APIRouter(
         tags=["generation"],
-        dependencies=[Depends(_document_headers)],
+        dependencies=[Depends(document_headers)],
         responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504),
     )
 
