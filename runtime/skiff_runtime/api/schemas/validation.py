@@ -34,6 +34,7 @@ UNSUPPORTED_FIELDS: Final[dict[str, str]] = {
 
 EXPECTED_TYPES: Final[dict[str, str]] = {
     "content": "must be a string or a list of text parts",
+    "input": "must be a text, a list of token ids, or a list of those",
     "prompt": "must be a string, a list of token ids, or a list of those",
     "stop": "must be a string or a list of strings",
 }
