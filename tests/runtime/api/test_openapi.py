@@ -26,6 +26,11 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"model": NAME, "prompt": [[5, 6], [7]]}),
     (contract.PATH_GENERATE, {"text": "boat"}),
     (contract.PATH_GENERATE, {"token_ids": [5, 6]}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": "boat"}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": [[5, 6], [7]], "encoding_format": "base64"}),
+    (contract.PATH_RERANK, {"query": "boat", "documents": ["row", {"text": "sail"}], "top_n": 1}),
+    (contract.PATH_SCORE, {"text_1": "boat", "text_2": ["row", "sail"]}),
+    (contract.PATH_SCORE_BARE, {"queries": ["boat"], "documents": ["row"]}),
     (contract.PATH_TOKENIZE, {"prompt": "boat", "return_token_strs": True}),
     (contract.PATH_TOKENIZE, {"messages": MESSAGES}),
     (contract.PATH_DETOKENIZE, {"tokens": [5, 6]}),
@@ -38,6 +43,10 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": NAME, "messages": MESSAGES, "nonsense": 1}),
     (CHAT, {"messages": MESSAGES}),
     (TEXT, {"model": NAME, "prompt": {"a": 1}}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": []}),
+    (contract.PATH_EMBEDDINGS, {"input": "boat"}),
+    (contract.PATH_RERANK, {"query": "boat", "documents": []}),
+    (contract.PATH_SCORE, {"text_1": "boat"}),
     (contract.PATH_DETOKENIZE, {"tokens": "x"}),
     (contract.PATH_ABORT, {"all": False}),
     (contract.PATH_ABORT, {"all": None}),
@@ -140,7 +149,7 @@ def test_operations_are_tagged_by_subject(document: dict[str, Any]) -> None:
     }
     assert tags[CHAT] == tags[TEXT] == tags[contract.PATH_GENERATE] == "generation"
     assert tags[contract.PATH_ABORT] == tags[contract.PATH_FLUSH_CACHE] == "administration"
-    assert set(tags.values()) == {"generation", "tokens", "administration", "service", "probes"}
+    assert set(tags.values()) == {"generation", "embeddings", "tokens", "administration", "service", "probes"}
 
 
 @pytest.mark.parametrize(
