@@ -69,12 +69,14 @@ class LogprobsOutput:
     """Log-probabilities at n positions: of the token at each position, and of the k most likely tokens there.
 
     ``token_logprobs`` is float32[n]. ``top_ids`` int32[n, k] and ``top_logprobs`` float32[n, k] are sorted, the most
-    likely first; k is the largest number that any of the n positions requests.
+    likely first; k is the largest number that any of the n positions requests. ``token_ranks`` int32[n], of the positions
+    of a prompt alone, counts the tokens that are at least as likely as the position's own.
     """
 
     token_logprobs: Float32
     top_ids: Int32
     top_logprobs: Float32
+    token_ranks: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

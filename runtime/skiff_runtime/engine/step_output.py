@@ -81,11 +81,17 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _logprobs_to_host(logprobs: DeviceLogprobs) -> DeviceLogprobs:
     return DeviceLogprobs(
-        _to_host(logprobs.token_logprobs), _to_host(logprobs.top_ids), _to_host(logprobs.top_logprobs)
+        _to_host(logprobs.token_logprobs),
+        _to_host(logprobs.top_ids),
+        _to_host(logprobs.top_logprobs),
+        None if logprobs.token_ranks is None else _to_host(logprobs.token_ranks),
     )
 
 
 def _to_numpy(logprobs: DeviceLogprobs) -> LogprobsOutput:
     return LogprobsOutput(
-        logprobs.token_logprobs.numpy(), logprobs.top_ids.numpy(), logprobs.top_logprobs.numpy()
+        logprobs.token_logprobs.numpy(),
+        logprobs.top_ids.numpy(),
+        logprobs.top_logprobs.numpy(),
+        None if logprobs.token_ranks is None else logprobs.token_ranks.numpy(),
     )

@@ -30,11 +30,12 @@ class TokenText(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TextLogprobs(Struct, frozen=True, array_like=True):
-    """``TokenLogprobs`` with texts. ``row``: that of the ``TextBatch``; -1 for a token of the prompt."""
+    """``TokenLogprobs`` with texts. ``row``: that of the ``TextBatch``; -1 for a token of the prompt, which has a ``rank``."""
 
     row: int
     chosen: TokenText
     top: list[TokenText]
+    rank: int = 0
 
 
 class PromptTextLogprobs(Struct, frozen=True, array_like=True):

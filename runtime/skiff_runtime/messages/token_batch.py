@@ -91,7 +91,8 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     """Log-probabilities of T consecutive tokens of a prompt, from position ``start`` on.
 
     ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` have T * ``top``. Every token
-    of the prompt is sent once. The one at position 0 has NaN as its log-probability and ``NO_TOKEN`` as top ids.
+    of the prompt is sent once. The one at position 0 has NaN as its log-probability and ``NO_TOKEN`` as top ids. ``ranks``
+    has T entries of ``Wire.TOKEN``: the place of each token among all, 1 for the most likely one, and 0 at position 0.
     """
 
     uid: int
@@ -101,6 +102,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: bytes
     top_ids: bytes
     top_logprobs: bytes
+    ranks: bytes = b""
 
 
 class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):

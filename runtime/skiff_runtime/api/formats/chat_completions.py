@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
-from skiff_runtime.api.formats.logprobs import format_chat_logprobs
+from skiff_runtime.api.formats.logprobs import format_chat_logprobs, format_prompt_logprobs
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
@@ -37,10 +37,14 @@ def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
     text = make_text_options(body)
     return RequestSpec(
         prompts=[prompt],
-        sampling=model.make_sampling_spec(body, logprobs=num_logprobs),
+        sampling=model.make_sampling_spec(body, logprobs=num_logprobs, prompt_logprobs=body.prompt_logprobs),
         text=replace(text, skip_special_tokens=False) if plan.keeps_special_tokens else text,
         formatter=ChatResponseFormatter(
-            model, body.stream_options, choices=copies, make_parser=plan.make_parser
+            model,
+            body.stream_options,
+            choices=copies,
+            make_parser=plan.make_parser,
+            prompt_logprobs=body.prompt_logprobs,
         ),
         stream=bool(body.stream),
         copies=copies,
@@ -66,7 +70,11 @@ def build_chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
 
 
 class ChatResponseFormatter(OpenAIErrorFormatter):
-    """Writes one response. Without ``make_parser``, all text is content."""
+    """Writes one response. Without ``make_parser``, all text is content.
+
+    ``prompt_logprobs`` is the number of top log-probabilities of the prompt's tokens, None for no log-probabilities. They
+    stand beside the choices, which share the prompt.
+    """
 
     def __init__(
         self,
@@ -75,6 +83,7 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
         *,
         choices: int = 1,
         make_parser: MakeOutputParser | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._head = make_response_head(
             "chatcmpl", "chat.completion", model=model.name, fingerprint=model.fingerprint
@@ -83,6 +92,8 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self.chunks = ChunkWriter(chunk_head, options, choices=choices, copies=choices)
         self.make_parser = make_parser
+        self._prompt_top = prompt_logprobs
+        self._prompt_logprobs: list[dict[str, Any] | None] = []
 
     def make_choice_formatter(self, index: int) -> "ChatChoiceFormatter":
         return ChatChoiceFormatter(self, index)
@@ -94,15 +105,24 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
         return self.chunks.format_ending(usage)
 
     def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return encode_json({**self._head, "choices": choices, "usage": format_usage(usage)})
+        body = {**self._head, "choices": choices, "usage": format_usage(usage)}
+        return encode_json(
+            body if self._prompt_top is None else {**body, "prompt_logprobs": self._prompt_logprobs}
+        )
+
+    def note_prompt_logprobs(self, tokens: Sequence[TextLogprobs]) -> None:
+        """Keep the log-probabilities of the prompt, which come with each choice, and are the same."""
+        if self._prompt_top is not None and not self._prompt_logprobs:
+            self._prompt_logprobs = format_prompt_logprobs(tokens, self._prompt_top)
 
 
 class ChatChoiceFormatter:
     """Writes one choice. Text that needs no parsing costs no more than filling an ``EventTemplate``."""
 
-    __slots__ = ("_chunks", "_has_tool_calls", "_index", "_parser", "_template")
+    __slots__ = ("_chunks", "_has_tool_calls", "_index", "_parser", "_response", "_template")
 
     def __init__(self, response: ChatResponseFormatter, index: int) -> None:
+        self._response = response
         self._chunks = chunks = response.chunks
         self._index = index
         self._parser = None if response.make_parser is None else response.make_parser()
@@ -133,6 +153,7 @@ class ChatChoiceFormatter:
         if self._parser is not None:
             deltas = [*deltas, *self._parser.finish()]
         self._note_tool_calls(deltas)
+        self._response.note_prompt_logprobs(output.prompt_logprobs)
         return {
             "index": self._index,
             "message": _format_message(deltas, is_parsed=self._parser is not None),

@@ -393,9 +393,15 @@ class OpenAIRequestFields(SamplingFields, StructuredOutputFields):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Literal[1] | None = None
+    prompt_logprobs: NumLogprobs | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "prompt_logprobs",
+                "'prompt_logprobs' are returned with a whole response only; remove 'stream'",
+            )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "'stream_options' needs \"stream\": true")
         return self
