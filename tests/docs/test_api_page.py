@@ -1,4 +1,4 @@
-"""docs/api.md describes every parameter of the generation endpoints, and api_tests.toml names a test of each statement."""
+"""docs/api.md describes every parameter of the endpoints that compute, and api_tests.toml names a test of each statement."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from skiff_runtime.api.schemas.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,12 +23,17 @@ ENDPOINTS: dict[str, type[StrictModel]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     "generate": GenerateBody,
+    "embeddings": EmbeddingRequest,
+    "rerank": RerankRequest,
+    "score": ScoreRequest,
 }
+SECTIONS = {"parameters": "Parameters of generation", "pooling": "Embeddings, reranking, scores"}
+"""Headings of the page by the sections of api_tests.toml."""
 
 
-def documented_parameters() -> Iterator[tuple[str, str]]:
-    """Yield each parameter of the page's two tables with the endpoints of its row."""
-    section = PAGE.partition("## Parameters of generation")[2].partition("\n### ")[0]
+def documented_parameters(name: str) -> Iterator[tuple[str, str]]:
+    """Yield each parameter of the tables of one section with the endpoints of its row."""
+    section = re.split(r"\n##+ ", PAGE.partition(f"## {SECTIONS[name]}\n")[2])[0]
     for line in section.splitlines():
         if line.startswith("| `"):
             names, endpoints, _ = (cell.strip() for cell in line.strip("|").split(" | "))
@@ -36,14 +42,18 @@ def documented_parameters() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_parameter_is_documented(endpoint: str) -> None:
+    section = "pooling" if endpoint in ("embeddings", "rerank", "score") else "parameters"
     documented = [
-        name for name, endpoints in documented_parameters() if endpoint in endpoints or endpoints == "all"
+        name
+        for name, endpoints in documented_parameters(section)
+        if endpoint in endpoints or endpoints == "all"
     ]
     assert sorted(documented) == sorted(ENDPOINTS[endpoint].model_fields)
 
 
-def test_every_documented_parameter_names_a_test() -> None:
-    assert set(NAMED_TESTS["parameters"]) == {name for name, _ in documented_parameters()}
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_documented_parameter_names_a_test(section: str) -> None:
+    assert set(NAMED_TESTS[section]) == {name for name, _ in documented_parameters(section)}
 
 
 def test_the_named_tests_exist() -> None:

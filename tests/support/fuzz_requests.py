@@ -9,9 +9,20 @@ import fuzz_values as values
 from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
-PATHS: Final = (*GENERATING, "/tokenize", "/detokenize", "/flush_cache")
+PATHS: Final = (
+    *GENERATING,
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/tokenize",
+    "/detokenize",
+    "/flush_cache",
+)
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {
+    "/v1/embeddings": '"model":"demo","input":"x"',
+    "/v1/rerank": '"model":"demo","query":"x","documents":["y"]',
+    "/v1/score": '"model":"demo","text_1":"x","text_2":"y"',
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
     "/v1/chat/completions": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/generate": '"text":"x","max_tokens":2',
@@ -161,7 +172,7 @@ def _path(draw: random.Random) -> FuzzRequest:
     """Draw a request to a path or with a method that is not served."""
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
     path = draw.choice(
-        (*PATHS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
+        (*PATHS, "/", "//", "/v1", "/v1/audio/speech", "/%00", "/docs/../metrics", "/v1/models/%ff")
     )
     return FuzzRequest("path", [head(method, path, {"content-length": "0"})])
 

@@ -217,6 +217,17 @@ def test_default_prompt_precedes_texts() -> None:
     assert named.prompts == ["find boat"] and named.pooling == PoolingSpec(PoolingKind.LAST)
 
 
+def test_shared_fields_reach_the_request() -> None:
+    shared = {"priority": 3, "cache_salt": "s", "user": "me"}
+    for prepare, body in (
+        (prepare_embeddings, {"model": NAME, "input": "x"}),
+        (prepare_rerank, {"query": "x", "documents": ["y"]}),
+        (prepare_score, {"text_1": "x", "text_2": "y"}),
+    ):
+        spec = prepare(encode(**body, **shared), served())
+        assert (spec.priority, spec.cache_salt, spec.user) == (3, "s", "me")
+
+
 @pytest.mark.parametrize(
     ("dimensions", "words"), [((), "'is_matryoshka'"), ((16, 32), "can be cut to 16, 32 only")]
 )

@@ -178,7 +178,12 @@ def test_loglikelihoods_as_lm_eval_asks_them(service: Service, reference: Any, t
     """It sends contexts and continuations as token ids, and drops the token that is generated behind them."""
     context = tokenizer.encode(PROMPT).ids
     likely = greedy(reference, context, lambda logits, output: None)[:5]
-    pairs = [(context, [40, 41, 42]), (context, likely), (context[:1], [300]), (context, [260, likely[0], 7, 8])]
+    pairs = [
+        (context, [40, 41, 42]),
+        (context, likely),
+        (context[:1], [300]),
+        (context, [260, likely[0], 7, 8]),
+    ]
     body = {
         "model": NAME,
         "prompt": [context + continuation for context, continuation in pairs],
