@@ -175,8 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, parts: list[str]) -> None:
         if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
             self._listing("/".join(parts[2:4]), "/".join(parts[5:]))
-        elif len(parts) == 5 and parts[2] == "resolve":
-            self._file("/".join(parts[:2]), parts[3], parts[4])
+        elif len(parts) >= 5 and parts[2] == "resolve" and ".." not in parts:
+            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._refuse(404, "")
 
@@ -231,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             self._head(200, {**headers, "Content-Length": str(len(content))})
             return
-        fault = self.hub.next_fault(path.name)
+        fault = self.hub.next_fault("/".join(path.relative_to(self.hub.directory).parts[2:]))
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return

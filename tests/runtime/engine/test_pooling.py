@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_driver import DEVICE
+from engine_driver import DEVICE, Driver, make_engine
 from scheduler_bench import generate
 from serving_engine import Served, serve
 from tiny_models import load_reference, make_model
@@ -29,6 +29,7 @@ TOLERANCE = 2e-4 if DEVICE == "cpu" else 2e-3
 LAST, MEAN = PoolingSpec(PoolingKind.LAST), PoolingSpec(PoolingKind.MEAN)
 LOGITS = PoolingSpec(PoolingKind.LOGITS, token_ids=LABELS)
 SPECS = [LAST, MEAN, LOGITS]
+KINDS = [MEAN, MEAN, MEAN, MEAN, LAST, LAST]
 
 
 def pool(uid: int, prompt: Sequence[int], pooling: PoolingSpec) -> GenerateRequest:
@@ -107,26 +108,42 @@ def test_last_token_uses_cached_prefix_and_mean_computes_whole_prompt(model: Pat
 
 
 def test_preempted_prompt_begins_anew(model: Path) -> None:
-    """The requests that generate take the memory of those behind them, whose prompts are half computed."""
+    """Requests that generate take the memory of those behind them, whose prompts are half computed."""
     requests = [
         *(generate(900 + uid, PROMPTS[4], max_tokens=60) for uid in range(3)),
-        *(pool(uid, PROMPTS[0], (MEAN, LAST)[uid % 2]) for uid in range(4)),
+        *(pool(uid, PROMPTS[0], KINDS[uid]) for uid in range(len(KINDS))),
     ]
     served = serve(
         model,
         requests,
         page_size=4,
+        max_running_requests=4,
         mixed_prefill_tokens=2,
         max_total_tokens=220,
         new_token_ratio=0.01,
     )
     assert served.preempted and served.lost_pages == 0
     expected = reference(model, PROMPTS[:1])
-    for uid in range(4):
-        kind = (PoolingKind.MEAN, PoolingKind.LAST)[uid % 2]
+    for uid in range(len(KINDS)):
+        kind = KINDS[uid].kind
         np.testing.assert_allclose(
             served.replies[uid].vector, expected[kind][0], atol=TOLERANCE, rtol=TOLERANCE
         )
+
+
+def test_sum_of_a_slot_begins_with_its_request(model: Path) -> None:
+    """A slot that was left in the middle of a prompt, by an abort or a preemption, opens with nothing summed."""
+    engine = make_engine(model, page_size=4)
+    driver = Driver(engine, 4)
+    left = driver.open(2, PROMPTS[0], pooling=MEAN)
+    assert driver.step([(left, 50)]).pooled == ()
+    row = driver.open(2, PROMPTS[3], pooling=MEAN)
+    assert driver.step([(row, 20)]).pooled == ()
+    [pooled] = driver.step([(row, 45)]).pooled
+    engine.close()
+    assert pooled.slots.tolist() == [2]
+    expected = reference(model, [PROMPTS[3]])[PoolingKind.MEAN][0]
+    np.testing.assert_allclose(pooled.vectors[0], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_prompt_may_fill_the_context(model: Path) -> None:
