@@ -76,7 +76,7 @@ class FakeHub:
     def deliveries(self, name: str) -> list[Seen]:
         """Return the requests for the content of ``name``, in order; for a large file, those to the storage."""
         with self.lock:
-            found = [seen for seen in self.seen if seen.method == "GET" and f"/{name}?" in f"{seen.path}?"]
+            found = [seen for seen in self.seen if seen.method == "GET" and _file_of(seen) == name]
         return [seen for seen in found if seen.server == "storage"] or found
 
     def next_fault(self, name: str) -> Fault:
@@ -106,6 +106,12 @@ def running_hub(
         yield hub
     finally:
         hub.stop()
+
+
+def _file_of(seen: Seen) -> str:
+    """Return the name of the file that a request is for: /ORG/NAME/resolve/COMMIT/FILE on the hub, /ORG/NAME/FILE."""
+    parts = unquote(urlsplit(seen.path).path).strip("/").split("/")
+    return "/".join(parts[4:] if parts[2:3] == ["resolve"] else parts[2:])
 
 
 def commit_of(model: Path) -> str:
