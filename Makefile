@@ -18,12 +18,12 @@ TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soa
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
-	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs \
+	$(addprefix tests/runtime/engine/test_,$(addsuffix .py,sampler logits_processors grammar_masks greedy logits_indices logprobs pooling \
 	nan_logits batch_invariance engine)) \
 	$(addprefix tests/runtime/serve/test_,sampling_parameters.py structured_outputs.py abort_and_flush.py)
 TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
 	rank_start_faults.py) \
-	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py
+	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 

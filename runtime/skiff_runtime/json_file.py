@@ -16,21 +16,33 @@ MAX_NUMBER: Final = sys.float_info.max
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in ``path``. Raises ``ModelError`` if it is missing, too large or malformed."""
+    value = _read_value(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Read the list of JSON objects in ``path``. Raises ``ModelError`` as ``read_json`` does."""
+    value = _read_value(path)
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ModelError(f"{path} must contain a list of JSON objects")
+    return value
+
+
+def _read_value(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(
                 f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; this is no model's {path.name}"
             )
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     except RecursionError:
         raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must contain a JSON object, not {type(value).__name__}")
-    return value
 
 
 class JsonObject:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skiff_runtime.messages import CompiledGrammar, SamplingSpec
+from skiff_runtime.messages import CompiledGrammar, PoolingSpec, SamplingSpec
 
 NAN_LOGITS: Final = -2
 """In ``StepResult.tokens``: the row's logits contain NaN, so no token can be sampled from them."""
@@ -24,6 +24,7 @@ class SlotOpened:
     """A request has taken a slot. The first ``prompt_tokens`` of its ``tokens`` int32[n] are the prompt.
 
     The tokens after these are output from before a preemption. Penalties count them, and the grammar has accepted them.
+    With ``pooling`` the request has no output: when its last prompt token is computed, so is its vector.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class SlotOpened:
     sampling: SamplingSpec
     prompt_tokens: int
     grammar: CompiledGrammar | None = None
+    pooling: PoolingSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,14 @@ class LogprobsOutput:
     """Log-probabilities at n positions: of the token at each position, and of the k most likely tokens there.
 
     ``token_logprobs`` is float32[n]. ``top_ids`` int32[n, k] and ``top_logprobs`` float32[n, k] are sorted, the most
-    likely first; k is the largest number that any of the n positions requests.
+    likely first; k is the largest number that any of the n positions requests. ``token_ranks`` int32[n], of the positions
+    of a prompt alone, counts the tokens that are at least as likely as the position's own.
     """
 
     token_logprobs: Float32
     top_ids: Int32
     top_logprobs: Float32
+    token_ranks: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +89,28 @@ class PromptLogprobsOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """Vectors float32[N, size] of the requests in ``slots`` int32[N], whose prompts end in this step."""
+
+    slots: Int32
+    vectors: Float32
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step: ``tokens`` int32[S], one for each row whose ``samples`` is set, in the order of the rows.
 
     A token is ``messages.NO_TOKEN`` where the request's grammar admits no token or could not be loaded, and
     ``NAN_LOGITS`` where the row's logits contain NaN: such a request can only end. ``logprobs`` covers those of the S
-    tokens whose requests want log-probabilities; ``logprob_rows`` int32[n] are their indices among the S.
+    tokens whose requests want log-probabilities; ``logprob_rows`` int32[n] are their indices among the S. ``pooled`` has
+    the vectors of all requests with pooling whose last prompt token the step computed.
     """
 
     tokens: Int32
     logprob_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: LogprobsOutput | None = None
     prompt_logprobs: tuple[PromptLogprobsOutput, ...] = ()
+    pooled: tuple[PooledOutput, ...] = ()
 
 
 class StepHandle(Protocol):

@@ -1,4 +1,4 @@
-"""docs/api.md describes every parameter of the generation endpoints, and api_tests.toml names a test of each statement."""
+"""docs/api.md describes every parameter of the endpoints that compute, and api_tests.toml names a test of each statement."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ import pytest
 
 from skiff_runtime.api.schemas.field_support import Support, support_of
 from skiff_runtime.api.schemas.messages_request import CountTokensRequest, MessagesRequest
+from skiff_runtime.api.schemas.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,12 +26,17 @@ ENDPOINTS: dict[str, type[StrictModel]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     "generate": GenerateBody,
+    "embeddings": EmbeddingRequest,
+    "rerank": RerankRequest,
+    "score": ScoreRequest,
 }
+SECTIONS = {"parameters": "Parameters of generation", "pooling": "Embeddings, reranking, scores"}
+"""Headings of the page by the sections of api_tests.toml."""
 
 
-def documented_parameters() -> Iterator[tuple[str, str, Support]]:
-    """Yield each parameter of the page's table with the endpoints and the support of its row."""
-    section = PAGE.partition("## Parameters of generation")[2].partition("\n### ")[0]
+def documented_parameters(name: str) -> Iterator[tuple[str, str, Support]]:
+    """Yield each parameter of the tables of one section with the endpoints and the support of its row."""
+    section = re.split(r"\n##+ ", PAGE.partition(f"## {SECTIONS[name]}\n")[2])[0]
     for line in section.splitlines():
         if line.startswith("| `"):
             names, endpoints, support, _ = (cell.strip() for cell in line.strip("|").split(" | "))
@@ -40,9 +46,10 @@ def documented_parameters() -> Iterator[tuple[str, str, Support]]:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_parameter_is_documented(endpoint: str) -> None:
     """With its support, which the field itself declares."""
+    section = "pooling" if endpoint in ("embeddings", "rerank", "score") else "parameters"
     documented = [
         (name, support)
-        for name, endpoints, support in documented_parameters()
+        for name, endpoints, support in documented_parameters(section)
         if endpoint in endpoints or endpoints == "all"
     ]
     fields = ENDPOINTS[endpoint].model_fields
@@ -65,8 +72,9 @@ def test_every_field_of_the_responses_api_is_documented_and_names_a_test() -> No
     assert set(NAMED_TESTS["responses"]) == set(declared)
 
 
-def test_every_documented_parameter_names_a_test() -> None:
-    assert set(NAMED_TESTS["parameters"]) == {name for name, *_ in documented_parameters()}
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_documented_parameter_names_a_test(section: str) -> None:
+    assert set(NAMED_TESTS[section]) == {name for name, *_ in documented_parameters(section)}
 
 
 def documented_messages_fields() -> Iterator[tuple[str, bool, str]]:

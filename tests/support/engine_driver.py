@@ -12,7 +12,7 @@ import torch
 from skiff_runtime.config import Config
 from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
 from skiff_runtime.engine.engine import Engine
-from skiff_runtime.messages import CompiledGrammar, SamplingSpec
+from skiff_runtime.messages import CompiledGrammar, PoolingSpec, SamplingSpec
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.step import SlotOpened, StepHandle, StepPlan, StepResult
 
@@ -55,6 +55,7 @@ class Row:
     known: int = 0
     pages: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
+    pooled: bool = False
 
 
 class Driver:
@@ -76,6 +77,7 @@ class Driver:
         *,
         output: Sequence[int] = (),
         grammar: CompiledGrammar | None = None,
+        pooling: PoolingSpec | None = None,
         shared: Row | None = None,
         cached: int = 0,
     ) -> Row:
@@ -85,7 +87,8 @@ class Driver:
         """
         tokens = np.array([*prompt, *output], dtype=np.int32)
         row = Row(slot, tokens, sampling, done=cached, known=len(tokens), output=list(output))
-        self._opened.append(SlotOpened(slot, tokens, sampling, len(prompt), grammar))
+        row.pooled = pooling is not None
+        self._opened.append(SlotOpened(slot, tokens, sampling, len(prompt), grammar, pooling))
         if shared is not None:
             assert cached % self._page_size == 0
             for page in shared.pages[: cached // self._page_size]:
@@ -101,7 +104,7 @@ class Driver:
             row.done += length
             while len(row.pages) * self._page_size < row.done:
                 self._add_page(row, self._free.pop())
-        samples = np.array([row.done == row.known for row in rows], dtype=np.bool_)
+        samples = np.array([row.done == row.known and not row.pooled for row in rows], dtype=np.bool_)
         for row in np.array(rows, dtype=object)[samples]:
             row.known += 1
         cells = np.array(self._cells, dtype=np.int32).reshape(-1, 3)
@@ -122,7 +125,7 @@ class Driver:
 
     def step(self, parts: Sequence[tuple[Row, int]], *, decode_rows: int = 0) -> StepResult:
         """Launch a step, wait, and append its tokens to the rows that sampled."""
-        ends = [row.done + length == row.known for row, length in parts]
+        ends = [row.done + length == row.known and not row.pooled for row, length in parts]
         result = self.launch(parts, decode_rows=decode_rows).result()
         tokens = result.tokens.tolist()
         for (row, _), end in zip(parts, ends, strict=True):

@@ -76,7 +76,7 @@ class FakeHub:
     def deliveries(self, name: str) -> list[Seen]:
         """Return the requests for the content of ``name``, in order; for a large file, those to the storage."""
         with self.lock:
-            found = [seen for seen in self.seen if seen.method == "GET" and f"/{name}?" in f"{seen.path}?"]
+            found = [seen for seen in self.seen if seen.method == "GET" and _file_of(seen) == name]
         return [seen for seen in found if seen.server == "storage"] or found
 
     def next_fault(self, name: str) -> Fault:
@@ -106,6 +106,12 @@ def running_hub(
         yield hub
     finally:
         hub.stop()
+
+
+def _file_of(seen: Seen) -> str:
+    """Return the name of the file that a request is for: /ORG/NAME/resolve/COMMIT/FILE on the hub, /ORG/NAME/FILE."""
+    parts = unquote(urlsplit(seen.path).path).strip("/").split("/")
+    return "/".join(parts[4:] if parts[2:3] == ["resolve"] else parts[2:])
 
 
 def commit_of(model: Path) -> str:
@@ -175,8 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, parts: list[str]) -> None:
         if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
             self._listing("/".join(parts[2:4]), "/".join(parts[5:]))
-        elif len(parts) == 5 and parts[2] == "resolve":
-            self._file("/".join(parts[:2]), parts[3], parts[4])
+        elif len(parts) >= 5 and parts[2] == "resolve" and ".." not in parts:
+            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._refuse(404, "")
 
@@ -231,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             self._head(200, {**headers, "Content-Length": str(len(content))})
             return
-        fault = self.hub.next_fault(path.name)
+        fault = self.hub.next_fault("/".join(path.relative_to(self.hub.directory).parts[2:]))
         if fault.status:
             self._refuse(fault.status, "", fault.headers)
             return

@@ -30,6 +30,7 @@ from skiff_runtime.messages import (
     Flushed,
     GenerateRequest,
     PhaseReport,
+    PooledVector,
     PromptLogprobs,
     Ready,
     RequestFailed,
@@ -50,6 +51,8 @@ from skiff_runtime.processes.launch import Launch, Role
 
 NAME: Final = "tiny"
 CONTEXT: Final = 512
+HIDDEN: Final = 64
+"""Size of the model's vectors."""
 TIMEOUT_SECONDS: Final = 60.0
 Row = tuple[int, int, FinishReason]
 
@@ -120,6 +123,7 @@ class Rank:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         flushed: Sequence[Flushed] = (),
+        pooled: Sequence[PooledVector] = (),
     ) -> None:
         """Send the output of one step."""
         uids, tokens, finishes = zip(*rows, strict=True) if rows else ((), (), ())
@@ -134,6 +138,7 @@ class Rank:
                 logprobs=list(logprobs),
                 prompt_logprobs=list(prompt_logprobs),
                 flushed=list(flushed),
+                pooled=list(pooled),
             )
         )
 
@@ -147,13 +152,30 @@ class Rank:
     def finish(self, uid: int, finish: FinishReason = FinishReason.ABORT) -> None:
         self.step([(uid, NO_TOKEN, finish)])
 
+    def finish_pooled(self, request: GenerateRequest) -> None:
+        """End a request with pooling by ``vector_of`` its prompt."""
+        labels = () if request.pooling is None else request.pooling.token_ids
+        vector = vector_of(self.prompt_ids(request), labels)
+        pooled = PooledVector(request.uid, np.array(vector, Wire.VECTOR).tobytes())
+        self.step([(request.uid, NO_TOKEN, FinishReason.STOP)], pooled=[pooled])
+
     def close(self) -> None:
         self._inbox.close()
         self._detokenizer.close()
 
 
+def vector_of(prompt: Sequence[int], labels: Sequence[int] = ()) -> list[float]:
+    """Return a vector by which a test recognizes the prompt; with ``labels`` a logit for each of them."""
+    if labels:
+        return [float((len(prompt) * label) % 7) - 3.0 for label in labels]
+    return [float(len(prompt)), float(prompt[0]), float(prompt[-1]), -1.0] * (HIDDEN // 4)
+
+
 class Echo(threading.Thread):
-    """Serves every request by repeating its prompt, one token per step for all running requests."""
+    """Serves every request by repeating its prompt, one token per step for all running requests.
+
+    A request with pooling gets ``vector_of`` its prompt.
+    """
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(daemon=True)
@@ -178,6 +200,9 @@ class Echo(threading.Thread):
         for message in messages:
             if isinstance(message, GenerateRequest):
                 self._rank.start(message)
+                if message.pooling is not None:
+                    self._rank.finish_pooled(message)
+                    continue
                 self._running[message.uid] = self._rank.prompt_ids(message)
             elif isinstance(message, FlushCache):
                 self._rank.step([], flushed=[Flushed(message.uid, pages=3, running=len(self._running))])

@@ -11,9 +11,13 @@ from raw_http import head
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
 MESSAGES: Final = ("/v1/messages", "/v1/messages/count_tokens")
 RESPONSES: Final = "/v1/responses"
-PATHS: Final = (*GENERATING, *MESSAGES, RESPONSES, "/tokenize", "/detokenize", "/flush_cache")
+POOLING: Final = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+PATHS: Final = (*GENERATING, *MESSAGES, RESPONSES, *POOLING, "/tokenize", "/detokenize", "/flush_cache")
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {
+    "/v1/embeddings": '"model":"demo","input":"x"',
+    "/v1/rerank": '"model":"demo","query":"x","documents":["y"]',
+    "/v1/score": '"model":"demo","text_1":"x","text_2":"y"',
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
     "/v1/chat/completions": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/generate": '"text":"x","max_tokens":2',
@@ -228,7 +232,7 @@ def _path(draw: random.Random) -> FuzzRequest:
     """Draw a request to a path or with a method that is not served."""
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
     path = draw.choice(
-        (*PATHS, *_READS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
+        (*PATHS, *_READS, "/", "//", "/v1", "/v1/audio/speech", "/%00", "/docs/../metrics", "/v1/models/%ff")
     )
     return FuzzRequest("path", [head(method, path, {"content-length": "0"})])
 

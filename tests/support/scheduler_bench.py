@@ -75,6 +75,8 @@ class Reply:
     """Of its output tokens, where requested."""
     prompt_logprobs: list[ReceivedLogprobs] = field(default_factory=list)
     """Of its prompt, where requested; of the first token ``UNPREDICTED``."""
+    vector: list[float] = field(default_factory=list)
+    """Of a request with pooling."""
     finish: FinishReason = FinishReason.RUNNING
     failed: RequestFailed | None = None
 
@@ -104,6 +106,10 @@ class Replies(dict[int, Reply]):
             assert reply.opened is None and not reply.tokens and not reply.has_ended
             reply.opened = opened
             self.opened.append(opened.uid)
+        for pooled in batch.pooled:
+            reply = self[pooled.uid]
+            assert reply.opened is not None and not reply.vector and not reply.has_ended
+            reply.vector = np.frombuffer(pooled.data, Wire.VECTOR).tolist()
         uids = np.frombuffer(batch.uids, Wire.UID).tolist()
         tokens = np.frombuffer(batch.tokens, Wire.TOKEN).tolist()
         finishes = np.frombuffer(batch.finishes, Wire.FINISH).tolist()

@@ -173,6 +173,7 @@ class SimulatedEngine:
             np.array([logprob for logprob, _, _ in found], np.float32),
             np.array([ids for _, ids, _ in found], np.int32).reshape(len(found), top),
             np.array([values for _, _, values in found], np.float32).reshape(len(found), top),
+            np.arange(1, len(found) + 1, dtype=np.int32),
         )
 
     def _read(self, slot: int, end: int) -> int:

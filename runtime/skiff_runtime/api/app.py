@@ -11,10 +11,12 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
+from skiff_runtime.api.formats.embeddings import prepare_embeddings
 from skiff_runtime.api.formats.generate import prepare_generate
 from skiff_runtime.api.formats.messages import prepare_messages
 from skiff_runtime.api.formats.response_store import ResponseStore
 from skiff_runtime.api.formats.responses import prepare_response
+from skiff_runtime.api.formats.scores import prepare_rerank, prepare_score
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import (
@@ -28,6 +30,7 @@ from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
 from skiff_runtime.api.routes.generation_endpoint import (
     GenerationEndpoint,
     GenerationSettings,
+    Prepare,
     for_any_principal,
     make_generation_routes,
 )
@@ -39,6 +42,7 @@ from skiff_runtime.api.routes.openapi import (
     document_request_id,
     error_responses,
 )
+from skiff_runtime.api.routes.pooling import RERANK_PATHS, SCORE_PATHS, make_pooling_routes
 from skiff_runtime.api.routes.probes import make_probe_routes
 from skiff_runtime.api.routes.responses import make_response_routes
 from skiff_runtime.api.routes.server_info import make_server_info_routes
@@ -67,17 +71,21 @@ def build_app(
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
     settings = GenerationSettings.from_config(config)
     store = ResponseStore()
+    endpoints: list[tuple[str, Endpoint, Prepare]] = [
+        (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, for_any_principal(prepare_chat)),
+        (contract.PATH_RESPONSES, Endpoint.RESPONSES, partial(prepare_response, store=store)),
+        (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, for_any_principal(prepare_completion)),
+        (contract.PATH_MESSAGES, Endpoint.MESSAGES, for_any_principal(prepare_messages)),
+        (contract.PATH_GENERATE, Endpoint.GENERATE, for_any_principal(prepare_generate)),
+        (contract.PATH_EMBEDDINGS, Endpoint.EMBEDDINGS, for_any_principal(prepare_embeddings)),
+        *((path, Endpoint.RERANK, for_any_principal(prepare_rerank)) for path in RERANK_PATHS),
+        *((path, Endpoint.SCORE, for_any_principal(prepare_score)) for path in SCORE_PATHS),
+    ]
     generation_endpoints = {
         path: GenerationEndpoint(
             name, prepare, model=model, dispatcher=dispatcher, metrics=metrics, body=body, settings=settings
         )
-        for path, name, prepare in (
-            (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, for_any_principal(prepare_chat)),
-            (contract.PATH_RESPONSES, Endpoint.RESPONSES, partial(prepare_response, store=store)),
-            (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, for_any_principal(prepare_completion)),
-            (contract.PATH_MESSAGES, Endpoint.MESSAGES, for_any_principal(prepare_messages)),
-            (contract.PATH_GENERATE, Endpoint.GENERATE, for_any_principal(prepare_generate)),
-        )
+        for path, name, prepare in endpoints
     }
     app = FastAPI(
         title="Skiff",
@@ -100,6 +108,7 @@ def build_app(
     app.include_router(make_generation_routes(), **writes)
     app.include_router(make_messages_routes(model, rpc, keyed=bool(config.api_key)), **writes)
     app.include_router(make_response_routes(store), **writes)
+    app.include_router(make_pooling_routes(), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)

@@ -26,6 +26,8 @@ Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq",
 """How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
 QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
 """The same, or ``auto``, which is as the checkpoint is."""
+PoolingType = Literal["auto", "last", "mean"]
+RerankTemplate = Literal["auto", "qwen3", "none"]
 AllReduceBackend = Literal["auto", "nccl", "p2p"]
 
 
@@ -161,6 +163,18 @@ class Config:
         "Server",
         "format in which the model writes its reasoning; think: between <think> and </think>; deepseek_r1: the same, "
         "without the first; mistral: between [THINK] and [/THINK] (auto: that of its chat template)",
+    )
+    pooling_type: PoolingType = option(
+        AUTO,
+        "Server",
+        "hidden states from which an embedding is computed: that of the last token, or the mean of all (auto: as the "
+        "model's sentence-transformers files say; last without these)",
+    )
+    rerank_template: RerankTemplate = option(
+        AUTO,
+        "Server",
+        'prompt by which a model judges a pair of texts; qwen3: that of Qwen3-Reranker, which answers "yes" or "no"; none: '
+        'scores are similarities of embeddings (auto: qwen3 for a Qwen3 model with "reranker" in its name)',
     )
     grammar_timeout_seconds: float = option(
         10.0, "Server", "time limit for compiling the grammar of a structured output; beyond it, 400"

@@ -26,9 +26,11 @@ from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
 from skiff_runtime.engine.memory_profile import profile_memory
 from skiff_runtime.engine.memory_profile_cache import MemoryProfileCache, describe_start
 from skiff_runtime.engine.model_runner import ModelRunner, PhaseCallback, effective_max_model_len
+from skiff_runtime.engine.pooler import DevicePooled, PooledRows, Pooler
 from skiff_runtime.engine.prefill_graph import PrefillGraphRunner
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.sampling_pipeline import SamplingPipeline
+from skiff_runtime.engine.staging_buffers import upload
 from skiff_runtime.engine.step_output import StepOutput
 from skiff_runtime.messages import CompiledGrammar, SamplingSpec
 from skiff_runtime.models.config import ModelConfig
@@ -109,6 +111,7 @@ class Engine:
         context = effective_max_model_len(config, model)
         self._tables = SlotTables(config.max_running_requests, context, config.page_size, group.device)
         self._logprobs = LogprobsGatherer(config.max_running_requests)
+        self._pooler = Pooler(self._runner)
         processors = LogitsProcessors(
             self._tables.tokens, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
@@ -284,28 +287,50 @@ class Engine:
         self._threads.set_for(plan.num_tokens)
         self._tables.apply(plan)
         self._sampling.open(plan.opened)
+        self._pooler.open(plan.opened)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
             filtered = self._sampling.find_filtered(plan.slots)
             return self._sampling.resample(*self._decode_graphs.run(plan, filtered))
         batch = self._tables.make_batch(plan)
-        hidden, prompts = self._forward(plan, batch)
+        hidden, prompts, pooled = self._forward(plan, batch)
         if len(batch.logits_indices) == 0:
-            return StepOutput(batch.logits_indices, prompts=prompts)
-        return self._sampling.sample(batch.sampled, self._runner.logits(hidden), prompts)
+            return StepOutput(batch.logits_indices, prompts=prompts, pooled=pooled)
+        return self._sampling.sample(batch.sampled, self._runner.logits(hidden), prompts, pooled)
 
     def _forward(
         self, plan: StepPlan, batch: InputBatch
-    ) -> tuple[HiddenStates, Sequence[DevicePromptLogprobs]]:
-        """Return the hidden states [S, hidden] of the sampled rows' last tokens, and log-probabilities of prompts."""
+    ) -> tuple[HiddenStates, Sequence[DevicePromptLogprobs], Sequence[DevicePooled]]:
+        """Return the hidden states [S, hidden] of the sampled rows' last tokens, and what is computed of prompts.
+
+        These are log-probabilities and vectors.
+        """
         counts = self._logprobs.count_prompt_positions(plan)
+        rows = self._pooler.find_rows(plan)
         if self._prefill_graphs is not None and self._prefill_graphs.can_run(plan):
             hidden = self._prefill_graphs.run(batch)
-        elif counts.any():
+        elif counts.any() or (rows is not None and rows.means):
             hidden = self._runner.forward(batch.inputs, batch.attention)
         else:
-            return self._runner.forward_selected(batch.inputs, batch.attention, batch.logits_indices), ()
+            return self._forward_selected(batch, rows)
         prompts = self._logprobs.compute_prompts(plan, counts, hidden, self._runner, self._tables.tokens)
-        return hidden.select(batch.logits_indices), prompts
+        pooled: list[DevicePooled] = []
+        if rows is not None:
+            last = hidden.select(upload(rows.last_indices, self._runner.device))
+            pooled = [*self._pooler.pool_last(rows, last), *self._pooler.pool_means(rows, hidden)]
+        return hidden.select(batch.logits_indices), prompts, pooled
+
+    def _forward_selected(
+        self, batch: InputBatch, rows: PooledRows | None
+    ) -> tuple[HiddenStates, Sequence[DevicePromptLogprobs], Sequence[DevicePooled]]:
+        """Do what ``_forward`` does where no row needs the hidden states of all of its tokens."""
+        indices = batch.logits_indices
+        if rows is None:
+            return self._runner.forward_selected(batch.inputs, batch.attention, indices), (), ()
+        count = len(indices)
+        indices = torch.cat([indices, upload(rows.last_indices, self._runner.device)])
+        hidden = self._runner.forward_selected(batch.inputs, batch.attention, indices)
+        pooled = self._pooler.pool_last(rows, hidden.select(slice(count, None)))
+        return hidden.select(slice(count)), (), pooled
 
 
 def collective_timeout(config: Config) -> float:

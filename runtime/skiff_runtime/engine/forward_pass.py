@@ -74,6 +74,11 @@ class ForwardPass:
         """
         return self._model.logits(hidden.output, hidden.residual, out)
 
+    @torch.inference_mode()
+    def normalize(self, hidden: HiddenStates) -> torch.Tensor:
+        """Return the hidden states of N tokens behind the final norm, [N, hidden]."""
+        return self._model.normalize(hidden.output, hidden.residual)
+
     @property
     def vocab_shard(self) -> VocabShard:
         """The tokens of which this rank computes logits."""

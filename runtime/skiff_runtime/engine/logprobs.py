@@ -25,11 +25,12 @@ _MAX_ID: Final = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """``step.LogprobsOutput`` on the device: float32[N], int32[N, k] and float32[N, k]."""
+    """``step.LogprobsOutput`` on the device: float32[N], int32[N, k], float32[N, k], and int32[N] or None."""
 
     token_logprobs: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+    token_ranks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +128,19 @@ def _compute_in_chunks(
 
     In chunks of positions, because the logits of a whole prompt would take gigabytes.
     """
-    parts = []
+    parts, ranks = [], []
     for at in range(0, len(next_tokens), PROMPT_LOGPROBS_CHUNK):
         chunk = next_tokens[at : at + PROMPT_LOGPROBS_CHUNK]
         own = hidden.select(slice(offset + at, offset + at + len(chunk)))
-        logits = forward_pass.whole_logits(own).float()
-        parts.append(gather_logprobs(logits.log_softmax(-1), chunk, top))
+        logprobs = forward_pass.whole_logits(own).float().log_softmax(-1)
+        part = gather_logprobs(logprobs, chunk, top)
+        parts.append(part)
+        ranks.append((logprobs >= part.token_logprobs[:, None]).sum(1, dtype=torch.int32))
     return DeviceLogprobs(
         torch.cat([part.token_logprobs for part in parts]),
         torch.cat([part.top_ids for part in parts]),
         torch.cat([part.top_logprobs for part in parts]),
+        torch.cat(ranks),
     )
 
 

@@ -16,6 +16,7 @@ from skiff_runtime.engine.grammar_masks import GrammarMaskManager
 from skiff_runtime.engine.input_batch import SampledRows, SlotTables
 from skiff_runtime.engine.logits_processors import LogitsProcessors
 from skiff_runtime.engine.logprobs import DevicePromptLogprobs, LogprobsGatherer
+from skiff_runtime.engine.pooler import DevicePooled
 from skiff_runtime.engine.sampler import Sampler
 from skiff_runtime.engine.staging_buffers import upload
 from skiff_runtime.engine.step_output import NO_ROWS, StepOutput
@@ -50,18 +51,24 @@ class SamplingPipeline:
             stage.open(opened)
 
     def sample(
-        self, rows: SampledRows, logits: torch.Tensor, prompts: Sequence[DevicePromptLogprobs]
+        self,
+        rows: SampledRows,
+        logits: torch.Tensor,
+        prompts: Sequence[DevicePromptLogprobs],
+        pooled: Sequence[DevicePooled] = (),
     ) -> StepOutput:
-        """Sample rows from this rank's logits [S, shard]; ``prompts`` go to the host together with the tokens."""
+        """Sample rows from this rank's logits [S, shard]; ``prompts`` and ``pooled`` go to the host with the tokens."""
         special = self._is_special(rows.host_slots)
         if not special.any():
-            return StepOutput(self._append(self._sampler.sample(logits, rows), rows), prompts=prompts)
+            return StepOutput(
+                self._append(self._sampler.sample(logits, rows), rows), prompts=prompts, pooled=pooled
+            )
         tokens = torch.empty(len(special), dtype=torch.int32, device=logits.device)
         plain = np.flatnonzero(~special)
         if len(plain):
             indices, part, own = _select(plain, rows, logits)
             tokens[indices] = self._append(self._sampler.sample(own, part), part).int()
-        return self._sample_special(rows, logits, tokens, np.flatnonzero(special), prompts)
+        return self._sample_special(rows, logits, tokens, np.flatnonzero(special), prompts, pooled)
 
     def resample(self, rows: SampledRows, logits: torch.Tensor, tokens: torch.Tensor) -> StepOutput:
         """Sample the special rows again after a decode graph, which sampled ``tokens`` int32[S] from unprocessed logits.
@@ -102,6 +109,7 @@ class SamplingPipeline:
         tokens: torch.Tensor,
         special: NDArray[np.int64],
         prompts: Sequence[DevicePromptLogprobs],
+        pooled: Sequence[DevicePooled] = (),
     ) -> StepOutput:
         """Sample the rows ``special``, and put their tokens among ``tokens``.
 
@@ -119,7 +127,7 @@ class SamplingPipeline:
             sampled[upload(stuck, sampled.device)] = NO_TOKEN
         tokens[indices] = sampled.int()
         logprob_rows = NO_ROWS if row_logprobs is None else special[row_logprobs.rows].astype(np.int32)
-        output = StepOutput(tokens, logprob_rows, logprobs, prompts)
+        output = StepOutput(tokens, logprob_rows, logprobs, prompts, pooled)
         # The filler thread waits for the tokens, not this one, which goes on to launch the next step.
         self._grammar_masks.accept_tokens(rows, output)
         return output

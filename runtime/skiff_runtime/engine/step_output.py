@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from skiff_runtime.engine.logprobs import DeviceLogprobs, DevicePromptLogprobs
-from skiff_runtime.step import Int32, LogprobsOutput, PromptLogprobsOutput, StepResult
+from skiff_runtime.engine.pooler import DevicePooled
+from skiff_runtime.step import Int32, LogprobsOutput, PooledOutput, PromptLogprobsOutput, StepResult
 
 POLL_SECONDS: Final = 50e-6
 """CUDA can wait for an event without a limit or not at all, so a wait with a limit polls."""
@@ -24,6 +25,7 @@ class StepOutput:
         logprob_rows: Int32 = NO_ROWS,
         logprobs: DeviceLogprobs | None = None,
         prompts: Sequence[DevicePromptLogprobs] = (),
+        pooled: Sequence[DevicePooled] = (),
     ) -> None:
         """Start the copies. On a CPU, ``tokens`` int[S] must not change afterwards; the rest is as in ``StepResult``."""
         self._tokens = _to_host(tokens.int())
@@ -33,6 +35,7 @@ class StepOutput:
             DevicePromptLogprobs(chunk.slot, chunk.start, _logprobs_to_host(chunk.logprobs))
             for chunk in prompts
         ]
+        self._pooled = [DevicePooled(each.slots, _to_host(each.vectors)) for each in pooled]
         self._event: torch.cuda.Event | None = None
         if tokens.device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -64,6 +67,7 @@ class StepOutput:
                 PromptLogprobsOutput(chunk.slot, chunk.start, _to_numpy(chunk.logprobs))
                 for chunk in self._prompts
             ),
+            pooled=tuple(PooledOutput(each.slots, each.vectors.numpy()) for each in self._pooled),
         )
 
 
@@ -77,11 +81,17 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _logprobs_to_host(logprobs: DeviceLogprobs) -> DeviceLogprobs:
     return DeviceLogprobs(
-        _to_host(logprobs.token_logprobs), _to_host(logprobs.top_ids), _to_host(logprobs.top_logprobs)
+        _to_host(logprobs.token_logprobs),
+        _to_host(logprobs.top_ids),
+        _to_host(logprobs.top_logprobs),
+        None if logprobs.token_ranks is None else _to_host(logprobs.token_ranks),
     )
 
 
 def _to_numpy(logprobs: DeviceLogprobs) -> LogprobsOutput:
     return LogprobsOutput(
-        logprobs.token_logprobs.numpy(), logprobs.top_ids.numpy(), logprobs.top_logprobs.numpy()
+        logprobs.token_logprobs.numpy(),
+        logprobs.top_ids.numpy(),
+        logprobs.top_logprobs.numpy(),
+        None if logprobs.token_ranks is None else logprobs.token_ranks.numpy(),
     )

@@ -16,7 +16,7 @@ from skiff_runtime import log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
-from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
+from skiff_runtime.hub.repository import POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.version import __version__
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class HubClient:
         self.stop = threading.Event()
 
     def list_files(self) -> RepositoryListing:
-        """Return the repository's top-level files at the reference's revision. Raises ``FetchError``."""
+        """Return the repository's files, as ``RepositoryListing`` has them, at the reference's revision. Raises ``FetchError``."""
         api = HfApi(endpoint=self._endpoint, **_USER_AGENT)
         options: dict[str, Any] = {"files_metadata": True, "timeout": _LISTING_TIMEOUT_SECONDS}
         name, revision = self._reference.model_id, self._reference.revision
@@ -77,7 +77,7 @@ class HubClient:
             if each.lfs
             else RemoteFile(each.rfilename, each.size or 0, each.blob_id or "")
             for each in siblings
-            if "/" not in each.rfilename
+            if "/" not in each.rfilename or POOLING_CONFIG.fullmatch(each.rfilename)
         ]
         return RepositoryListing(info.sha or "", sorted(files, key=lambda file: file.name))
 

@@ -29,7 +29,7 @@ from skiff_runtime.errors import FetchError
 from skiff_runtime.gguf.header import is_gguf
 from skiff_runtime.hub.file_lock import is_unlocked
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
-from skiff_runtime.hub.repository import RemoteFile, RepositoryListing
+from skiff_runtime.hub.repository import POOLING_CONFIG, RemoteFile, RepositoryListing
 
 SPARE_BYTES: Final = 64 << 20
 """Kept free on the volume beside the download, for its other users."""
@@ -75,9 +75,16 @@ class ModelCache:
         commit = self._commit()
         if commit is None or not self.snapshot(commit).is_dir():
             return None
-        paths = sorted(path for path in self.snapshot(commit).iterdir() if path.is_file())
+        snapshot = self.snapshot(commit)
+        paths = sorted(
+            path for path in (*snapshot.iterdir(), *snapshot.glob("*/config.json")) if path.is_file()
+        )
+        files = [
+            RemoteFile(str(path.relative_to(snapshot)), path.stat().st_size, _digest_of(path))
+            for path in paths
+        ]
         return RepositoryListing(
-            commit, [RemoteFile(path.name, path.stat().st_size, _digest_of(path)) for path in paths]
+            commit, [each for each in files if "/" not in each.name or POOLING_CONFIG.fullmatch(each.name)]
         )
 
     def mark_verified(self, commit: str, files: Sequence[RemoteFile]) -> Path:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +29,12 @@ _CONFIG_PATTERNS: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "modules.json",  # of sentence-transformers, as the next two
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
 )
+POOLING_CONFIG: Final = re.compile(r"[0-9]{1,2}_Pooling/config\.json")
+"""The only file of a folder that is downloaded."""
 _SHA256_DIGITS: Final = 64
 _READ_BYTES: Final = 4 << 20
 
@@ -61,7 +67,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryListing:
-    """The top-level files of a model at one commit."""
+    """The files of a model at one commit: those at the top level, and ``POOLING_CONFIG``."""
 
     commit: str
     files: Sequence[RemoteFile]

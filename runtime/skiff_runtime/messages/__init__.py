@@ -21,6 +21,7 @@ from skiff_runtime.messages.lifecycle import (
     ServiceReady,
     Serving,
 )
+from skiff_runtime.messages.pooling import PooledVector, PoolingKind, PoolingSpec
 from skiff_runtime.messages.requests import (
     AbortRequest,
     ChatPrompt,
@@ -82,6 +83,9 @@ __all__ = [
     "GrammarKind",
     "Heartbeat",
     "PhaseReport",
+    "PooledVector",
+    "PoolingKind",
+    "PoolingSpec",
     "ProcessFailed",
     "ProcessHealth",
     "ProfileSteps",

@@ -18,6 +18,7 @@ class Wire:
     TOKEN: Final = np.dtype("<i4")
     FINISH: Final = np.dtype("u1")
     LOGPROB: Final = np.dtype("<f4")
+    VECTOR: Final = np.dtype("<f4")
 
 
 class FinishReason(IntEnum):

@@ -5,6 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from skiff_runtime.messages.encoding import FinishReason
+from skiff_runtime.messages.pooling import PoolingSpec
 from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, SamplingSpec
 
 
@@ -54,7 +55,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
 
     ``sampling.max_tokens`` 0: as many tokens as context and KV cache leave. ``copies``: the number of
     requests to make of it, with consecutive uids and seeds from the given ones. A lower ``priority`` runs
-    earlier. Requests share cached prefixes only under the same ``cache_salt``.
+    earlier. Requests share cached prefixes only under the same ``cache_salt``. With ``pooling`` nothing is generated.
     """
 
     uid: int
@@ -66,6 +67,7 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     grammar: Grammar | None = None
     cache_salt: bytes = b""
     options: PromptOptions = PromptOptions()
+    pooling: PoolingSpec | None = None
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
@@ -88,7 +90,10 @@ class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):
 
 
 class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
-    """tokenizer -> rank 0: generate. ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 as above."""
+    """tokenizer -> rank 0: generate, or with ``pooling`` compute a vector.
+
+    ``token_ids``: bytes of ``Wire.TOKEN``, at least one; ``max_tokens`` 0 as above.
+    """
 
     uid: int
     token_ids: bytes
@@ -97,6 +102,7 @@ class GenerateRequest(Struct, frozen=True, tag="generate", array_like=True):
     priority: int = 0
     grammar: CompiledGrammar | None = None
     cache_salt: bytes = b""
+    pooling: PoolingSpec | None = None
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", array_like=True):

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats, StreamOpened
 
 
@@ -32,11 +33,12 @@ class TokenText(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TextLogprobs(Struct, frozen=True, array_like=True):
-    """``TokenLogprobs`` with texts. ``row``: that of the ``TextBatch``; -1 for a token of the prompt."""
+    """``TokenLogprobs`` with texts. ``row``: that of the ``TextBatch``; -1 for a token of the prompt, which has a ``rank``."""
 
     row: int
     chosen: TokenText
     top: list[TokenText]
+    rank: int = 0
 
 
 class PromptTextLogprobs(Struct, frozen=True, array_like=True):
@@ -73,3 +75,4 @@ class TextBatch(Struct, frozen=True, tag="text", array_like=True):
     prompt_logprobs: list[PromptTextLogprobs] = []
     flushed: list[Flushed] = []
     opened: list[StreamOpened] = []
+    pooled: list[PooledVector] = []

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from skiff_runtime.errors import RequestError
+from skiff_runtime.messages.pooling import PooledVector
 from skiff_runtime.messages.requests import TextOptions
 
 
@@ -94,7 +95,8 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     """Log-probabilities of T consecutive tokens of a prompt, from position ``start`` on.
 
     ``token_ids`` and ``logprobs`` have T entries, ``top_ids`` and ``top_logprobs`` have T * ``top``. Every token
-    of the prompt is sent once. The one at position 0 has NaN as its log-probability and ``NO_TOKEN`` as top ids.
+    of the prompt is sent once. The one at position 0 has NaN as its log-probability and ``NO_TOKEN`` as top ids. ``ranks``
+    has T entries of ``Wire.TOKEN``: the place of each token among all, 1 for the most likely one, and 0 at position 0.
     """
 
     uid: int
@@ -104,6 +106,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: bytes
     top_ids: bytes
     top_logprobs: bytes
+    ranks: bytes = b""
 
 
 class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
@@ -118,3 +121,4 @@ class TokenBatch(Struct, frozen=True, tag="tokens", array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[PromptLogprobs] = []
     flushed: list[Flushed] = []
+    pooled: list[PooledVector] = []

@@ -14,6 +14,9 @@ class Endpoint(StrEnum):
     GENERATE = "generate"
     MESSAGES = "messages"
     RESPONSES = "responses"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    SCORE = "score"
 
 
 class Outcome(StrEnum):

@@ -1,7 +1,7 @@
 """A checkpoint of sharded safetensors files: finds each tensor's file, and checks that it is what the model needs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -15,6 +15,8 @@ from skiff_runtime.models.tensor_file import StoredTensor, TensorFile
 FP8_DTYPE: Final = "F8_E4M3"
 SCALE_DTYPES: Final = ("F32", "BF16", "F16")
 _UNQUANTIZED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
+_DECODER_PREFIX: Final = "model."
+"""Of the names of all tensors but the output head, unless the decoder was saved by itself."""
 _SCALE_SUFFIX: Final = "_scale"
 """``weight_scale`` holds the scales of ``weight``, in checkpoints of compressed-tensors and of FBGEMM."""
 
@@ -55,6 +57,8 @@ class Checkpoint:
 
         Raises ``ModelError`` for missing files and tensors and for wrong shapes and dtypes.
         """
+        if "embed_tokens.weight" in self._files:
+            shards = map(_without_prefix, shards)
         return [
             (shard, self._locate(shard))
             for shard in shards
@@ -126,6 +130,17 @@ class Checkpoint:
     def _open(self, file: str) -> TensorFile:
         self._open_files[file] = TensorFile(self._path / file)
         return self._open_files[file]
+
+
+def _without_prefix(shard: WeightShard) -> WeightShard:
+    """Return a shard under the names that its tensor has in a decoder that was saved by itself."""
+    stacked = shard.stacked
+    return replace(
+        shard,
+        name=shard.name.removeprefix(_DECODER_PREFIX),
+        aliases=tuple(alias.removeprefix(_DECODER_PREFIX) for alias in shard.aliases),
+        stacked=stacked and replace(stacked, name=stacked.name.removeprefix(_DECODER_PREFIX)),
+    )
 
 
 def _require_dtype(file: TensorFile, name: str, tensor: StoredTensor, dtypes: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """The files of a checkpoint: where its weights are, before anything of them is read; imports no torch."""
 
+import json
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,8 @@ from skiff_runtime.json_file import read_json
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The safetensors library's own limit."""
 
 
 def list_weight_files(path: Path) -> list[Path]:
@@ -32,3 +35,24 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if Path(file).name != file:  # a path could lead out of the model directory
             raise ModelError(f"{path / INDEX_FILE}: {file!r} is not a plain file name")
     return files
+
+
+def read_tensor_names(path: Path) -> frozenset[str]:
+    """Return the names of all tensors of a directory, by its index or by the header of its only file; none without weights.
+
+    Raises ``ModelError`` if either is malformed.
+    """
+    if (path / INDEX_FILE).exists():
+        return frozenset(read_weight_map(path))
+    file = path / SINGLE_FILE
+    if not file.exists():
+        return frozenset()
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(f"weights file {file} has a header of {length} bytes; it is damaged")
+        try:
+            header = json.loads(stream.read(length))
+        except (ValueError, RecursionError):
+            raise ModelError(f"weights file {file} has a header that is not JSON; it is damaged") from None
+    return frozenset(header) if isinstance(header, dict) else frozenset()

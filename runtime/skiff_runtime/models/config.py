@@ -17,6 +17,12 @@ from skiff_runtime.layers.moe_config import MoeConfig
 from skiff_runtime.layers.projections import UnquantizedProjections
 from skiff_runtime.layers.rope_scaling import RopeScaling, YarnScaling
 from skiff_runtime.layers.weight_format import WeightFormat
+from skiff_runtime.models.embedding_config import (
+    EmbeddingConfig,
+    causal_architecture,
+    is_headless,
+    read_embedding_config,
+)
 from skiff_runtime.models.gguf_config import ROPE_FACTORS, read_gguf_config
 from skiff_runtime.models.limits import MAX_LAYERS, MAX_POSITIONS
 from skiff_runtime.models.moe import read_moe
@@ -76,7 +82,8 @@ class ModelConfig:
     ``sliding_windows`` has the window of each layer in tokens, None for full attention and for a window that no served
     sequence exceeds. ``quantization``, ``weight_format`` and ``unquantized`` are the method of a quantized checkpoint,
     the format of its matrices, and the projections that have none. ``activation_scale_ub``, if there is one, is its
-    upper bound of an activation's magnitude.
+    upper bound of an activation's magnitude. ``embedding_only``: the checkpoint has no output head, so the token
+    embedding stands in for it, and nothing is generated.
     """
 
     path: Path
@@ -106,6 +113,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
+    embedding: EmbeddingConfig
+    embedding_only: bool
 
 
 def read_model_config(
@@ -123,7 +132,9 @@ def read_model_config(
         generation = JsonObject(str(path), described.generation)
     else:
         config, generation = _read_config_files(path)
-    architecture = _architecture(config)
+    named = _architecture(config)
+    architecture = causal_architecture(named)
+    embedding_only = is_headless(path, config, named)
     defaults = ARCHITECTURES[architecture]
     _refuse_unsupported(config)
     theta, scaling = read_rope(config, rope_scaling, default_theta=defaults.rope_theta)
@@ -148,7 +159,7 @@ def read_model_config(
         tokenizer_path=path,
         architecture=architecture,
         vocab_size=config.positive("vocab_size"),
-        hidden_size=config.positive("hidden_size"),
+        hidden_size=(hidden_size := config.positive("hidden_size")),
         intermediate_size=config.positive("intermediate_size"),
         moe=moe,
         num_layers=layers,
@@ -162,7 +173,7 @@ def read_model_config(
         sliding_windows=read_sliding_windows(
             config, defaults.windows, layers=layers, max_sequence=min(positions, max_model_len or positions)
         ),
-        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        tie_word_embeddings=embedding_only or config.flag("tie_word_embeddings"),
         attention_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
         dtype=_dtype(config),
@@ -177,6 +188,8 @@ def read_model_config(
             sorted({*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")})
         ),
         sampling=_sampling_defaults(generation),
+        embedding=read_embedding_config(path, config, hidden_size),
+        embedding_only=embedding_only,
     )
 
 
@@ -204,11 +217,12 @@ def check_tp_size(config: ModelConfig, tp_size: int, *, expert_parallel: bool = 
 
 
 def _architecture(config: JsonObject) -> str:
+    """Return the first class that is supported, with an output head (LlamaForCausalLM) or without (LlamaModel)."""
     named = config.get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named) or not named:
         raise ModelError(f"{config.source} must name the model's class in 'architectures'")
     for name in named:
-        if name in ARCHITECTURES:
+        if causal_architecture(name) in ARCHITECTURES:
             return str(name)
     raise ModelError(
         f"{config.source}: architecture {', '.join(named)} is not supported; supported are {', '.join(ARCHITECTURES)}"

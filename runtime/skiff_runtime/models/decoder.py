@@ -126,7 +126,11 @@ class DecoderModel(ABC):
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute logits [S, vocab_shard.size] from the results of ``forward``, in the model's dtype; in ``out`` if given."""
-        return self._head(self._norm.add_and_normalize(x, residual)[0], out)
+        return self._head(self.normalize(x, residual), out)
+
+    def normalize(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the results of ``forward`` behind the final norm, [S, hidden]; equal on every rank."""
+        return self._norm.add_and_normalize(x, residual)[0]
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield the shards of the checkpoint's tensors that fill this rank's model."""

@@ -5,6 +5,7 @@
             print(completion.text)
         for delta in llm.stream([{"role": "user", "content": "What is a pod?"}]):
             print(delta.text, end="")
+        [query, document] = llm.embed(["What is a pod?", "A pod is a group of containers."])
 
 The caller's process tokenizes and detokenizes, by the same code as a server's processes.
 An ``LLM`` may be used by one thread at a time. The thread that creates it must outlive it, for its ranks end with it.
@@ -27,11 +28,17 @@ from skiff_runtime.messages import (
     ChatPrompt,
     EncodeRequest,
     GenerateRequest,
+    PoolingSpec,
     ProfileSteps,
+    PromptOptions,
+    SamplingSpec,
     StepStats,
+    TextOptions,
     TokenizeRequest,
     Wire,
 )
+from skiff_runtime.models.embedding_config import Vector, cut_vector
+from skiff_runtime.models.scoring import Scorer, choose_rerank_template
 from skiff_runtime.offline.engine_client import EngineClient
 from skiff_runtime.offline.outputs import Completion, CompletionBuilder, CompletionDelta
 from skiff_runtime.offline.request_tracker import RequestTracker
@@ -62,6 +69,8 @@ class LLM:
         """
         _check_option_names(options)
         config, self._model = resolve(_make_config({"model": model, **options}))
+        self._embedding = self._model.embedding.with_pooling_type(config.pooling_type)
+        self._rerank_template = choose_rerank_template(config, self._model)
         self._engine = EngineClient(config, self._model, on_phase=on_phase)
         try:
             self._prompt_builder = load_prompt_builder(self._engine.launch)
@@ -132,6 +141,52 @@ class LLM:
         chosen, rest = _as_prompt(prompt, options)
         return self._stream_deltas(self._make_requests([chosen], _one_per_prompt(sampling_params, 1, rest)))
 
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> list[Vector]:
+        """Return the embedding of each input, a text or token ids, as float32[size].
+
+        Args:
+            inputs: one input, or several.
+            dimensions: cut the vectors to so many numbers (Matryoshka), before they are normalized.
+            normalize: scale the vectors to length 1 (default: as the model's sentence-transformers files say; True
+                without these).
+            prompt_name: the model's prompt that precedes each text, such as "query" (default: the model's default).
+
+        Raises:
+            RequestError: an input or option cannot be served; raised before anything is computed.
+            SkiffError: the engine has failed.
+        """
+        embedding = self._embedding
+        size = embedding.check_dimensions(dimensions)
+        prompts = [embedding.add_prompt(each, prompt_name) for each in _as_list(inputs)]
+        vectors = self._pool(prompts, embedding.make_pooling_spec())
+        chosen = embedding.normalize if normalize is None else normalize
+        return [cut_vector(vector, size, normalize=chosen) for vector in vectors]
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruct: str | None = None
+    ) -> list[float]:
+        """Return the score of the query with each document; of several queries, that of each with its document.
+
+        A reranker returns the probability that the document answers the query, under the task ``instruct``; any other
+        model the cosine similarity of embeddings. Errors as those of ``embed``.
+        """
+        queries = [query] if isinstance(query, str) else [*query]
+        texts = [documents] if isinstance(documents, str) else [*documents]
+        if len(queries) not in (1, len(texts)):
+            raise InvalidRequest(f"{len(queries)} queries cannot be paired with {len(texts)} documents")
+        scorer = Scorer.make(self._rerank_template, instruct, num_first=len(queries), count=len(texts))
+        pooling = scorer.pooling or self._embedding.make_pooling_spec()
+        prompts: list[Prompt] = [*scorer.make_prompts(queries, texts)]
+        vectors = self._pool(prompts, pooling, add_special_tokens=scorer.template is None)
+        return scorer.compute_scores(vectors)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError if there are none, or too many."""
         request = EncodeRequest(uid=0, prompt=text, add_special_tokens=add_special_tokens)
@@ -170,6 +225,11 @@ class LLM:
         self, prompts: list[Prompt | ChatPrompt], sampling_params: list[SamplingParams]
     ) -> list[GenerateRequest]:
         """Tokenize the prompts and return ``n`` requests for each, with consecutive uids."""
+        if self._model.embedding_only:
+            raise InvalidRequest(
+                "this model has no output head: it computes embeddings (embed), and does not generate text",
+                code="model_not_generative",
+            )
         requests: list[GenerateRequest] = []
         for prompt, params in zip(prompts, sampling_params, strict=True):
             request = self._prompt_builder.build(
@@ -186,6 +246,32 @@ class LLM:
             requests += expand_copies(request, params.n)
         self._next_uid += len(requests)
         return requests
+
+    def _pool(
+        self, prompts: Sequence[Prompt], pooling: PoolingSpec, *, add_special_tokens: bool = True
+    ) -> list[Vector]:
+        """Return the vector of each prompt."""
+        requests = [
+            self._prompt_builder.build(
+                TokenizeRequest(
+                    uid=self._next_uid + number,
+                    prompt=prompt,
+                    sampling=SamplingSpec(max_tokens=0, seed=0),
+                    text=TextOptions(),
+                    pooling=pooling,
+                    options=PromptOptions(add_special_tokens=add_special_tokens),
+                )
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        self._next_uid += len(requests)
+        vectors: dict[int, Vector] = {}
+        with contextlib.closing(self._tracker.run(requests)) as steps:
+            for deltas in steps:
+                vectors |= {
+                    each.index: np.frombuffer(each.vector, Wire.VECTOR) for each in deltas if each.vector
+                }
+        return [vectors[index] for index in range(len(requests))]
 
     def _run(
         self, requests: list[GenerateRequest], progress: bool, on_progress: OnProgress | None

@@ -25,7 +25,8 @@ class CompletionDelta:
     """The part of a completion that one step adds. ``index`` is the completion's position in the order of prompts.
 
     ``text`` may be "" while the bytes of an incomplete character or of a possible stop string are held back. Only
-    the last delta has a ``finish_reason`` ("stop" or "length") and the token counts.
+    the last delta has a ``finish_reason`` ("stop" or "length") and the token counts. ``vector`` (bytes of ``Wire.VECTOR``)
+    is the result of a request with pooling, which has no text.
     """
 
     index: int
@@ -36,6 +37,7 @@ class CompletionDelta:
     finish_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    vector: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

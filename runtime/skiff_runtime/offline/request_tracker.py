@@ -108,6 +108,9 @@ class RequestTracker:
                 call.failure = call.failure or _to_error(failed)
         # The log-probabilities of a prompt come before the first token of its completion.
         self._add_prompt_logprobs(batch)
+        for pooled in batch.pooled:
+            if (call := self._calls.get(pooled.uid)) is not None:
+                call.deltas.append(CompletionDelta(pooled.uid - call.first_uid, vector=pooled.data))
         self._add_rows(batch)
 
     def _add_prompt_logprobs(self, batch: TextBatch) -> None:

@@ -50,6 +50,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     model = replace(
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
+    _check_pooling(config, model)
     if config.load_format == "safetensors" and is_gguf(model.path):
         raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
@@ -145,6 +146,21 @@ def _check_all_reduce(config: Config, device: Device) -> None:
     if config.tp_size == 1:
         raise ConfigError(
             f"--all-reduce {config.all_reduce} needs several ranks; add --tp, or omit the option"
+        )
+
+
+def _check_pooling(config: Config, model: ModelConfig) -> None:
+    """Raise ``ConfigError`` for a model that can only embed, if it would not do even that as its files say."""
+    if not model.embedding_only:
+        return
+    if model.embedding.unsupported and config.pooling_type == AUTO:
+        raise ConfigError(
+            f"{model.embedding.unsupported}; --pooling-type last or mean computes embeddings in another way"
+        )
+    if config.rerank_template not in (AUTO, "none"):
+        raise ConfigError(
+            f"--rerank-template {config.rerank_template} reads the model's answer, and {model.path} has no output head; "
+            "omit the option"
         )
 
 

@@ -57,6 +57,7 @@ def build_first_prompt_logprobs(request: Request) -> PromptLogprobs | None:
         logprobs=np.full(_UNPREDICTED, np.nan, Wire.LOGPROB).tobytes(),
         top_ids=np.full(count, NO_TOKEN, Wire.TOKEN).tobytes(),
         top_logprobs=np.full(count, np.nan, Wire.LOGPROB).tobytes(),
+        ranks=np.zeros(_UNPREDICTED, Wire.TOKEN).tobytes(),
     )
 
 
@@ -72,6 +73,8 @@ def build_prompt_logprobs(request: Request, chunk: PromptLogprobsOutput) -> Prom
     assert chunk.start <= sent, "log-probabilities of a prompt were skipped"
     request.num_prompt_logprobs_sent = end
     fresh = slice(sent - chunk.start, None)
+    ranks = chunk.logprobs.token_ranks
+    assert ranks is not None, "the positions of a prompt have ranks"
     return PromptLogprobs(
         uid=request.uid,
         start=sent,
@@ -80,4 +83,5 @@ def build_prompt_logprobs(request: Request, chunk: PromptLogprobsOutput) -> Prom
         logprobs=chunk.logprobs.token_logprobs[fresh].astype(Wire.LOGPROB).tobytes(),
         top_ids=chunk.logprobs.top_ids[fresh, :count].astype(Wire.TOKEN).tobytes(),
         top_logprobs=chunk.logprobs.top_logprobs[fresh, :count].astype(Wire.LOGPROB).tobytes(),
+        ranks=ranks[fresh].astype(Wire.TOKEN).tobytes(),
     )

@@ -9,7 +9,15 @@ from msgspec.structs import replace
 
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.kvcache.prefix_cache import Int32, PrefixHandle
-from skiff_runtime.messages import CompiledGrammar, GenerateRequest, SamplingSpec, TextOptions, Wire
+from skiff_runtime.messages import (
+    CompiledGrammar,
+    GenerateRequest,
+    PoolingKind,
+    PoolingSpec,
+    SamplingSpec,
+    TextOptions,
+    Wire,
+)
 
 NO_SLOT: Final = -1
 NEVER_LOOKED_UP: Final = -1
@@ -30,6 +38,8 @@ class Request:
     sampling: SamplingSpec
     text: TextOptions
     grammar: CompiledGrammar | None = None
+    pooling: PoolingSpec | None = None
+    """With it, the request ends when its prompt has been computed, and generates nothing."""
     priority: int = 0
     salt: bytes = b""
     slot: int = NO_SLOT
@@ -62,11 +72,20 @@ class Request:
         """Leading tokens whose computation a cached prefix may replace.
 
         The last token is never among them: it must be computed to yield logits. Where log-probabilities of
-        the prompt are requested, neither are the tokens from the one before the first that was not sent.
+        the prompt are requested, neither are the tokens from the one before the first that was not sent. A mean over the
+        prompt needs the hidden states of all tokens, and the cache holds none.
         """
+        if self.pooling is not None and self.pooling.kind is PoolingKind.MEAN:
+            return self.tokens[:0]
         if self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.prompt_tokens:
             return self.tokens[: max(0, self.num_prompt_logprobs_sent - 1)]
         return self.tokens[:-1]
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Return whether a cached prefix may replace a part of the prompt when the request first runs."""
+        is_mean = self.pooling is not None and self.pooling.kind is PoolingKind.MEAN
+        return self.sampling.prompt_logprobs is None and not is_mean
 
     def start(self, cached_tokens: int) -> None:
         """Record that it runs for the first time, with ``cached_tokens`` tokens of its prompt cached."""
@@ -106,16 +125,18 @@ def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: Reque
     """Make a ``Request`` of a message. Raises ``RequestError`` if it could never run to its end.
 
     ``max_tokens`` 0 becomes all that the context and the KV cache leave, which only this process knows; so does a larger
-    ``max_tokens`` than that with ``fits_context``.
+    ``max_tokens`` than that with ``fits_context``. With pooling there is no output.
     """
     tokens = np.frombuffer(message.token_ids, Wire.TOKEN).astype(np.int32, copy=False)
     room = max(1, limits.max_tokens - len(tokens))
     output = message.sampling.max_tokens or room
     if message.sampling.fits_context:
         output = min(output, room)
+    if message.pooling is not None:
+        output = 0
     if not len(tokens):
         raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
-    if output < 1:
+    if output < 1 and message.pooling is None:
         raise InvalidRequest(f"max_tokens must be at least 1, not {output}", param="max_tokens")
     _check_length(len(tokens), output, limits)
     return Request(
@@ -126,6 +147,7 @@ def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: Reque
         sampling=replace(message.sampling, max_tokens=output),
         text=message.text,
         grammar=message.grammar,
+        pooling=message.pooling,
         priority=message.priority,
         salt=message.cache_salt,
     )

@@ -12,7 +12,7 @@ from skiff_runtime.messages import NO_TOKEN, FinishReason, RequestFailed, TokenL
 from skiff_runtime.scheduler.logprobs_messages import build_prompt_logprobs, build_token_logprobs
 from skiff_runtime.scheduler.slots import SlotIndices, Slots
 from skiff_runtime.scheduler.token_batch_builder import TokenBatchBuilder
-from skiff_runtime.step import NAN_LOGITS, PromptLogprobsOutput, StepResult
+from skiff_runtime.step import NAN_LOGITS, PooledOutput, PromptLogprobsOutput, StepResult
 
 GRAMMAR_STUCK_MESSAGE: Final = (
     "the answer cannot continue: no token of this model's vocabulary may follow under the grammar; "
@@ -35,6 +35,11 @@ class ResultProcessor:
         """Requests that failed since the start because their logits contained NaN."""
 
     def process(self, sampled: SlotIndices, result: StepResult) -> SlotIndices:
+        """Apply the result of a step in which the slots int32[S] sampled; return the slots whose requests ended."""
+        ended = self._process_tokens(sampled, result)
+        return np.concatenate([ended, *map(self._finish_pooled, result.pooled)]) if result.pooled else ended
+
+    def _process_tokens(self, sampled: SlotIndices, result: StepResult) -> SlotIndices:
         """Apply one token to each of the slots int32[S] that sampled; return the slots whose requests ended.
 
         The token of a request that ended while this step was in flight (at end of sequence, or aborted) is
@@ -79,6 +84,19 @@ class ResultProcessor:
             self.corrupted += 1
             computed_tokens = int(self._slots.num_computed_tokens[slot])
             log.error("nan_logits_found", uid=request.uid, computed_tokens=computed_tokens)
+
+    def _finish_pooled(self, pooled: PooledOutput) -> SlotIndices:
+        """Report vectors of requests, which end with them; return their slots. Those that were aborted meanwhile are dropped.
+
+        A request whose vector contains NaN fails.
+        """
+        alive = self._slots.alive[pooled.slots]
+        slots, vectors = pooled.slots[alive], pooled.vectors[alive]
+        corrupted = np.isnan(vectors).any(axis=1)
+        self._fail_corrupted(slots[corrupted])
+        for slot, vector in zip(slots[~corrupted].tolist(), vectors[~corrupted], strict=True):
+            self._replies.add_vector(int(self._slots.uids[slot]), vector)
+        return slots
 
     def _report_prompts(self, chunks: tuple[PromptLogprobsOutput, ...]) -> None:
         for chunk in chunks:

@@ -142,13 +142,18 @@ class Slots:
         self._plan_sampling(slots)
 
     def plan_prefill(self, slot: int, length: int) -> bool:
-        """Plan a prefill chunk of ``length`` tokens; return whether it is the last one, which samples a token."""
+        """Plan a prefill chunk of ``length`` tokens; return whether it samples a token.
+
+        The last chunk does, unless the request has no output: then its vector is computed from the prompt.
+        """
         self.num_computed_tokens[slot] += length
-        is_last = bool(self.num_computed_tokens[slot] == self.num_prefill_tokens[slot])
-        if is_last:
-            self.prefilling[slot] = False
-            self._plan_sampling(np.array([slot]))
-        return is_last
+        if self.num_computed_tokens[slot] < self.num_prefill_tokens[slot]:
+            return False
+        self.prefilling[slot] = False
+        if not self.num_unplanned_outputs[slot]:
+            return False
+        self._plan_sampling(np.array([slot]))
+        return True
 
     def _plan_sampling(self, slots: SlotIndices) -> None:
         """Count one planned output token for each slot, which the next step computes.

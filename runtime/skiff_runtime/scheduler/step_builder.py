@@ -16,7 +16,7 @@ class PrefillChunk(NamedTuple):
     start: int
     length: int
     samples: bool
-    """It is the prompt's last chunk, so its last position samples a token."""
+    """Its last position samples a token: it is the last chunk of the prompt of a request that generates."""
 
 
 class PageTableCells(NamedTuple):

@@ -159,7 +159,14 @@ class StepPlanner:
             return False
         self._kv_cache.allocate(request, match)
         builder.add_opened(
-            SlotOpened(request.slot, request.tokens, request.sampling, request.prompt_tokens, request.grammar)
+            SlotOpened(
+                request.slot,
+                request.tokens,
+                request.sampling,
+                request.prompt_tokens,
+                request.grammar,
+                request.pooling,
+            )
         )
         builder.set_cells_from(request.slot, 0, match.pages)
         if not request.has_started:
@@ -179,8 +186,8 @@ class StepPlanner:
         missing = math.ceil((start + length) / page_size) - num_pages
         first_column, pages = self._kv_cache.append_pages(slot, missing)
         builder.set_cells_from(slot, first_column, pages)
-        is_last = slots.plan_prefill(slot, length)
-        builder.add_chunk(PrefillChunk(slot, start, length, samples=is_last))
+        samples = slots.plan_prefill(slot, length)
+        builder.add_chunk(PrefillChunk(slot, start, length, samples=samples))
         self._kv_cache.cache_chunk(request, self._fixups)
         return length
 

@@ -50,10 +50,7 @@ class StepStatsRecorder:
             prefill_tokens=step.num_tokens - step.decode_rows,
             decode_tokens=step.decode_rows,
             preempted=planned.preempted,
-            # A prompt whose log-probabilities are requested is computed whole: it is not looked up.
-            lookup_tokens=sum(
-                each.prompt_tokens for each in started if each.sampling.prompt_logprobs is None
-            ),
+            lookup_tokens=sum(each.prompt_tokens for each in started if each.is_looked_up),
             hit_tokens=sum(request.cached_tokens for request in started),
             queue_seconds=[launched_at - request.arrived_at for request in started],
         )

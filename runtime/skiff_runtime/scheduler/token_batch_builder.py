@@ -10,6 +10,7 @@ from skiff_runtime.messages import (
     NO_TOKEN,
     FinishReason,
     Flushed,
+    PooledVector,
     PromptLogprobs,
     RequestFailed,
     StepStats,
@@ -37,6 +38,7 @@ class TokenBatchBuilder:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._flushed: list[Flushed] = []
+        self._pooled: list[PooledVector] = []
         self._num_rows = 0
 
     @property
@@ -88,6 +90,11 @@ class TokenBatchBuilder:
         self._tokens.append(tokens.astype(Wire.TOKEN, copy=False).tobytes())
         self._finish_reasons.append(finish_reasons.astype(Wire.FINISH, copy=False).tobytes())
 
+    def add_vector(self, uid: int, vector: NDArray[np.float32]) -> None:
+        """Add a request that ends with its vector."""
+        self._pooled.append(PooledVector(uid, vector.astype(Wire.VECTOR, copy=False).tobytes()))
+        self.add_end(uid, FinishReason.STOP)
+
     def add_end(self, uid: int, reason: FinishReason) -> None:
         """Add a request that ends without a further token."""
         self.add_tokens(np.array([uid]), np.array([NO_TOKEN], np.int32), np.array([reason], np.uint8))
@@ -104,6 +111,7 @@ class TokenBatchBuilder:
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             flushed=self._flushed,
+            pooled=self._pooled,
         )
         self._reset()
         return batch

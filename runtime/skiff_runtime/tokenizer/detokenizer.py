@@ -141,6 +141,7 @@ class _TextRows:
             prompt_logprobs=prompt_logprobs,
             flushed=batch.flushed,
             opened=batch.opened,
+            pooled=batch.pooled,
         )
 
     def _encode_kept(self, column: NDArray[Any]) -> bytes:

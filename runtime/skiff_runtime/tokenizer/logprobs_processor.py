@@ -44,6 +44,7 @@ class LogprobsProcessor:
         """Convert a run of prompt tokens."""
         chosen = self._texts(logprobs.token_ids, logprobs.logprobs)
         top = self._texts(logprobs.top_ids, logprobs.top_logprobs)
+        ranks = np.frombuffer(logprobs.ranks, Wire.TOKEN).tolist() or [0] * len(chosen)
         tokens = [
             TextLogprobs(
                 row=PROMPT_ROW,
@@ -53,6 +54,7 @@ class LogprobsProcessor:
                     for one in top[index * logprobs.top : (index + 1) * logprobs.top]
                     if one.token != NO_TOKEN
                 ],
+                rank=ranks[index],
             )
             for index, each in enumerate(chosen)
         ]

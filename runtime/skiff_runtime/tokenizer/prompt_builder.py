@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     Encoded,
     EncodeRequest,
     GenerateRequest,
+    PoolingSpec,
     TokenizeRequest,
     Wire,
 )
@@ -33,7 +34,10 @@ class PromptBuilder:
         ids = self._encode_prompt(request.prompt, options.add_special_tokens)
         if options.truncate_prompt_tokens:
             ids = self._truncate(ids, options.truncate_prompt_tokens, sampling.max_tokens)
-        self._check_length(ids.size, 0 if sampling.fits_context else sampling.max_tokens)
+        if request.pooling is None:
+            self._check_length(ids.size, 0 if sampling.fits_context else sampling.max_tokens)
+        else:
+            self._check_pooled_length(ids.size)
         if options.bad_words:
             sampling = replace(sampling, bad_words=self._encode_bad_words(options.bad_words))
         return GenerateRequest(
@@ -43,6 +47,7 @@ class PromptBuilder:
             text=request.text,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            pooling=None if request.pooling is None else self._find_labels(request.pooling),
         )
 
     def encode(self, request: EncodeRequest) -> Encoded:
@@ -96,8 +101,7 @@ class PromptBuilder:
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         """Check that prompt and output fit into the context. ``max_tokens`` 0 is for the scheduler to choose."""
-        if prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty; send at least one token")
+        _check_not_empty(prompt_tokens)
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise ContextTooLong(
@@ -110,6 +114,25 @@ class PromptBuilder:
                 f"of {self.max_model_len} tokens; shorten the prompt, or request at most {room} tokens",
                 param="max_tokens",
             )
+
+    def _check_pooled_length(self, prompt_tokens: int) -> None:
+        """Check that a prompt without output fits into the context."""
+        _check_not_empty(prompt_tokens)
+        if prompt_tokens > self.max_model_len:
+            raise ContextTooLong(
+                f"the input has {prompt_tokens} tokens, but the model's context holds {self.max_model_len}; shorten it"
+            )
+
+    def _find_labels(self, pooling: PoolingSpec) -> PoolingSpec:
+        """Return the pooling with the token ids of its labels."""
+        if not pooling.labels:
+            return pooling
+        return replace(pooling, token_ids=tuple(map(self.encoder.find_token, pooling.labels)))
+
+
+def _check_not_empty(prompt_tokens: int) -> None:
+    if prompt_tokens == 0:
+        raise InvalidRequest("the prompt is empty; send at least one token")
 
 
 def _to_bytes(ids: Int32) -> bytes:

@@ -79,6 +79,16 @@ class Encoder:
         except OverflowError:
             raise InvalidRequest("a token id of the prompt does not fit into 64 bits") from None
 
+    def find_token(self, text: str) -> int:
+        """Return the id of the token whose text is ``text``. Raises ``InvalidRequest`` if there is no such token."""
+        token = self._tokenizer.token_to_id(text)
+        if token is None or token >= self._vocab_size:
+            raise InvalidRequest(
+                f"the model's vocabulary has no token {text!r}, by which its scores are read; serve with "
+                "--rerank-template none, or another model"
+            )
+        return token
+
     def decode_each(self, ids: Int32) -> list[str]:
         """Decode each token by itself; bytes that are no whole character become U+FFFD."""
         return self._tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special_tokens=False)

@@ -136,10 +136,10 @@ def test_openai_client_raises_status_error(front: Frontend) -> None:
 
 def test_unknown_path_and_method_are_rejected(front: Frontend) -> None:
     assert error(front.get("/v2/chat"), 404)["code"] == "not_found"
-    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations"):
+    for path in ("/v1/audio/speech", "/v1/images/generations"):
         found = error(front.post(path, model=NAME, input="x"), 404)
         assert found["code"] == "not_found"
-        assert "generates text only" in found["message"] and CHAT in found["message"]
+        assert "generates text, at" in found["message"] and CHAT in found["message"]
     response = front.get(CHAT)
     assert error(response, 405)["message"] == f"{CHAT} does not support GET; use POST"
     assert response.headers["allow"] == "POST"

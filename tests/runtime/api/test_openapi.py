@@ -39,6 +39,11 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ),
     (contract.PATH_GENERATE, {"text": "boat"}),
     (contract.PATH_GENERATE, {"token_ids": [5, 6]}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": "boat"}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": [[5, 6], [7]], "encoding_format": "base64"}),
+    (contract.PATH_RERANK, {"query": "boat", "documents": ["row", {"text": "sail"}], "top_n": 1}),
+    (contract.PATH_SCORE, {"text_1": "boat", "text_2": ["row", "sail"]}),
+    (contract.PATH_SCORE_BARE, {"queries": ["boat"], "documents": ["row"]}),
     (contract.PATH_TOKENIZE, {"prompt": "boat", "return_token_strs": True}),
     (contract.PATH_TOKENIZE, {"messages": MESSAGES}),
     (contract.PATH_DETOKENIZE, {"tokens": [5, 6]}),
@@ -60,6 +65,10 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
         {"model": NAME, "max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]},
     ),
     (contract.PATH_COUNT_TOKENS, {"model": NAME, "messages": MESSAGES, "max_tokens": 9}),
+    (contract.PATH_EMBEDDINGS, {"model": NAME, "input": []}),
+    (contract.PATH_EMBEDDINGS, {"input": "boat"}),
+    (contract.PATH_RERANK, {"query": "boat", "documents": []}),
+    (contract.PATH_SCORE, {"text_1": "boat"}),
     (contract.PATH_DETOKENIZE, {"tokens": "x"}),
     (contract.PATH_ABORT, {"all": False}),
     (contract.PATH_ABORT, {"all": None}),
@@ -174,7 +183,7 @@ def test_operations_are_tagged_by_subject(document: dict[str, Any]) -> None:
     }
     assert tags[CHAT] == tags[TEXT] == tags[contract.PATH_GENERATE] == "generation"
     assert tags[contract.PATH_ABORT] == tags[contract.PATH_FLUSH_CACHE] == "administration"
-    assert set(tags.values()) == {"generation", "tokens", "administration", "service", "probes"}
+    assert set(tags.values()) == {"generation", "embeddings", "tokens", "administration", "service", "probes"}
 
 
 @pytest.mark.parametrize(

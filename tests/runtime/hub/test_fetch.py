@@ -30,6 +30,8 @@ SERVED = {
     "tokenizer.model",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "modules.json",
+    "1_Pooling/config.json",
     "model.safetensors.index.json",
     FIRST,
     SECOND,
@@ -39,7 +41,10 @@ SERVED = {
 def write_model(directory: Path) -> Path:
     """Write a repository that also has files that serving does not need."""
     model = directory / "acme" / "tiny"
-    (model / "onnx").mkdir(parents=True)
+    for folder in ("onnx", "1_Pooling"):
+        (model / folder).mkdir(parents=True)
+    (model / "modules.json").write_text("[]")
+    (model / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
     index = {"weight_map": {"a": FIRST, "b": SECOND, "c": FIRST}}
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (model / "generation_config.json").write_text("{}")
@@ -50,7 +55,13 @@ def write_model(directory: Path) -> Path:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     for seed, name in enumerate((FIRST, SECOND, "consolidated.safetensors")):
         (model / name).write_bytes(bytes((seed + i * i) % 251 for i in range(WEIGHT_BYTES)))
-    for name in ("README.md", "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"):
+    for name in (
+        "README.md",
+        "pytorch_model.bin",
+        "onnx/model.onnx",
+        "onnx/config.json",
+        "1_Pooling/other.json",
+    ):
         (model / name).write_text("not wanted")
     return model
 
@@ -72,7 +83,8 @@ def fetch_from(hub: FakeHub, cache: Path, reference: HubReference = REFERENCE) -
 
 
 def assert_served(snapshot: Path, model: Path) -> None:
-    assert {path.name for path in snapshot.iterdir()} == SERVED
+    files = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if not path.is_dir()}
+    assert files == SERVED
     for name in SERVED:
         assert (snapshot / name).read_bytes() == (model / name).read_bytes(), name
 

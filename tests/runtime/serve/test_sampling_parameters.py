@@ -174,6 +174,70 @@ def test_logprobs_are_the_models_own(client: OpenAI, reference: Any, tokenizer: 
         assert sorted(top.values())[-5:] == pytest.approx(sorted(row.topk(5).values.tolist()), abs=2e-3)
 
 
+def test_loglikelihoods_as_lm_eval_asks_them(service: Service, reference: Any, tokenizer: Tokenizer) -> None:
+    """It sends contexts and continuations as token ids, and drops the token that is generated behind them."""
+    context = tokenizer.encode(PROMPT).ids
+    likely = greedy(reference, context, lambda logits, output: None)[:5]
+    pairs = [
+        (context, [40, 41, 42]),
+        (context, likely),
+        (context[:1], [300]),
+        (context, [260, likely[0], 7, 8]),
+    ]
+    body = {
+        "model": NAME,
+        "prompt": [context + continuation for context, continuation in pairs],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    answer = service.http.post(service.url + "/v1/completions", json=body).json()
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    for (context, continuation), choice in zip(pairs, choices, strict=True):
+        logprobs = choice["logprobs"]
+        assert len({len(column) for column in logprobs.values()}) == 1
+        own = logprobs["token_logprobs"][len(context) : -1]
+        tops = logprobs["top_logprobs"][len(context) : -1]
+        [logits] = oracle_logits(reference, [context], [continuation])
+        expected = logits.log_softmax(-1)[range(len(continuation)), continuation]
+        assert sum(own) == pytest.approx(float(expected.sum()), abs=2e-3)
+        is_greedy = all(value == max(top.values()) for value, top in zip(own, tops, strict=True))
+        assert is_greedy == (logits.argmax(-1).tolist() == continuation)
+        offset = logprobs["text_offset"][len(context)]
+        assert choice["text"][offset:].startswith(tokenizer.decode(continuation[:1]).replace("\ufffd", ""))
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * len(pairs)
+
+
+def test_prompt_logprobs_have_ranks(service: Service, reference: Any, tokenizer: Tokenizer) -> None:
+    """They are those of vLLM's field: by token id, the most likely tokens and the prompt's own."""
+    fields = {"model": NAME, "max_tokens": 2, "prompt_logprobs": 2}
+    prompt = {"prompt": PROMPT, "echo": True, "logprobs": 4}
+    answer = service.http.post(service.url + "/v1/completions", json={**fields, **prompt}).json()
+    [choice] = answer["choices"]
+    assert_prompt_logprobs(choice["prompt_logprobs"], tokenizer.encode(PROMPT).ids, reference)
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:-2]} <= {4, 5}
+    messages = [{"role": "user", "content": PROMPT}]
+    ids = service.http.post(service.url + "/tokenize", json={"messages": messages}).json()["tokens"]
+    chat = {**fields, "messages": messages, "n": 2}
+    answer = service.http.post(service.url + "/v1/chat/completions", json=chat).json()
+    assert_prompt_logprobs(answer["prompt_logprobs"], ids, reference)
+    chat["stream"] = True
+    refused = service.http.post(service.url + "/v1/chat/completions", json=chat)
+    assert refused.status_code == 400 and "remove 'stream'" in refused.json()["error"]["message"]
+
+
+def assert_prompt_logprobs(found: list[Any], ids: list[int], reference: Any) -> None:
+    [logits] = oracle_logits(reference, [ids[:1]], [ids[1:]])
+    assert found[0] is None and len(found) == len(ids)
+    for row, token, position in zip(logits.log_softmax(-1), ids[1:], found[1:], strict=True):
+        rank = int((row >= row[token]).sum())
+        assert position[str(token)]["rank"] == rank
+        assert position[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=2e-3)
+        assert sorted(each["rank"] for each in position.values()) == sorted({1, 2, rank})
+
+
 def native_ids(tokens: list[str], tokenizer: Tokenizer) -> list[int]:
     """Return the ids of tokens in the form that completions use."""
     by_text = {

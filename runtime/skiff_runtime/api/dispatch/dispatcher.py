@@ -120,6 +120,7 @@ class Dispatcher:
                 grammar=spec.grammar,
                 cache_salt=request.metadata.cache_salt,
                 options=spec.prompt_options,
+                pooling=spec.pooling,
             )
         )
         for index, writer in enumerate(writers):
@@ -228,6 +229,9 @@ class Dispatcher:
         for prompt in batch.prompt_logprobs:
             if (choice := self._choices.get(prompt.uid)) is not None:
                 choice.writer.write_prompt_logprobs(prompt.tokens)
+        for pooled in batch.pooled:
+            if (choice := self._choices.get(pooled.uid)) is not None:
+                choice.writer.write_vector(pooled.data)
 
     def fail(self, failure: RequestFailed) -> None:
         """End the whole request of a choice that failed, with the error of that choice."""

@@ -4,7 +4,7 @@ Nothing is written before the first row, so a request that fails earlier gets a 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from skiff_runtime.api.formats.chunks import sum_usage
 from skiff_runtime.api.formats.request_spec import (
@@ -15,7 +15,7 @@ from skiff_runtime.api.formats.request_spec import (
 )
 from skiff_runtime.api.http.asgi import MAX_BACKLOG_BYTES, AsgiWriter, Headers
 from skiff_runtime.api.http.responses import error_headers
-from skiff_runtime.errors import RequestError
+from skiff_runtime.errors import CLIENT_CLOSED_REQUEST, RequestError
 from skiff_runtime.messages import (
     NO_TOKEN,
     FinishReason,
@@ -24,6 +24,8 @@ from skiff_runtime.messages import (
     TextLogprobs,
     Usage,
 )
+
+REQUEST_TIMEOUT: Final = 408
 
 
 class ChoiceWriter(Protocol):
@@ -35,6 +37,10 @@ class ChoiceWriter(Protocol):
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         """Write log-probabilities of the prompt's next tokens."""
+        ...
+
+    def write_vector(self, data: bytes) -> None:
+        """Write the vector of a request with pooling, bytes of ``Wire.VECTOR``; ``finish`` follows."""
         ...
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
@@ -52,12 +58,17 @@ class ChoiceWriter(Protocol):
         ...
 
 
-def make_choice_writers(spec: RequestSpec, writer: AsgiWriter, headers: Headers) -> Sequence[ChoiceWriter]:
+def make_choice_writers(
+    spec: RequestSpec, writer: AsgiWriter, headers: Headers, *, request_id: str
+) -> Sequence[ChoiceWriter]:
     """Return a writer for each choice of a request, all of which write into one response."""
     writer.raise_backlog_limit((spec.num_choices - 1) * MAX_BACKLOG_BYTES)
-    response = _Response(spec, writer, headers)
-    kind: type[StreamingChoiceWriter | JsonChoiceWriter | IncrementalJsonChoiceWriter] = JsonChoiceWriter
-    if spec.stream:
+    response = _Response(spec, writer, headers, request_id)
+    kind: type[StreamingChoiceWriter | JsonChoiceWriter | IncrementalJsonChoiceWriter | VectorChoiceWriter]
+    kind = JsonChoiceWriter
+    if spec.pooling is not None:
+        kind = VectorChoiceWriter
+    elif spec.stream:
         kind = StreamingChoiceWriter
     elif spec.is_incremental:
         kind = IncrementalJsonChoiceWriter
@@ -76,16 +87,18 @@ class _Response:
         "_headers",
         "_num_running",
         "_outputs",
+        "_request_id",
         "_started",
         "_usages",
         "formatter",
         "writer",
     )
 
-    def __init__(self, spec: RequestSpec, writer: AsgiWriter, headers: Headers) -> None:
+    def __init__(self, spec: RequestSpec, writer: AsgiWriter, headers: Headers, request_id: str) -> None:
         self.writer = writer
         self.formatter: ResponseFormatter = spec.formatter
         self._headers = headers
+        self._request_id = request_id
         self._started = False
         self._ended = False  # its last byte was written
         self._outputs: list[dict[str, Any]] = [{}] * spec.num_choices
@@ -124,11 +137,11 @@ class _Response:
         if self._ended:
             return
         self._ended = True
-        request_id = self._headers[0][1].decode()
         if self._started:
-            self.writer.body(self.formatter.format_error_event(error, request_id), more=False)
+            self.writer.body(self.formatter.format_error_event(error, self._request_id), more=False)
         else:
-            write_error(self.writer, error, self.formatter.format_error(error, request_id), self._headers)
+            body = self.formatter.format_error(error, self._request_id)
+            write_error(self.writer, error, body, self._headers)
 
 
 class StreamingChoiceWriter:
@@ -152,6 +165,9 @@ class StreamingChoiceWriter:
             # They come from the prompt at once, faster than any client could read them.
             self._writer.raise_backlog_limit(len(data))
             self._writer.body(self._format_opening() + data, more=True)
+
+    def write_vector(self, data: bytes) -> None:
+        pass
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
         if self._opened:
@@ -203,6 +219,9 @@ class JsonChoiceWriter:
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         self._prompt_logprobs += tokens
 
+    def write_vector(self, data: bytes) -> None:
+        pass
+
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
         self._texts.append(text)
         if token != NO_TOKEN:
@@ -239,6 +258,9 @@ class IncrementalJsonChoiceWriter:
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         pass
 
+    def write_vector(self, data: bytes) -> None:
+        pass
+
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
         self._formatter.format_delta(text, token, logprobs)
 
@@ -253,6 +275,51 @@ class IncrementalJsonChoiceWriter:
         self._response.fail(error)
 
 
+class VectorChoiceWriter:
+    """Writes one choice whose result is a vector. A request that ends without it, at its deadline or by an abort, fails."""
+
+    __slots__ = ("_formatter", "_index", "_response", "_vector")
+
+    def __init__(self, response: _Response, formatter: ChoiceFormatter, index: int) -> None:
+        self._response = response
+        self._formatter = formatter
+        self._index = index
+        self._vector = b""
+
+    def start(self, opened: StreamOpened) -> None:
+        pass
+
+    def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
+        pass
+
+    def write_vector(self, data: bytes) -> None:
+        self._vector = data
+
+    def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
+        pass
+
+    def finish(
+        self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
+    ) -> None:
+        if not self._vector:
+            self._response.fail(_incomplete(finish))
+            return
+        output = ChoiceOutput("", [], [], [], finish, self._vector)
+        self._response.finish_json_choice(self._index, self._formatter.format_full(output), usage)
+
+    def fail(self, error: RequestFailed) -> None:
+        self._response.fail(error)
+
+
+def _incomplete(finish: FinishReason) -> RequestFailed:
+    """Return the error of a request that ended before its vector was computed."""
+    if finish is FinishReason.TIMEOUT:
+        text = "the request's deadline passed before all vectors were computed; send fewer inputs, or allow more time"
+        return RequestFailed(0, REQUEST_TIMEOUT, "timeout_error", text, "request_timeout")
+    text = "the request was aborted before all vectors were computed"
+    return RequestFailed(0, CLIENT_CLOSED_REQUEST, "invalid_request_error", text, "aborted")
+
+
 class NullChoiceWriter:
     """Discards the output of a request whose client has disconnected, and whose end is still awaited."""
 
@@ -260,6 +327,9 @@ class NullChoiceWriter:
         pass
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
+        pass
+
+    def write_vector(self, data: bytes) -> None:
         pass
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:

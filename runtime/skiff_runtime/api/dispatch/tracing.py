@@ -29,6 +29,9 @@ _OPERATIONS: Final = {
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.GENERATE: "text_completion",
     Endpoint.RESPONSES: "chat",
+    Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.RERANK: "rerank",
+    Endpoint.SCORE: "score",
 }
 Attributes = dict[str, str | int | float | bool | list[str]]
 

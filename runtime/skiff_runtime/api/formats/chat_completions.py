@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from skiff_runtime.api.formats.chunks import ChunkWriter, decode_token_ids, format_usage, make_response_head
-from skiff_runtime.api.formats.logprobs import format_chat_logprobs
+from skiff_runtime.api.formats.logprobs import format_chat_logprobs, format_prompt_logprobs
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_prompt_options, make_text_options
@@ -44,7 +44,7 @@ def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
     text = make_text_options(body)
     return RequestSpec(
         prompts=[prompt],
-        sampling=model.make_sampling_spec(body, logprobs=num_logprobs),
+        sampling=model.make_sampling_spec(body, logprobs=num_logprobs, prompt_logprobs=body.prompt_logprobs),
         text=replace(text, skip_special_tokens=False) if plan.keeps_special_tokens else text,
         formatter=ChatResponseFormatter(
             model,
@@ -52,6 +52,7 @@ def prepare_chat(raw: bytes, model: ServedModel) -> RequestSpec:
             choices=copies,
             make_parser=plan.make_parser,
             return_token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
         ),
         stream=bool(body.stream),
         copies=copies,
@@ -85,7 +86,8 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
     """Writes one response. Without ``make_parser``, all text is content.
 
     With ``return_token_ids``, the response has ``prompt_token_ids``, and each choice or chunk the ``token_ids`` of its
-    tokens, as in vLLM.
+    tokens, as in vLLM. ``prompt_logprobs`` is the number of top log-probabilities of the prompt's tokens, None for no
+    log-probabilities. They stand beside the choices, which share the prompt.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
         choices: int = 1,
         make_parser: MakeOutputParser | None = None,
         return_token_ids: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._head = make_response_head(
             "chatcmpl", "chat.completion", model=model.name, fingerprint=model.fingerprint
@@ -106,6 +109,8 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
         self.make_parser = make_parser
         self.return_token_ids = return_token_ids
         self.prompt_fields: dict[str, Any] = {}
+        self._prompt_top = prompt_logprobs
+        self._prompt_logprobs: list[dict[str, Any] | None] = []
 
     def make_choice_formatter(self, index: int) -> "ChatChoiceFormatter":
         return ChatChoiceFormatter(self, index)
@@ -120,7 +125,14 @@ class ChatResponseFormatter(OpenAIErrorFormatter):
 
     def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         body = {**self._head, "choices": choices, "usage": format_usage(usage), **self.prompt_fields}
-        return encode_json(body)
+        return encode_json(
+            body if self._prompt_top is None else {**body, "prompt_logprobs": self._prompt_logprobs}
+        )
+
+    def note_prompt_logprobs(self, tokens: Sequence[TextLogprobs]) -> None:
+        """Keep the log-probabilities of the prompt, which come with each choice, and are the same."""
+        if self._prompt_top is not None and not self._prompt_logprobs:
+            self._prompt_logprobs = format_prompt_logprobs(tokens, self._prompt_top)
 
 
 class ChatChoiceFormatter:
@@ -173,6 +185,7 @@ class ChatChoiceFormatter:
         if self._parser is not None:
             deltas = [*deltas, *self._parser.finish()]
         self._note_tool_calls(deltas)
+        self._response.note_prompt_logprobs(output.prompt_logprobs)
         choice = {
             "index": self._index,
             "message": _format_message(deltas, is_parsed=self._parser is not None),

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from skiff_runtime.api.formats.chunks import ChunkWriter, decode_token_ids, format_usage, make_response_head
-from skiff_runtime.api.formats.logprobs import CompletionLogprobs, concatenate
+from skiff_runtime.api.formats.logprobs import (
+    CompletionLogprobs,
+    concatenate,
+    format_prompt_logprobs,
+    keep_top,
+)
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel, make_prompt_options, make_text_options
@@ -38,7 +43,8 @@ def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
             body.stream_options,
             choices=copies * len(body.prompt),
             copies=copies,
-            logprobs=body.logprobs is not None,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             echo=_echo(body),
             return_token_ids=bool(body.return_token_ids),
         ),
@@ -57,10 +63,11 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
 
     The echo of a prompt of token ids needs them even where ``logprobs`` is unset: they carry the tokens' texts.
     """
-    if not body.echo:
-        return None
     has_token_ids = any(isinstance(prompt, list) for prompt in body.prompt)
-    return 0 if body.logprobs is None and has_token_ids else body.logprobs
+    wanted = [body.prompt_logprobs]
+    if body.echo:
+        wanted += [body.logprobs, 0 if has_token_ids else None]
+    return max((each for each in wanted if each is not None), default=None)
 
 
 def _echo(body: CompletionRequest) -> "Echo | None":
@@ -84,7 +91,11 @@ class Echo:
 
 
 class CompletionResponseFormatter(OpenAIErrorFormatter):
-    """Writes one response. ``logprobs``: with the log-probabilities of its tokens, with ``echo`` also of the prompt's."""
+    """Writes one response.
+
+    ``logprobs`` is the number of top log-probabilities of its tokens, with ``echo`` also of the prompt's; None for no
+    log-probabilities. ``prompt_logprobs`` is that of the prompt's tokens in vLLM's field of this name.
+    """
 
     def __init__(
         self,
@@ -93,7 +104,8 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
         *,
         choices: int = 1,
         copies: int = 1,
-        logprobs: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         echo: Echo | None = None,
         return_token_ids: bool = False,
     ) -> None:
@@ -103,6 +115,7 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
         self.id: str = self._head["id"]
         self.chunks = ChunkWriter(self._head, options, choices=choices, copies=copies)
         self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
         self._copies = copies
         self._echo = echo
         self.prompt_token_ids: list[list[int]] | None = [[]] * choices if return_token_ids else None
@@ -136,18 +149,28 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
 class CompletionChoiceFormatter:
     """Writes one choice. Text without log-probabilities costs no more than filling an ``EventTemplate``."""
 
-    __slots__ = ("_chunks", "_index", "_logprobs", "_prompt_token_ids", "_template", "_token_ids")
+    __slots__ = (
+        "_chunks",
+        "_index",
+        "_logprobs",
+        "_prompt_token_ids",
+        "_prompt_top",
+        "_template",
+        "_token_ids",
+    )
 
     def __init__(self, response: CompletionResponseFormatter, index: int, prompt: str | None = "") -> None:
         """``prompt``: as in ``CompletionLogprobs``."""
         self._chunks = response.chunks
         self._index = index
-        self._logprobs = CompletionLogprobs(prompt) if response.logprobs else None
+        self._logprobs = None if response.logprobs is None else CompletionLogprobs(prompt)
+        self._prompt_top = response.prompt_logprobs
         self._prompt_token_ids = response.prompt_token_ids
         self._token_ids: list[int] | None = None if response.prompt_token_ids is None else []
         """The tokens since the last event, for the next one."""
         self._template = None
-        if not (response.logprobs or response.chunks.continuous_usage or self._token_ids is not None):
+        has_extras = response.logprobs is not None or self._token_ids is not None
+        if not (has_extras or response.chunks.continuous_usage):
             self._template = response.chunks.make_template(self._choice)
 
     def format_opening(self) -> bytes:
@@ -174,7 +197,13 @@ class CompletionChoiceFormatter:
     def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
         logprobs = self._format_logprobs(output.logprobs)
         choice = self._choice(output.text, logprobs=logprobs, finish_reason=output.finish_reason)
-        return choice | self._all_token_ids(output.token_ids)
+        return choice | self._all_token_ids(output.token_ids) | self._format_prompt(output)
+
+    def _format_prompt(self, output: ChoiceOutput) -> dict[str, Any]:
+        """Return the field of the prompt's log-probabilities, if the request has asked for it."""
+        if self._prompt_top is None:
+            return {}
+        return {"prompt_logprobs": format_prompt_logprobs(output.prompt_logprobs, self._prompt_top)}
 
     def _take_token_ids(self) -> dict[str, list[int]]:
         """Return the field with the tokens since the last event, and with the first one also the prompt's."""
@@ -214,7 +243,7 @@ class CompletionChoiceFormatter:
 class EchoChoiceFormatter(CompletionChoiceFormatter):
     """Writes a choice that begins with its prompt."""
 
-    __slots__ = ("_decoder", "_has_output", "_prompt_length", "_prompt_only", "_text")
+    __slots__ = ("_decoder", "_echo_top", "_has_output", "_prompt_length", "_prompt_only", "_text")
 
     def __init__(
         self, response: CompletionResponseFormatter, index: int, text: str | None, *, prompt_only: bool
@@ -222,6 +251,7 @@ class EchoChoiceFormatter(CompletionChoiceFormatter):
         super().__init__(response, index, text)
         self._text = text
         self._prompt_only = prompt_only
+        self._echo_top = response.logprobs or 0
         self._prompt_length = 0
         self._has_output = False
         # The bytes of one character may be spread over several tokens.
@@ -261,11 +291,12 @@ class EchoChoiceFormatter(CompletionChoiceFormatter):
             text, tokens, finish_reason = "", [], FinishReason.LENGTH
         logprobs = None
         if self._logprobs is not None:
-            of_prompt = self._logprobs.format_prompt(output.prompt_logprobs)
+            of_prompt = self._logprobs.format_prompt(keep_top(output.prompt_logprobs, self._echo_top))
             self._logprobs.begin_output(len(prompt))
             logprobs = concatenate([of_prompt, self._logprobs.format_output(tokens)])
         choice = self._choice(prompt + text, logprobs=logprobs, finish_reason=finish_reason)
-        return choice | self._all_token_ids([] if self._prompt_only else output.token_ids)
+        token_ids = self._all_token_ids([] if self._prompt_only else output.token_ids)
+        return choice | token_ids | self._format_prompt(output)
 
     def _echoed_text(self, tokens: Sequence[TextLogprobs]) -> str:
         """Return the part of the prompt to show with the log-probabilities of its next tokens.

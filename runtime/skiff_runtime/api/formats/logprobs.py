@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from skiff_runtime.messages import TextLogprobs, TokenText
 
 MIN_LOGPROB: Final = -9999.0
@@ -36,6 +38,33 @@ def token_text(token: TokenText, bytes_prefix: str = "") -> str:
 def json_logprob(logprob: float) -> float | None:
     """Return a value that JSON can represent; None for NaN, which marks the first token of a prompt."""
     return None if math.isnan(logprob) else max(logprob, MIN_LOGPROB)
+
+
+def format_prompt_logprobs(tokens: Sequence[TextLogprobs], top: int) -> list[dict[str, Any] | None]:
+    """Return the ``prompt_logprobs`` of a response in vLLM's shape: for each token, the ``top`` ones and its own, by id.
+
+    No token predicts the first one, so it has None.
+    """
+    return [
+        None if math.isnan(each.chosen.logprob) else _format_prompt_position(each, top) for each in tokens
+    ]
+
+
+def _format_prompt_position(token: TextLogprobs, top: int) -> dict[str, Any]:
+    ranked = [(one, rank) for rank, one in enumerate(token.top[:top], start=1)]
+    return {
+        str(one.token): {
+            "logprob": json_logprob(one.logprob),
+            "rank": rank,
+            "decoded_token": token_text(one),
+        }
+        for one, rank in ((token.chosen, token.rank), *ranked)
+    }
+
+
+def keep_top(tokens: Sequence[TextLogprobs], count: int) -> list[TextLogprobs]:
+    """Return log-probabilities with at most ``count`` of the most likely tokens."""
+    return [replace(each, top=each.top[:count]) if len(each.top) > count else each for each in tokens]
 
 
 class CompletionLogprobs:

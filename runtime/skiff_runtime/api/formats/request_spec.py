@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     ChatPrompt,
     FinishReason,
     Grammar,
+    PoolingSpec,
     PromptOptions,
     RequestFailed,
     SamplingSpec,
@@ -37,7 +38,7 @@ class ChoiceOutput(NamedTuple):
     """The complete output of one choice.
 
     ``logprobs`` has an entry for each of its tokens, ``prompt_logprobs`` one for each token of the prompt; each is empty
-    unless the request asks for it.
+    unless the request asks for it. With pooling, ``vector`` is the result: bytes of ``Wire.VECTOR``.
     """
 
     text: str
@@ -45,6 +46,7 @@ class ChoiceOutput(NamedTuple):
     logprobs: list[TextLogprobs]
     prompt_logprobs: list[TextLogprobs]
     finish_reason: FinishReason
+    vector: bytes = b""
 
 
 class ChoiceFormatter(Protocol):
@@ -107,7 +109,7 @@ class RequestSpec:
 
     ``is_incremental``: the formatter gets each row as it comes also where the response is not streamed. ``user`` is the
     end user that the client names, for the log. The request shares cached prefixes only with requests
-    that have the same ``cache_salt``.
+    that have the same ``cache_salt``. With ``pooling`` each prompt yields a vector, and nothing is generated.
     """
 
     prompts: Sequence[Prompt]
@@ -122,6 +124,7 @@ class RequestSpec:
     user: str | None = None
     cache_salt: str | None = None
     prompt_options: PromptOptions = PromptOptions()
+    pooling: PoolingSpec | None = None
 
     @property
     def num_choices(self) -> int:

@@ -6,11 +6,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from skiff_runtime import contract
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.schemas.request_bodies import SamplingFields
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
-from skiff_runtime.messages import PromptOptions, SamplingSpec, TextOptions
+from skiff_runtime.messages import PoolingSpec, PromptOptions, SamplingSpec, TextOptions
 from skiff_runtime.models.config import SamplingDefaults
+from skiff_runtime.models.embedding_config import EmbeddingConfig
+from skiff_runtime.models.scoring import choose_rerank_template
 from skiff_runtime.processes.launch import Launch
 from skiff_runtime.sse import encode_json
 from skiff_runtime.version import __version__
@@ -24,7 +27,8 @@ class ServedModel:
     """The model's name, limits and defaults.
 
     ``fingerprint`` is the ``system_fingerprint`` of responses: equal where version, model and configuration are equal.
-    ``is_strict``: requests may not send hints.
+    ``is_strict``: requests may not send hints. ``rerank_template`` names the prompt by which pairs of texts are judged; without one, scores are similarities of
+    embeddings. A model that is ``embedding_only`` does not generate.
     """
 
     name: str
@@ -34,6 +38,9 @@ class ServedModel:
     defaults: SamplingDefaults
     output_format: OutputFormat = OutputFormat()
     is_strict: bool = False
+    embedding: EmbeddingConfig = EmbeddingConfig(size=0)
+    rerank_template: str | None = None
+    embedding_only: bool = False
 
     @staticmethod
     def from_launch(launch: Launch) -> "ServedModel":
@@ -46,8 +53,11 @@ class ServedModel:
             vocab_size=launch.model.vocab_size,
             max_model_len=max_model_len,
             defaults=launch.model.sampling,
+            embedding=launch.model.embedding.with_pooling_type(launch.config.pooling_type),
             output_format=OutputFormat.from_launch(launch),
             is_strict=launch.config.strict,
+            rerank_template=choose_rerank_template(launch.config, launch.model),
+            embedding_only=launch.model.embedding_only,
         )
 
     def check_model_name(self, name: str | None) -> None:
@@ -57,6 +67,20 @@ class ServedModel:
                 f"the model {name[:200]!r} is not served here; the served model is {self.name!r}",
                 param="model",
             )
+
+    def check_generates(self) -> None:
+        """Raise ``InvalidRequest`` if the model only embeds."""
+        if self.embedding_only:
+            raise InvalidRequest(
+                f"{self.name!r} has no output head: it computes embeddings, at {contract.PATH_EMBEDDINGS}, and does not "
+                "generate text",
+                param="model",
+                code="model_not_generative",
+            )
+
+    def make_embedding_spec(self) -> PoolingSpec:
+        """Return the pooling of embeddings. Raises ``InvalidRequest`` if the model's own is not supported."""
+        return self.embedding.make_pooling_spec()
 
     def make_sampling_spec(
         self, body: SamplingFields, *, logprobs: int | None = None, prompt_logprobs: int | None = None

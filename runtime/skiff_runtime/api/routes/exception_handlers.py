@@ -22,6 +22,7 @@ _GENERATION_PATHS: Final = ", ".join(
         contract.PATH_GENERATE,
     )
 )
+_POOLING_PATHS: Final = ", ".join((contract.PATH_EMBEDDINGS, contract.PATH_RERANK, contract.PATH_SCORE))
 _MAX_SHOWN_CHARACTERS: Final = 200
 _FAILURES: Final = (500, 504)
 """Statuses of accepted requests that failed, which are not rejections."""
@@ -50,7 +51,8 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
             return _make_response(
                 request,
                 InvalidRequest(
-                    f"there is no {path}: this server generates text only, at {_GENERATION_PATHS}; "
+                    f"there is no {path}: this server generates text, at {_GENERATION_PATHS}, and computes embeddings "
+                    f"and scores of texts, at {_POOLING_PATHS}; "
                     f"GET {contract.PATH_DOCS} lists every path",
                     code="not_found",
                 ),

@@ -117,10 +117,12 @@ class GenerationEndpoint:
             raw = await self._body.read(scope["headers"], receive)
             principal = get_principal(scope)
             spec = self._prepare(raw, self._model, principal)
+            if spec.pooling is None:
+                self._model.check_generates()
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
                 spec,
-                make_choice_writers(spec, exchange.writer, exchange.headers),
+                make_choice_writers(spec, exchange.writer, exchange.headers, request_id=exchange.id),
                 RequestMetadata(
                     request_id=exchange.id,
                     endpoint=self._name,
@@ -181,7 +183,7 @@ class _Exchange:
         self._task.cancel()
 
 
-async def _document_headers(
+async def document_headers(
     x_request_timeout_seconds: Annotated[
         Annotated[float, Field(gt=0, le=MAX_DEADLINE_SECONDS)] | SkipJsonSchema[None],
         Header(description="Ends the request after this many seconds."),
@@ -226,7 +228,7 @@ def make_generation_router(error: type[BaseModel] = ErrorResponse) -> APIRouter:
     """Return a router of routes that document generation endpoints, whose errors have the shape ``error``."""
     return APIRouter(
         tags=["generation"],
-        dependencies=[Depends(_document_headers)],
+        dependencies=[Depends(document_headers)],
         responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504, error=error),
     )
 

@@ -676,6 +676,7 @@ class OpenAIRequestFields(SamplingFields, StructuredOutputFields, HintFields):
     logits_processors: Annotated[NullOrEmpty, Refused("use 'logit_bias', 'bad_words' or a grammar")] = None
     kv_transfer_params: Annotated[None, Refused("remove it; prompts are computed where they are sent")] = None
     vllm_xargs: Annotated[NullOrEmpty, Refused("remove it")] = None
+    prompt_logprobs: NumLogprobs | None = None
 
     @property
     def end_user(self) -> str | None:
@@ -683,6 +684,11 @@ class OpenAIRequestFields(SamplingFields, StructuredOutputFields, HintFields):
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "prompt_logprobs",
+                "'prompt_logprobs' are returned with a whole response only; remove 'stream'",
+            )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "'stream_options' needs \"stream\": true")
         return self

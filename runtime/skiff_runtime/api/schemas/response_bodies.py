@@ -83,6 +83,18 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
+class PromptLogprob(BaseModel):
+    """A token at a position of the prompt; `rank` is 1 for the most likely one."""
+
+    logprob: float | None
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, log-probabilities by token ID; null for the first token."""
+
+
 class ChatCompletionResponse(BaseModel):
     """A chat completion."""
 
@@ -92,6 +104,7 @@ class ChatCompletionResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -130,6 +143,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobsColumns | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(BaseModel):
