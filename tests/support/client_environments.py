@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,15 +30,17 @@ class InstallError(Exception):
 class Client:
     """A client of the suite: where it comes from, and what it has to do.
 
-    ``packages`` are requirements for pip, ``without`` the names of their dependencies that are left out, ``npm`` the
-    names of packages in package.json. ``scenarios`` are the names that ``program`` must report, in its order.
+    ``packages`` are requirements for pip. Of their dependencies, ``borrowed`` are not installed but taken from the
+    environment of the suite, and ``omitted`` are left out. ``npm`` are names of packages in package.json. ``scenarios``
+    are the names that ``program`` must report, in its order.
     """
 
     name: str
     program: str
     scenarios: Sequence[str]
     packages: Sequence[str] = ()
-    without: Sequence[str] = ()
+    borrowed: Sequence[str] = ()
+    omitted: Sequence[str] = ()
     npm: Sequence[str] = ()
 
     @property
@@ -72,7 +75,8 @@ class Environments:
         return [str(python), str(CLIENTS / "programs" / client.program)], {"PATH": _path(paths)}
 
     def _virtual_environment(self, client: Client) -> Path:
-        wanted = [self.published_before, self.uv_version, sys.version, *client.packages, *client.without]
+        absent = [*client.borrowed, *client.omitted]
+        wanted = [self.published_before, self.uv_version, sys.version, *client.packages, *absent]
         directory = self.directory / f"{client.name}-{_digest(*wanted)}"
         is_whole = (
             directory / "installed"
@@ -81,13 +85,16 @@ class Environments:
             return directory
         uv = str(self._uv())
         overrides = self.directory / f"{client.name}.overrides"
-        overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in client.without))
+        overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in absent))
         # A cache on the same file system gives its files to all environments as hard links.
         environment = {"UV_CACHE_DIR": str(self.directory / "uv-cache")}
         _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(directory)], environment)
         install = [uv, "pip", "install", "--quiet", "--python", str(directory / "bin/python")]
         install += ["--exclude-newer", self.published_before, "--overrides", str(overrides), *client.packages]
         _run(install, environment)
+        if client.borrowed:  # found last: whatever the client has installed itself comes first
+            [packages] = directory.glob("lib/python*/site-packages")
+            (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
         is_whole.touch()
         return directory
 

@@ -17,18 +17,19 @@ def claude(prompt: str, *flags: str) -> str:
 
 
 def chat() -> None:
-    printed = claude(skiff.QUESTION)
+    # With all of its tools, Claude Code writes lists of agents and skills after the prompt, where the model looks.
+    printed = claude(skiff.QUESTION, "--tools", "Bash")
     skiff.check("A pod is the smallest unit" in printed, printed)
 
 
 def call_tool() -> None:
-    printed = claude("Add up, Claude.", "--allowedTools", "Bash")
+    printed = claude("Add up.", "--allowedTools", "Bash")
     skiff.check("The shell says 42." in printed, printed)
 
 
 def stream() -> None:
-    flags = ("--output-format", "stream-json", "--verbose", "--include-partial-messages")
-    printed = claude(skiff.QUESTION, *flags)
+    flags = ("--tools", "Bash", "--output-format", "stream-json", "--verbose", "--include-partial-messages")
+    printed = claude("Add up, Claude.", "--allowedTools", "Bash", *flags)
     events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     kinds = {event["event"]["type"] for event in events if event["type"] == "stream_event"}
     skiff.check({"message_start", "content_block_delta", "message_stop"} <= kinds, printed)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import scenarios as skiff
 
-DOCUMENTS = [{"question": "A pod", "choices": [" runs containers", " flies"], "answer": 0}] * 3
+DOCUMENTS = [{"question": "Hello! I am the Skiff demo", "choices": [" model.", " mode"], "answer": 0}] * 3
 CHOICE_TASK = """
 task: pods_choice
 dataset_path: json
