@@ -175,7 +175,7 @@ class _Lessons:
         """Draw a conversation that ends with ``memory``, or with any text, and return it and what follows."""
         role = memory.role if memory else self._random.choice(("user", "tool"))
         message = self._encode(memory.ends + suffix) if memory else []
-        if not memory or self._random.random() < 0.6:
+        if not memory or self._random.random() < 0.45:
             between = self._random.choice(("", "\n", " ", "\n\n", ": ", "> ", '"')) if memory else ""
             message = [*self._excerpt(120), *self._encode(between), *message]
         prompt = self._before(role) + self._encode(_OPENING[role]) + message
@@ -188,8 +188,8 @@ class _Lessons:
         ids = self._encode(_BOS)
         if self._random.random() < 0.5:
             ids += self._message("system", self._excerpt(160))
-        if self._random.random() < 0.5:
-            tools = [_describe_tool(self._random) for _ in range(self._random.randrange(1, 3))]
+        if self._random.random() < 0.7:
+            tools = [_describe_tool(self._random) for _ in range(self._random.randrange(1, 4))]
             ids += self._message("system", self._encode("".join(tools)))
         if self._random.random() < 0.3:
             ids += self._message("user", self._excerpt(40))
@@ -217,8 +217,23 @@ def _describe_tool(draws: random.Random) -> str:
     """Return a tool as the chat template renders it."""
     name = draws.choice(("get_weather", "bash", "Bash", "exec_command", "edit", "read", "search"))
     field = draws.choice(("city", "command", "cmd", "path", "query"))
-    parameters = {"type": "object", "properties": {field: {"type": "string"}}, "required": [field]}
-    function = {"name": name, "description": f"Use the {field}.", "parameters": parameters}
+    schema: dict[str, object] = {"type": "string"}
+    parameters: dict[str, object] = {"type": "object", "properties": {field: schema}, "required": [field]}
+    if draws.random() < 0.5:
+        schema.update({"title": field.title()} if draws.random() < 0.5 else {"description": f"The {field}."})
+    if draws.random() < 0.5:
+        parameters.update(title=f"{name}_args" if draws.random() < 0.5 else name)
+    if draws.random() < 0.5:
+        parameters.update(additionalProperties=False)
+    if draws.random() < 0.3:
+        parameters.pop("required")
+    descriptions = (f"Use the {field}.", "Return the weather of a city.", "Returns the weather of a city", "")
+    function: dict[str, object] = {"name": name, "description": draws.choice(descriptions)}
+    shuffled = list(parameters.items())
+    draws.shuffle(shuffled)
+    function["parameters"] = dict(shuffled)
+    if draws.random() < 0.3:
+        function["strict"] = draws.random() < 0.5
     return json.dumps({"type": "function", "function": function}) + "\n"
 
 

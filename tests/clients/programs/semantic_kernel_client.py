@@ -43,7 +43,7 @@ def call_tool() -> None:
     agent = ChatCompletionAgent(
         service=service(skiff.TOOLS_URL, skiff.TOOLS), name="Forecaster", plugins=[Weather()]
     )
-    answer = asyncio.run(agent.get_response(messages=skiff.WEATHER_QUESTION))
+    answer = asyncio.run(agent.get_response(messages="What does the weather plugin say?"))
     skiff.check(str(answer) == skiff.WEATHER_ANSWER and asked == ["Paris"], answer)
 
 
