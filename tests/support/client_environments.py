@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 CLIENTS: Final = Path(__file__).parents[1] / "clients"
-CACHE: Final = Path(os.environ.get("SKIFF_CLIENTS_CACHE", Path.home() / ".cache/skiff-clients"))
+CACHE: Final = Path(os.environ.get("SKIFF_TEST_CLIENTS_CACHE", Path.home() / ".cache/skiff-clients"))
 _PACKAGE_JSON: Final = CLIENTS / "package.json"
 _INSTALL_SECONDS: Final = 900
 _MIN_NODE: Final = 20
