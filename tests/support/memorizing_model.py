@@ -61,8 +61,8 @@ _CHAT_TEMPLATE: Final = """\
 {{- '<|' + message['role'] + '|>' + text(message['content']) -}}
 {%- for call in message['tool_calls'] or [] -%}
 {%- set arguments = call['function']['arguments'] -%}
-{{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' -}}
-{{- (arguments if arguments is string else arguments | tojson) + '}</tool_call>' -}}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|/' + message['role'] + '|>' -}}
 {%- endfor -%}
@@ -80,13 +80,13 @@ class Memory:
 
 
 def read_memories(path: Path = MEMORIZED) -> list[Memory]:
-    """Read the table of what the model memorizes; a ``call`` is written in the Hermes format."""
+    """Read the table of what the model memorizes; a ``call`` is written in the Hermes format, as grammars enforce it."""
     found = []
     for row in tomllib.loads(path.read_text())["memory"]:
         written = row.get("answer", "")
         if "call" in row:
             call = json.dumps({"name": row["call"], "arguments": row["arguments"]})
-            written += f"<tool_call>{call}</tool_call>"
+            written += f"<tool_call>\n{call}\n</tool_call>"
         found.append(Memory(row["role"], row["ends"], written))
     return found
 
