@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
-TEST_FLAGS := -m "not e2e and not gpu and not matrix and not soak and not checkpoint and not clients" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
@@ -27,7 +27,7 @@ TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharde
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,16 @@ test-latest: ## The same tests on the newest versions that pyproject.toml allows
 	@$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
 	$(CLUSTER) tools
 	$(LATEST)/bin/pytest $(TEST_FLAGS) $(PYTEST_ARGS)
+
+browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	@test -n "$${SKIFF_TEST_CHROMIUM:-}" || command -v chromium > /dev/null || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium fonts-dejavu-core; }
+
+test-browser: browser ## The home page in headless Chromium, from Debian's packages or $$SKIFF_TEST_CHROMIUM
+	$(PYTEST) -m browser tests/browser $(PYTEST_ARGS)
+
+screenshots: browser ## Take the screenshots of docs/guide
+	PYTHONPATH=tests/support $(BIN)/python tests/browser/take_screenshots.py
 
 matrix: setup ## Token parity with transformers over the full product of engine settings
 	$(PYTEST) -m matrix -n $(TEST_WORKERS) $(PYTEST_ARGS)

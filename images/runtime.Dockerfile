@@ -1,6 +1,6 @@
 # The model server. BASE is an image with Python 3.11 or later as `python3` and torch, such as pytorch/pytorch for CUDA
 # (torch 2.9 or later), or the torch-cpu stage of base.Dockerfile (2.6 or later).
-# EXTRAS="runtime gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
+# EXTRAS="runtime fast gpu" adds the CUDA attention kernels. PREBUILD names models (shape://qwen3-14b hf://org/name) whose GPU
 # kernels are compiled into the image, for compute capability ARCH and each number of ranks in TP ("1 4"). This needs a C
 # compiler and Python's headers, but no GPU; if there is nvcc, FlashInfer's kernels are included. COMPILER is an image with
 # these and the same Python and torch, for a BASE without them: the resulting image then needs no compiler.
@@ -15,7 +15,7 @@ RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf \
 
 # A stage of its own, so that an edit of pyproject.toml that changes no requirement does not reinstall everything.
 FROM build AS requirements
-ARG EXTRAS=runtime
+ARG EXTRAS="runtime fast"
 WORKDIR /source
 COPY pyproject.toml constraints.txt images/requirements.py ./
 RUN /opt/build/bin/python requirements.py /requirements ${EXTRAS}

@@ -1,4 +1,4 @@
-"""The ``skiff`` command: serve, chat, info, fetch, prebuild and bench."""
+"""The ``skiff`` command: serve, chat, info, fetch, prebuild, tune, bench and complete."""
 
 import argparse
 import importlib
@@ -9,7 +9,7 @@ from typing import Final
 
 from skiff_runtime import log
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
-from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_USAGE
+from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAILED, EXIT_OK, EXIT_USAGE
 from skiff_runtime.errors import ConfigError, FetchError, SkiffError
 from skiff_runtime.version import __version__
 
@@ -41,6 +41,16 @@ examples:
   skiff serve --model /models/llama --tp 2        a local directory, over two ranks
 """
 
+SHELLS: Final = ("bash", "zsh", "fish")
+_COMPLETE_HELP: Final = """\
+Print the script with which a shell completes commands, flags and their values.
+
+to install it:
+  skiff complete bash > ~/.local/share/bash-completion/completions/skiff
+  skiff complete zsh > ~/.zfunc/_skiff        with fpath+=(~/.zfunc) before compinit in .zshrc
+  skiff complete fish > ~/.config/fish/completions/skiff.fish
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command of ``argv`` and return its exit code. Errors become one line on stderr."""
@@ -62,7 +72,9 @@ def _print_error(error: SkiffError, code: int) -> int:
     return code
 
 
-def _make_parser(words: list[str]) -> Parser:
+def _make_parser(words: list[str] | None) -> Parser:
+    """Return the parser for a command line; None: with the flags of every command, which imports all their modules."""
+    first, second = (None, None) if words is None else (words[:1], words[1:2])
     parser = Parser(prog="skiff", description="Serve large language models, and chat with them.")
     parser.add_argument("--version", action="version", version=f"skiff {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -75,41 +87,56 @@ def _make_parser(words: list[str]) -> Parser:
     add_config_arguments(serve)
     serve.set_defaults(command=_serve)
     _add_lazy_command(
-        commands, words[:1], "chat", "chat with a served model in the terminal", "skiff_runtime.shell"
+        commands, first, "chat", "chat with a served model in the terminal", "skiff_runtime.shell"
     )
     _add_lazy_command(
-        commands, words[:1], "info", "describe a model, and check whether it fits a GPU", "skiff_runtime.info"
+        commands, first, "info", "describe a model, and check whether it fits a GPU", "skiff_runtime.info"
     )
-    _add_lazy_command(commands, words[:1], COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
+    _add_lazy_command(commands, first, COMMAND_FETCH, "download an hf:// model", "skiff_runtime.fetch")
     _add_lazy_command(
         commands,
-        words[:1],
+        first,
         "prebuild",
         "compile GPU kernels ahead of time, without a GPU",
         "skiff_runtime.prebuild.command",
     )
     _add_lazy_command(
-        commands, words[:1], "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
+        commands, first, "tune", "measure tuned kernel numbers on this GPU", "skiff_runtime.tune.command"
     )
-    if words[:1] == ["bench"] and words[1:2] and (new := _RENAMED_BENCHMARKS.get(words[1])):
+    complete = commands.add_parser(
+        "complete",
+        help="print the completion script of a shell",
+        description=_COMPLETE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    complete.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    complete.set_defaults(command=_complete)
+    if words and words[0] == "bench" and words[1:2] and (new := _RENAMED_BENCHMARKS.get(words[1])):
         raise ConfigError(f"bench {words[1]} is now bench {new}; see skiff bench --help")
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, (module, text) in _BENCHMARKS.items():
-        _add_lazy_command(kinds, words[1:2], name, text, f"skiff_runtime.bench.{module}")
+        _add_lazy_command(kinds, second, name, text, f"skiff_runtime.bench.{module}")
     return parser
 
 
 def _add_lazy_command(
-    commands: "argparse._SubParsersAction[Parser]", words: list[str], name: str, text: str, module: str
+    commands: "argparse._SubParsersAction[Parser]", words: list[str] | None, name: str, text: str, module: str
 ) -> None:
-    """Add a command whose module is imported only if this command is the one to run."""
+    """Add a command whose module is imported only if ``words`` says that it is to run, or is None."""
     parser = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if words == [name]:
+    if words is None or words == [name]:
         loaded = importlib.import_module(module)
         parser.description = loaded.__doc__
         loaded.add_arguments(parser)
         parser.set_defaults(command=loaded.run)
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    from skiff_runtime.completion import write_completion
+
+    print(write_completion(_make_parser(None), arguments.shell))
+    return EXIT_OK
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -121,6 +121,13 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class ResponseNotFound(RequestError):
+    """The request names a response, or an item of one, that is not stored here."""
+
+    status = 404
+    code = "response_not_found"
+
+
 class QueueFull(RequestError):
     """Too many requests or prompt tokens wait already; the client may retry."""
 

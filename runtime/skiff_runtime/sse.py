@@ -15,9 +15,10 @@ _FIELD: Final = b"data:"
 encode_json: Final = msgspec.json.Encoder().encode
 
 
-def encode_event(value: Any) -> bytes:
-    """Return an event with ``value`` as JSON."""
-    return b"data: " + encode_json(value) + b"\n\n"
+def encode_event(value: Any, name: str = "") -> bytes:
+    """Return an event with ``value`` as JSON; ``name`` is its type, "" for none."""
+    head = f"event: {name}\ndata: ".encode() if name else b"data: "
+    return head + encode_json(value) + b"\n\n"
 
 
 class EventTemplate:
@@ -25,9 +26,9 @@ class EventTemplate:
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, event: dict[str, Any], placeholder: str) -> None:
-        """``event`` contains ``placeholder`` exactly once, as the value to be replaced."""
-        before, found, after = encode_event(event).partition(encode_json(placeholder))
+    def __init__(self, event: dict[str, Any], placeholder: str, name: str = "") -> None:
+        """``event`` contains ``placeholder`` exactly once, as the value to be replaced. ``name``: as of ``encode_event``."""
+        before, found, after = encode_event(event, name).partition(encode_json(placeholder))
         assert found and encode_json(placeholder) not in after, placeholder
         self._before = before
         self._after = after

@@ -19,18 +19,57 @@ SPECIAL = (PAD, BOS, EOS, END, *(f"<|{role}|>" for role in ROLES))
 CONTEXT_TOKENS = 2048
 
 CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+{%- if content is string -%}
+{{- content | trim -}}
+{%- elif content -%}
+{%- for part in content if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- macro signature(function) -%}
+{%- set schema = function['parameters'] or {} -%}
+{%- set required = schema['required'] or [] -%}
+{{- function['name'] + '(' -}}
+{%- for name, member in (schema['properties'] or {}).items() -%}
+{{- name -}}
+{%- if name not in required -%}{{- '?' -}}{%- endif -%}
+{%- if member['type'] is string and member['type'] != 'string' -%}{{- ': ' + member['type'] -}}{%- endif -%}
+{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}
+{%- endfor -%}
+{{- ')' -}}
+{%- set description = (function['description'] or '') | trim -%}
+{%- if description -%}{{- ': ' + description -}}{%- endif -%}
+{%- endmacro -%}
+{%- macro signatures() -%}
+{{- 'Tools:' -}}
+{%- for tool in tools -%}{{- '\\n' + signature(tool['function']) -}}{%- endfor -%}
+{%- endmacro -%}
 {{- bos_token -}}
+{%- if tools and messages[0]['role'] != 'system' -%}
+{{- '<|system|>' + signatures() + '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message['role'] not in ('system', 'user', 'assistant') -%}
-{{- raise_exception('The role of a message must be system, user or assistant.') -}}
+{%- if message['role'] == 'tool' -%}
+{{- '\\n' if loop.previtem and loop.previtem['role'] == 'tool' else '<|user|>' -}}
+{{- '<tool_response>' + text(message['content']) + '</tool_response>' -}}
+{%- if loop.last or loop.nextitem['role'] != 'tool' -%}{{- '<|end|>' -}}{%- endif -%}
+{%- elif message['role'] in ('system', 'user', 'assistant') -%}
+{%- set content = text(message['content']) -%}
+{{- '<|' + message['role'] + '|>' + content -}}
+{%- if tools and loop.first and message['role'] == 'system' -%}
+{{- ('\\n' if content else '') + signatures() -}}
 {%- endif -%}
-{{- '<|' + message['role'] + '|>' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] | trim -}}
-{%- else -%}
-{%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endfor -%}
-{%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\\n' if content or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' -}}
+{%- set arguments = call['function']['arguments'] -%}
+{{- arguments if arguments is string else arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|end|>' -}}
+{%- else -%}
+{{- raise_exception('The role of a message must be system, user, assistant or tool.') -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """

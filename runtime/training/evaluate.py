@@ -2,7 +2,9 @@
 
 Sets: `trained` (a sanity check), `template` (held-out variants of the templates), `choose` and `report` (written by hand;
 configurations are chosen by the first, the second is only reported), `off-topic` (words never trained on), `late` (after
-a long chat), and `sampled` (the template set at temperature 0.7).
+a long chat), and `sampled` (the template set at temperature 0.7). With tools offered: `tool-calls` (questions that need
+one or two calls, with wordings and names that training never shows), `tool-answers` (the sentences after the results), and
+`tool-plain` (questions that need none of the offered tools).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,16 @@ from build_tokenizer import BOS, END, MODEL
 from conversations import Message, conversation, off_topic_question
 from corpus import facts, off_topic, phrasing, written_questions
 from tokenizers import Tokenizer
+from tool_use import (
+    Tool,
+    ToolQuestion,
+    absent_call,
+    calls_text,
+    offered,
+    parallel_calls,
+    single_call,
+    system_text,
+)
 from transformers import LlamaForCausalLM
 
 from skiff_runtime.engine.cpu import avoid_trapping_amx
@@ -26,6 +39,7 @@ from skiff_runtime.engine.cpu import avoid_trapping_amx
 MAX_NEW_TOKENS = 200
 BATCH = 64
 SETS = ["trained", "template", "choose", "report", "off-topic", "late", "sampled"]
+TOOL_SETS = ["tool-calls", "tool-answers", "tool-plain"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,43 @@ def late_cases(count: int) -> list[Case]:
         while len(history) < 16 or history[0].content in phrasing()["brief"]:
             history = conversation(rng)
         cases.append(Case((*history, *case.messages), case.expected))
+    return cases
+
+
+def offering(tools: list[Tool], *messages: Message) -> tuple[Message, ...]:
+    """A chat whose system message lists the tools."""
+    return (Message("system", system_text("", [tool.to_openai() for tool in tools])), *messages)
+
+
+def tool_questions(count: int) -> list[tuple[list[Tool], ToolQuestion]]:
+    """Questions with words and names that training never shows: nine in ten need one call, the others two."""
+    rng = random.Random(4)
+    return [
+        (tools, (single_call if index % 10 else parallel_calls)(tools, rng, held_out=True))
+        for index, tools in enumerate(offered(rng) for _ in range(count))
+    ]
+
+
+def tool_call_cases(count: int) -> list[Case]:
+    return [
+        Case(offering(tools, *drawn.turn()[:1]), calls_text(drawn.calls))
+        for tools, drawn in tool_questions(count)
+    ]
+
+
+def tool_answer_cases(count: int) -> list[Case]:
+    return [Case(offering(tools, *drawn.turn()[:3]), drawn.answer) for tools, drawn in tool_questions(count)]
+
+
+def tool_plain_cases(count: int) -> list[Case]:
+    """Held-out questions that need no tool, and for every fourth a question that needs one that is not offered."""
+    rng = random.Random(5)
+    cases = []
+    for index, case in enumerate(template_cases(count, trained=False)):
+        tools = offered(rng)
+        if index % 4 == 0:
+            case = asked(*absent_call(tools, rng, held_out=True))
+        cases.append(Case(offering(tools, *case.messages), case.expected))
     return cases
 
 
@@ -141,16 +192,43 @@ class Speaker:
         return found
 
 
+def is_whole_call(answer: str) -> bool:
+    """True if the answer is one or more calls and nothing else, each with a name and an object of arguments."""
+    calls = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", answer, re.DOTALL)
+    if calls is None:
+        return False
+    try:
+        objects = [json.loads(text) for text in calls[1].split("\n</tool_call>\n<tool_call>\n")]
+    except ValueError:
+        return False
+    return all(
+        isinstance(each, dict)
+        and list(each) == ["name", "arguments"]
+        and isinstance(each["name"], str)
+        and isinstance(each["arguments"], dict)
+        for each in objects
+    )
+
+
+def whole_answers(name: str) -> Callable[[str], bool]:
+    """The predicate of an unbroken answer: a call, a sentence about a result, or some answer of the corpus."""
+    if name == "tool-calls":
+        return is_whole_call
+    if name == "tool-answers":
+        return lambda answer: answer.endswith(".") and "<" not in answer
+    known = {text for fact in facts().values() for text in (fact.answer, fact.more, fact.first_sentence)}
+    known.add(off_topic()["answer"])
+    return known.__contains__
+
+
 def report(name: str, cases: list[Case], answers: list[str], *, show: int) -> dict[str, float]:
-    """Prints the share of exact answers and of whole ones (some answer of the corpus, unbroken), and a few misses."""
-    whole = {text for fact in facts().values() for text in (fact.answer, fact.more, fact.first_sentence)}
-    whole.add(off_topic()["answer"])
+    """Prints the share of exact answers and of whole ones, and a few misses."""
     misses = [(case, answer) for case, answer in zip(cases, answers, strict=True) if case.expected != answer]
     exact = 1 - len(misses) / len(cases)
-    unbroken = sum(answer in whole for answer in answers) / len(cases)
-    print(f"{name:10} {len(cases):4} questions   exact {exact:6.1%}   whole {unbroken:6.1%}", flush=True)
+    unbroken = sum(map(whole_answers(name), answers)) / len(cases)
+    print(f"{name:12} {len(cases):4} questions   exact {exact:6.1%}   whole {unbroken:6.1%}", flush=True)
     for case, answer in misses[:show]:
-        print(f"    ? {case.messages[-1].content}\n    > {answer[:160]!r}")
+        print(f"    ? {case.messages[-1].content}\n    > {answer[:160]!r}\n    = {case.expected[:160]!r}")
     return {"questions": len(cases), "exact": round(exact, 4), "whole": round(unbroken, 4)}
 
 
@@ -163,6 +241,9 @@ def evaluate(speaker: Speaker, names: list[str], *, count: int, show: int) -> di
         "off-topic": lambda: off_topic_cases(count // 2),
         "late": lambda: late_cases(count // 4),
         "sampled": lambda: template_cases(count, trained=False),
+        "tool-calls": lambda: tool_call_cases(count),
+        "tool-answers": lambda: tool_answer_cases(count),
+        "tool-plain": lambda: tool_plain_cases(count // 2),
     }
     results = {}
     for name in names:
@@ -178,7 +259,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--sets", nargs="+", choices=SETS, default=SETS, help="which sets to ask (default: all)"
+        "--sets",
+        nargs="+",
+        choices=[*SETS, *TOOL_SETS],
+        default=[*SETS, *TOOL_SETS],
+        help="which sets to ask (default: all)",
     )
     parser.add_argument("--count", type=int, default=400, help="questions in the largest sets (default: 400)")
     parser.add_argument("--show", type=int, default=5, help="misses to print per set (default: 5)")

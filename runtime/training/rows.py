@@ -14,9 +14,11 @@ from build_tokenizer import BOS, END, EOS
 from conversations import Message, conversation, plain_text
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tool_use import tool_conversation
 
 IGNORED = -100
-PLAIN_SHARE = 0.2
+PLAIN_SHARE = 0.15
+TOOL_SHARE = 0.25
 
 Piece = tuple[list[int], list[int]]
 
@@ -52,13 +54,17 @@ class RowMaker:
         ids = [self.special(BOS), *self.encode(text), self.special(EOS)]
         return ids, [IGNORED, *ids[1:]]
 
+    def piece(self, rng: random.Random) -> Piece:
+        kind = rng.random()
+        if kind < PLAIN_SHARE:
+            return self.plain(plain_text(rng))
+        return self.chat(tool_conversation(rng) if kind < PLAIN_SHARE + TOOL_SHARE else conversation(rng))
+
     def row(self, rng: random.Random) -> Piece:
         ids: list[int] = []
         labels: list[int] = []
         while len(ids) < self.length:
-            piece = (
-                self.plain(plain_text(rng)) if rng.random() < PLAIN_SHARE else self.chat(conversation(rng))
-            )
+            piece = self.piece(rng)
             ids += piece[0]
             labels += piece[1]
         return ids[: self.length], labels[: self.length]

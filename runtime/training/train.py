@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
         "--out", type=Path, default=MODEL, help="model folder to write into (default: the shipped one)"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--rows", type=int, default=32, help="rows per step (default: 32)")
     parser.add_argument(
         "--length", type=int, default=CONTEXT_TOKENS, help="tokens per row (default: the whole context)"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from apiserver import ApiServer
+from apiserver import ApiServer, Refused
 from operator_process import eventually
 from services import hub
 from strangers import condition, inference_service
@@ -27,6 +27,16 @@ def wait_failed(api: ApiServer, message: str) -> None:
         return (status, reason) == ("True", "ApplyFailed") and message in text
 
     eventually(failed, f"ApplyFailed: {message}")
+
+
+def refuses_services(api: ApiServer) -> bool:
+    """Return whether admission knows the quota: it watches quotas, so a Service just behind one may still be created."""
+    service = {"metadata": {"name": "beyond-the-quota"}, "spec": {"ports": [{"port": 80}]}}
+    try:
+        api.request("POST", f"{api.path('services')}?dryRun=All", service)
+    except Refused as error:
+        return error.status == 403
+    return False
 
 
 def wait_children(api: ApiServer, *plurals: str) -> None:
@@ -72,6 +82,7 @@ def test_a_claim_that_cannot_grow_holds_up_nothing_else(api: ApiServer) -> None:
 def test_a_child_beyond_the_quota_holds_up_no_other(api: ApiServer) -> None:
     hard = {"count/services": "0"}
     api.create("resourcequotas", {"metadata": {"name": "no-services"}, "spec": {"hard": hard}})
+    eventually(lambda: refuses_services(api), "the quota is enforced")
     create(api)
     wait_failed(api, "quota")
     wait_children(api, "serviceaccounts", "deployments", "poddisruptionbudgets")

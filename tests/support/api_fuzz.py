@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import itl_client
-from fuzz_requests import PAUSE_SECONDS, FuzzRequest, draw_request
+from fuzz_requests import MESSAGES, PAUSE_SECONDS, FuzzRequest, draw_request
 from raw_http import Address, RawConnection, Reply
 
 PROGRESS_SECONDS: Final = 10.0
@@ -105,18 +105,29 @@ def _judge(request: FuzzRequest, reply: Reply) -> str | None:
     if reply.status >= 500 and reply.status != UNAVAILABLE:
         return f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
     if reply.status >= 400:
-        return _judge_error(reply)
+        return _judge_error(request, reply)
     return None
 
 
-def _judge_error(reply: Reply) -> str | None:
-    """Check that an error has OpenAI's shape."""
+def _judge_error(request: FuzzRequest, reply: Reply) -> str | None:
+    """Check that an error has the shape of its path. HTTP that cannot be read has OpenAI's on every path."""
     try:
-        error = json.loads(reply.body)["error"]
-        valid = bool(error["message"]) and {"type", "param", "code"} < set(error)
+        body = json.loads(reply.body)
+        error = body["error"]
+        shape = "openai" if {"type", "param", "code"} < set(error) else "anthropic"
+        known = shape == "openai" or (body["type"] == "error" and set(error) == {"type", "message"})
+        valid = known and bool(error["message"]) and shape in _error_shapes(request)
     except (ValueError, KeyError, TypeError):
         valid = False
     return None if valid and len(reply.body) < 1 << 14 else f"{reply.status} {reply.body[:SHOWN_BYTES]!r}"
+
+
+def _error_shapes(request: FuzzRequest) -> tuple[str, ...]:
+    """Return the shapes that an error of this request may have."""
+    words = request.pieces[0].split(b" ", 2)
+    if len(words) < 3 or words[1].decode("latin-1") not in MESSAGES:
+        return ("openai",)
+    return ("anthropic",) if request.complete else ("anthropic", "openai")
 
 
 class ItlClient:

@@ -98,7 +98,16 @@ class Rank:
 
     def start(self, *requests: GenerateRequest, cached: int = 0) -> None:
         """Report that these requests have been scheduled."""
-        opened = [StreamOpened(r.uid, len(r.token_ids) // 4, cached, r.text) for r in requests]
+        opened = [
+            StreamOpened(
+                r.uid,
+                len(r.token_ids) // 4,
+                cached,
+                r.text,
+                prompt_token_ids=r.token_ids if r.text.return_token_ids else b"",
+            )
+            for r in requests
+        ]
         self.step([], opened=opened)
 
     def step(

@@ -9,16 +9,22 @@ import fuzz_values as values
 from raw_http import head
 
 GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
-PATHS: Final = (*GENERATING, "/tokenize", "/detokenize", "/flush_cache")
+MESSAGES: Final = ("/v1/messages", "/v1/messages/count_tokens")
+RESPONSES: Final = "/v1/responses"
+PATHS: Final = (*GENERATING, *MESSAGES, RESPONSES, "/tokenize", "/detokenize", "/flush_cache")
 """Without /abort, which would end the stream of the client that measures latency."""
 _VALID: Final = {
     "/v1/completions": '"model":"demo","prompt":"x","max_tokens":2',
     "/v1/chat/completions": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
     "/generate": '"text":"x","max_tokens":2',
+    "/v1/messages": '"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":2',
+    "/v1/messages/count_tokens": '"model":"demo","messages":[{"role":"user","content":"x"}]',
+    RESPONSES: '"model":"demo","input":"x","max_output_tokens":2',
     "/tokenize": '"prompt":"x"',
     "/detokenize": '"tokens":[5]',
     "/flush_cache": "",
 }
+_READS: Final = ("/health", "/ping", "/version", "/tokenizer_info")
 PAUSE_SECONDS: Final = 0.02
 LIMIT_BYTES: Final = 8 << 20
 """A server rejects a larger body unread; a client that still sends may lose the response to a connection reset."""
@@ -74,6 +80,67 @@ def _tools(draw: random.Random) -> FuzzRequest:
     tool = '{"type":"function","function":{"name":"f","parameters":' + values.bomb(draw) + "}}"
     path = "/v1/chat/completions"
     return _make_post("tool_bomb", path, _with(path, f'"tools":[{tool}],"tool_choice":"required"'))
+
+
+def _messages(draw: random.Random) -> FuzzRequest:
+    """Draw a conversation of content blocks with hostile values, or a tool or output format of Anthropic's shape."""
+    path = draw.choice(MESSAGES)
+    kind = draw.choice(
+        ("text", "thinking", "tool_use", "tool_result", "image", "document", "server_tool_use")
+    )
+    field = draw.choice(
+        ("text", "thinking", "input", "content", "id", "tool_use_id", "type", "cache_control")
+    )
+    block = f'{{"type":"{kind}","{field}":{values.any_value(draw)}}}'
+    role = draw.choice(("user", "assistant", "system"))
+    extra = draw.choice(
+        (
+            f'"messages":[{{"role":"{role}","content":[{block}]}}]',
+            f'"system":[{block}]',
+            f'"tools":[{{"name":"f","input_schema":{values.any_value(draw)}}}],"tool_choice":{{"type":"any"}}',
+            f'"output_config":{{"format":{{"type":"json_schema","schema":{values.bomb(draw)}}}}}',
+            f'"thinking":{values.any_value(draw)}',
+        )
+    )
+    return _make_post("messages", path, _with(path, extra))
+
+
+def _response_items(draw: random.Random) -> FuzzRequest:
+    """Draw a Responses request with hostile items, tools or references to what is not stored."""
+    kinds = (
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "item_reference",
+        "computer_call",
+    )
+    names = ("id", "role", "content", "call_id", "name", "arguments", "output", "summary", "namespace")
+    item = {f'"{name}"': values.wrong(draw) for name in draw.sample(names, draw.randint(0, 5))}
+    item['"type"'] = draw.choice([f'"{kind}"' for kind in kinds] + [values.wrong(draw)])
+    text = "{" + ",".join(f"{name}:{value}" for name, value in item.items()) + "}"
+    extra = draw.choice(
+        (
+            f'"input":[{",".join([text] * draw.choice((1, 2, 500)))}]',
+            f'"tools":[{text}]',
+            f'"tools":[{{"type":"namespace","name":"n","tools":[{text}]}}]',
+            f'"tool_choice":{text}',
+            f'"text":{{"format":{text}}}',
+            f'"previous_response_id":{values.wrong(draw)}',
+        )
+    )
+    return _make_post("response_items", RESPONSES, _with(RESPONSES, extra))
+
+
+def _stored_response(draw: random.Random) -> FuzzRequest:
+    """Draw a request about a response that is not stored."""
+    name = draw.choice(("resp_1", "%00", "..", "%2e%2e", "a" * 5000, "resp_%ff", "x/y"))
+    suffix = draw.choice(
+        ("", "/cancel", "/input_items", "/input_items?limit=-1&order=up&after=x", "?stream=true")
+    )
+    method = draw.choice(("GET", "POST", "DELETE"))
+    path = f"{RESPONSES}/{name}{suffix}"
+    return FuzzRequest("stored_response", [head(method, path, {"content-length": "0"})])
 
 
 def _grammar(draw: random.Random) -> FuzzRequest:
@@ -161,7 +228,7 @@ def _path(draw: random.Random) -> FuzzRequest:
     """Draw a request to a path or with a method that is not served."""
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
     path = draw.choice(
-        (*PATHS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
+        (*PATHS, *_READS, "/", "//", "/v1", "/v1/embeddings", "/%00", "/docs/../metrics", "/v1/models/%ff")
     )
     return FuzzRequest("path", [head(method, path, {"content-length": "0"})])
 
@@ -176,6 +243,9 @@ _MAKERS: Final[dict[Callable[[random.Random], FuzzRequest], float]] = {
     _whole: 6,
     _response_format: 1.5,
     _tools: 0.5,
+    _messages: 8,
+    _response_items: 5,
+    _stored_response: 2,
     _grammar: 1,
     _stops: 0.5,
     _unknown: 1,

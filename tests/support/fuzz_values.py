@@ -18,6 +18,12 @@ _MANY_TEXTS: Final = (
 )
 _FIELDS: Final = [
     "model",
+    "input",
+    "instructions",
+    "include",
+    "max_output_tokens",
+    "previous_response_id",
+    "reasoning",
     "prompt",
     "messages",
     "max_tokens",
@@ -63,6 +69,13 @@ _FIELDS: Final = [
     "reasoning_effort",
     "metadata",
     "store",
+    "system",
+    "thinking",
+    "stop_sequences",
+    "output_config",
+    "context_management",
+    "cache_control",
+    "mcp_servers",
 ]
 Maker = Callable[[random.Random], str]
 
@@ -166,6 +179,11 @@ def wrong(draw: random.Random) -> str:
             '{"type": "json_schema"}',
         )
     )
+
+
+def any_value(draw: random.Random) -> str:
+    """Draw a value of any kind that is cheap to send."""
+    return draw.choice((wrong, wrong, number, text, nested))(draw)
 
 
 def schema(draw: random.Random) -> str:

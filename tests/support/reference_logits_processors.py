@@ -1,4 +1,4 @@
-"""Reference for logits processors: bias, penalties and ``min_tokens``, one token after another in float64."""
+"""Reference for logits processors: bias, penalties and masks, one token after another in float64."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,10 @@ def process_row(
     end_tokens: Iterable[int],
     masked: float,
 ) -> torch.Tensor:
-    """Return one row [vocab] in float64; below ``min_tokens``, tokens that end an answer get the logit ``masked``."""
+    """Return one row [vocab] in float64.
+
+    Tokens that end an answer before ``min_tokens``, and those that complete a bad word, get the logit ``masked``.
+    """
     row = logits.double().tolist()
     for token, bias in sampling.logit_bias:
         row[token] += bias
@@ -28,4 +31,11 @@ def process_row(
     if len(output) < sampling.min_tokens:
         for token in (*end_tokens, *sampling.stop_token_ids):
             row[token] = masked
+    for *before, last in sampling.bad_words:
+        if output[len(output) - len(before) :] == before and len(output) >= len(before):
+            row[last] = min(row[last], masked)
+    if sampling.allowed_token_ids:
+        row = [
+            logit if token in sampling.allowed_token_ids else -torch.inf for token, logit in enumerate(row)
+        ]
     return torch.tensor(row, dtype=torch.float64)

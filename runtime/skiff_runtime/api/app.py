@@ -1,5 +1,6 @@
 """The FastAPI application: its routers, exception handlers and OpenAPI document, and the middleware around it."""
 
+from functools import partial
 from typing import Any, Final
 
 from fastapi import Depends, FastAPI
@@ -11,6 +12,9 @@ from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.chat_completions import prepare_chat
 from skiff_runtime.api.formats.completions import prepare_completion
 from skiff_runtime.api.formats.generate import prepare_generate
+from skiff_runtime.api.formats.messages import prepare_messages
+from skiff_runtime.api.formats.response_store import ResponseStore
+from skiff_runtime.api.formats.responses import prepare_response
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.api.http.middleware import (
@@ -24,8 +28,11 @@ from skiff_runtime.api.routes.exception_handlers import add_exception_handlers
 from skiff_runtime.api.routes.generation_endpoint import (
     GenerationEndpoint,
     GenerationSettings,
+    for_any_principal,
     make_generation_routes,
 )
+from skiff_runtime.api.routes.home_page import make_home_page_routes
+from skiff_runtime.api.routes.messages import make_messages_routes
 from skiff_runtime.api.routes.openapi import (
     DEFAULT_RESPONSES,
     bearer_key,
@@ -33,6 +40,7 @@ from skiff_runtime.api.routes.openapi import (
     error_responses,
 )
 from skiff_runtime.api.routes.probes import make_probe_routes
+from skiff_runtime.api.routes.responses import make_response_routes
 from skiff_runtime.api.routes.server_info import make_server_info_routes
 from skiff_runtime.api.routes.tokenization import make_tokenization_routes
 from skiff_runtime.metrics.definitions import Metrics
@@ -41,8 +49,8 @@ from skiff_runtime.processes.launch import Launch
 from skiff_runtime.version import __version__
 
 _ABOUT: Final = (
-    "Generates text with one large language model, as OpenAI's API does. Errors have OpenAI's shape; "
-    "every response carries the X-Request-Id of the request, or a new one."
+    "Generates text with one large language model, as OpenAI's and Anthropic's APIs do. Errors have the shape of the API "
+    "that their path belongs to; every response carries the X-Request-Id of the request, or a new one."
 )
 
 
@@ -58,14 +66,17 @@ def build_app(
     config, model = launch.config, ServedModel.from_launch(launch)
     body = BodyReader(config.max_request_bytes, max_values=2 * model.max_model_len)
     settings = GenerationSettings.from_config(config)
+    store = ResponseStore()
     generation_endpoints = {
         path: GenerationEndpoint(
             name, prepare, model=model, dispatcher=dispatcher, metrics=metrics, body=body, settings=settings
         )
         for path, name, prepare in (
-            (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, prepare_chat),
-            (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, prepare_completion),
-            (contract.PATH_GENERATE, Endpoint.GENERATE, prepare_generate),
+            (contract.PATH_CHAT_COMPLETIONS, Endpoint.CHAT, for_any_principal(prepare_chat)),
+            (contract.PATH_RESPONSES, Endpoint.RESPONSES, partial(prepare_response, store=store)),
+            (contract.PATH_COMPLETIONS, Endpoint.COMPLETIONS, for_any_principal(prepare_completion)),
+            (contract.PATH_MESSAGES, Endpoint.MESSAGES, for_any_principal(prepare_messages)),
+            (contract.PATH_GENERATE, Endpoint.GENERATE, for_any_principal(prepare_generate)),
         )
     }
     app = FastAPI(
@@ -87,10 +98,13 @@ def build_app(
     reads = keyed if config.api_key else {}
     writes = keyed if config.api_key else {"responses": error_responses(403)}
     app.include_router(make_generation_routes(), **writes)
+    app.include_router(make_messages_routes(model, rpc, keyed=bool(config.api_key)), **writes)
+    app.include_router(make_response_routes(store), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
     app.include_router(make_admin_routes(dispatcher, rpc), **writes)
     app.include_router(make_server_info_routes(launch, model, status), **reads)
     app.include_router(make_probe_routes(status, dispatcher, metrics))
+    app.include_router(make_home_page_routes())
     return AccessMiddleware(
         ResponseHeadersMiddleware(OpenApiMiddleware(app)),
         posts=generation_endpoints,

@@ -18,6 +18,7 @@ from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
 from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpServerConfig
+from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
     Decoded,
@@ -34,6 +35,7 @@ from skiff_runtime.messages import (
 from skiff_runtime.messages.transport import Receiver, Sender
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import AbortReason
+from skiff_runtime.metrics.vllm_names import VllmNames
 from skiff_runtime.processes.child_process import Child
 
 LISTEN_BACKLOG: Final = 2048
@@ -83,6 +85,7 @@ class ApiServer:
         config = child.launch.config
         self._status = ServiceStatus()
         self._metrics = Metrics(
+            vllm_names=_make_vllm_names(config),
             in_flight=lambda: len(self._dispatcher),
             ready=lambda: self._status.state is ServiceState.READY,
             connections=lambda: len(self._http.server_state.connections),
@@ -231,6 +234,10 @@ class ApiServer:
         await asyncio.sleep(FAILURE_LINGER_SECONDS)
         self._http.config.timeout_graceful_shutdown = FAILURE_CLOSE_SECONDS
         self._http.should_exit = True
+
+
+def _make_vllm_names(config: Config) -> VllmNames | None:
+    return VllmNames(config.served_model_name or "") if "vllm" in config.metrics_names.split(",") else None
 
 
 def _make_tracer(child: Child) -> RequestTracer | None:

@@ -21,7 +21,7 @@ AUTO: Final = "auto"
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton", "flashinfer", "flashinfer,triton", "triton,flashinfer"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-TokenizerBackend = Literal["tokenizers", "fastokens"]
+TokenizerBackend = Literal["auto", "tokenizers", "fastokens"]
 Quantization = Literal["none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
 """How weights are quantized: not at all, or the method that a checkpoint's ``quant_method`` names."""
 QuantizationOption = Literal["auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq"]
@@ -90,9 +90,10 @@ class Config:
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = option(API_PORT, "Server", "port to listen on; 0: any free port, which is logged")
     tokenizer_backend: TokenizerBackend = option(
-        "tokenizers",
+        AUTO,
         "Server",
-        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on a probe",
+        "library that encodes prompts; fastokens is faster, and is used only if it agrees with tokenizers on probe texts "
+        "(auto: fastokens if it is installed and agrees)",
     )
     tokenizer_worker_num: int = option(
         1, "Server", "number of tokenizer processes; 0: the detokenizer process also tokenizes"
@@ -145,14 +146,21 @@ class Config:
         "web origin, such as https://chat.example.org, whose pages may call the API (CORS). *: any; may be repeated. "
         "Without keys, requests from pages of other origins to generate or to change state are refused",
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = option(
-        AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
+    strict: bool = option(
+        False,
+        "Server",
+        "refuse request fields that cannot change the answer (hints, such as metadata), instead of accepting them",
     )
-    reasoning_parser: Literal["auto", "think", "none"] = option(
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "none"] = (
+        option(
+            AUTO, "Server", "format in which the model writes tool calls (auto: that of its chat template)"
+        )
+    )
+    reasoning_parser: Literal["auto", "think", "deepseek_r1", "mistral", "none"] = option(
         AUTO,
         "Server",
-        "format in which the model writes its reasoning; think: between <think> and </think> (auto: that of its chat "
-        "template)",
+        "format in which the model writes its reasoning; think: between <think> and </think>; deepseek_r1: the same, "
+        "without the first; mistral: between [THINK] and [/THINK] (auto: that of its chat template)",
     )
     grammar_timeout_seconds: float = option(
         10.0, "Server", "time limit for compiling the grammar of a structured output; beyond it, 400"
@@ -180,6 +188,11 @@ class Config:
     )
     otlp_traces_endpoint: str | None = option(
         None, "Server", "OpenTelemetry collector that receives a trace of each request: http(s)://host:4318"
+    )
+    metrics_names: str = option(
+        "skiff",
+        "Server",
+        "names of the metrics on /metrics, separated by commas; skiff,vllm: the important ones also under vLLM's names",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Server", "minimum level of logged events"
@@ -330,6 +343,8 @@ class Config:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(f"--allowed-hosts must be * or a host name without a port, not {host!r}")
+        if not {"skiff"} <= set(self.metrics_names.split(",")) <= {"skiff", "vllm"}:
+            raise ConfigError(f"--metrics-names must be skiff or skiff,vllm, not {self.metrics_names!r}")
         if self.otlp_traces_endpoint is not None and not re.match(
             r"https?://[^/\s]+", self.otlp_traces_endpoint
         ):

@@ -1,8 +1,10 @@
-"""Logits processors: what requests change in their logits before a token is sampled (bias, penalties, ``min_tokens``).
+"""Logits processors: what requests change in their logits before a token is sampled.
 
-Penalties keep no counts: they read the texts themselves from the table of tokens, where every token stands as soon as
-it is sampled. So neither a step in flight nor a preemption can make them wrong, and rows without penalties cost
-nothing.
+These are a bias, penalties, ``min_tokens``, bad words and allowed tokens.
+
+Penalties and bad words keep no state: they read the texts themselves from the table of tokens, where every token stands
+as soon as it is sampled. So neither a step in flight nor a preemption can make them wrong, and rows without processors
+cost nothing.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,12 @@ from skiff_runtime.messages import SamplingSpec
 from skiff_runtime.step import Float32, Int32, SlotOpened
 
 MASKED_LOGIT: Final = -1e30
-"""Logit of an end token before ``min_tokens``: below all others, yet finite, so a grammar can still force the token."""
+"""Logit of an end token before ``min_tokens``, and of a token that would complete a bad word.
+
+It is below all others, yet finite, so a grammar can still force the token.
+"""
+_NO_TOKEN: Final = -1
+"""Padding of bad words on the left, up to the longest."""
 
 RowIndices = NDArray[np.int64]
 
@@ -41,6 +48,18 @@ class _MinTokens:
     until: int
 
 
+@dataclass(frozen=True, slots=True)
+class _BadWords:
+    """W sequences of tokens: the last token of each, int64[W], and the P tokens before it, int64[W, P], padded on the left.
+
+    Only output is matched, which begins at position ``first``.
+    """
+
+    last: NDArray[np.int64]
+    prefixes: NDArray[np.int64]
+    first: int
+
+
 class LogitsProcessors:
     """The logits processors of every slot's request."""
 
@@ -54,6 +73,8 @@ class LogitsProcessors:
         self._has_penalty = np.zeros(slots, dtype=np.bool_)
         self._biases: dict[int, _LogitBias] = {}
         self._min_tokens: dict[int, _MinTokens] = {}
+        self._bad_words: dict[int, _BadWords] = {}
+        self._allowed: dict[int, RowIndices] = {}
         self._prompt_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self._penalties = torch.zeros((slots, 3), dtype=torch.float32, device=device)
 
@@ -61,12 +82,16 @@ class LogitsProcessors:
         """Register the processors of newly opened slots."""
         for each in opened:
             slot, sampling = each.slot, each.sampling
-            self._biases.pop(slot, None)
-            self._min_tokens.pop(slot, None)
+            for processors in (self._biases, self._min_tokens, self._bad_words, self._allowed):
+                processors.pop(slot, None)
             if sampling.logit_bias:
                 self._biases[slot] = self._make_bias(sampling)
             if sampling.min_tokens:
                 self._min_tokens[slot] = self._make_min_tokens(each)
+            if sampling.bad_words:
+                self._bad_words[slot] = self._make_bad_words(each)
+            if sampling.allowed_token_ids:
+                self._allowed[slot] = self._in_vocabulary(sampling.allowed_token_ids)
             penalties = (
                 sampling.repetition_penalty,
                 sampling.presence_penalty,
@@ -76,8 +101,9 @@ class LogitsProcessors:
             if self._has_penalty[slot]:
                 self._prompt_tokens[slot] = each.prompt_tokens
                 self._penalties[slot] = upload(np.array(penalties, np.float32), self._penalties.device)
-            self._has_processor[slot] = (
-                self._has_penalty[slot] or slot in self._biases or slot in self._min_tokens
+            self._has_processor[slot] = self._has_penalty[slot] or any(
+                slot in processors
+                for processors in (self._biases, self._min_tokens, self._bad_words, self._allowed)
             )
 
     def applies_to(self, slots: Int32) -> NDArray[np.bool_]:
@@ -85,7 +111,7 @@ class LogitsProcessors:
         return self._has_processor[slots]
 
     def apply(self, logits: torch.Tensor, rows: SampledRows) -> None:
-        """Process logits float32[S, vocab] in place: bias, then penalties, then ``min_tokens``."""
+        """Process logits float32[S, vocab] in place: bias, penalties, then what masks tokens; allowed tokens come last."""
         processed = np.flatnonzero(self._has_processor[rows.host_slots])
         if len(processed) == 0:
             return
@@ -94,6 +120,8 @@ class LogitsProcessors:
         if len(penalized):
             self._apply_penalties(logits, rows, penalized)
         self._mask_end_tokens(logits, rows, processed)
+        self._mask_bad_words(logits, rows, processed)
+        self._mask_all_but_allowed(logits, rows, processed)
 
     def _add_biases(self, logits: torch.Tensor, rows: SampledRows, processed: RowIndices) -> None:
         biased = [(row, bias) for row in processed if (bias := self._biases.get(int(rows.host_slots[row])))]
@@ -111,6 +139,55 @@ class LogitsProcessors:
         if masked:
             logits[_cells(masked, logits.device)] = MASKED_LOGIT
 
+    def _mask_bad_words(self, logits: torch.Tensor, rows: SampledRows, processed: RowIndices) -> None:
+        """Mask the last token of each bad word whose other tokens are the last ones of the output.
+
+        The output is compared on the device: the host does not know yet what the step before has sampled.
+        """
+        found = [
+            (row, words)
+            for row in processed
+            if (words := self._bad_words.get(int(rows.host_slots[row]))) is not None
+        ]
+        if not found:
+            return
+        length = max(words.prefixes.shape[1] for _, words in found)
+        packed = np.concatenate([_pack_bad_words(row, words, length) for row, words in found])
+        # Two words of a row may end with the same token, whose logit is written once.
+        ends, indices = np.unique(packed[:, :2], axis=0, return_inverse=True)
+        matches = self._match_bad_words(upload(packed, logits.device), rows, length)
+        is_masked = torch.zeros(len(ends), dtype=torch.int32, device=logits.device)
+        is_masked.scatter_reduce_(
+            0, upload(indices.reshape(-1).astype(np.int64), logits.device), matches.int(), "amax"
+        )
+        row_indices, last = upload(np.ascontiguousarray(ends.T), logits.device).unbind()
+        values = logits[row_indices, last]
+        logits[row_indices, last] = torch.where(is_masked > 0, values.clamp(max=MASKED_LOGIT), values)
+
+    def _match_bad_words(self, packed: torch.Tensor, rows: SampledRows, length: int) -> torch.Tensor:
+        """Return bool[W]: the output of the word's row ends with all but the last of its tokens.
+
+        ``packed`` int64[W, 3 + length] as ``_pack_bad_words`` makes it.
+        """
+        row_indices, first, prefixes = packed[:, 0], packed[:, 2:3], packed[:, 3:]
+        ends = rows.positions[row_indices].long()[:, None]
+        positions = ends + torch.arange(-length, 0, device=packed.device)
+        known = self._token_table[rows.slots[row_indices].long()[:, None], positions.clamp(min=0)]
+        is_same = (known == prefixes) & (positions >= first)
+        return (is_same | (prefixes == _NO_TOKEN)).all(dim=1)
+
+    def _mask_all_but_allowed(self, logits: torch.Tensor, rows: SampledRows, processed: RowIndices) -> None:
+        allowed = [
+            (row, tokens)
+            for row in processed
+            if (tokens := self._allowed.get(int(rows.host_slots[row]))) is not None
+        ]
+        if allowed:
+            cells = _cells(allowed, logits.device)
+            kept = logits[cells]
+            logits[upload(np.array([row for row, _ in allowed], np.int64), logits.device)] = -torch.inf
+            logits[cells] = kept
+
     def _apply_penalties(self, logits: torch.Tensor, rows: SampledRows, penalized: RowIndices) -> None:
         indices = upload(penalized, logits.device)
         apply_penalties(
@@ -126,8 +203,29 @@ class LogitsProcessors:
 
     def _make_min_tokens(self, opened: SlotOpened) -> _MinTokens:
         ends = sorted({*self._eos_token_ids, *opened.sampling.stop_token_ids})
-        tokens = np.array([token for token in ends if 0 <= token < self._vocab_size], np.int64)
-        return _MinTokens(tokens, opened.prompt_tokens + opened.sampling.min_tokens)
+        return _MinTokens(self._in_vocabulary(ends), opened.prompt_tokens + opened.sampling.min_tokens)
+
+    def _make_bad_words(self, opened: SlotOpened) -> _BadWords:
+        words = [word for word in opened.sampling.bad_words if word and 0 <= word[-1] < self._vocab_size]
+        length = max((len(word) - 1 for word in words), default=0)
+        prefixes = [[_NO_TOKEN] * (length - len(word) + 1) + list(word[:-1]) for word in words]
+        return _BadWords(
+            np.array([word[-1] for word in words], np.int64),
+            np.array(prefixes, np.int64).reshape(len(words), length),
+            opened.prompt_tokens,
+        )
+
+    def _in_vocabulary(self, tokens: Sequence[int]) -> RowIndices:
+        return np.array([token for token in tokens if 0 <= token < self._vocab_size], np.int64)
+
+
+def _pack_bad_words(row: int, words: _BadWords, length: int) -> NDArray[np.int64]:
+    """Return int64[W, 3 + length]: of each word the row, its last token, where the output begins, and the tokens before."""
+    count, own = words.prefixes.shape
+    packed = np.full((count, 3 + length), _NO_TOKEN, np.int64)
+    packed[:, 0], packed[:, 1], packed[:, 2] = row, words.last, words.first
+    packed[:, 3 + length - own :] = words.prefixes
+    return packed
 
 
 def _cells(

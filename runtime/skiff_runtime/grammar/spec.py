@@ -45,6 +45,31 @@ def structural_tag_grammar(tag_format: dict[str, Any], param: str) -> Grammar:
     return _create(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False), param)
 
 
+def check_structural_tag(tag_format: Any, param: str) -> None:
+    """Raise ``InvalidRequest`` for a client's tag with an option of JSON that the lowering of schemas does not enforce."""
+    pending = [tag_format]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict) and part.get("type") == "json_schema":
+            _check_tagged_schema(part, param)
+        elif isinstance(part, dict):
+            pending += part.values()
+
+
+def _check_tagged_schema(part: dict[str, Any], param: str) -> None:
+    if part.get("style", "json") != "json":
+        raise InvalidRequest(f"'{param}': the only style of a JSON schema is \"json\"", param=param)
+    for name in part:
+        if name not in ("type", "json_schema", "style"):
+            raise InvalidRequest(
+                f"'{param}': {name[:64]!r} of a JSON schema is not supported; remove it", param=param
+            )
+    if "json_schema" not in part:
+        raise InvalidRequest(f"'{param}': a part of the type json_schema needs 'json_schema'", param=param)
+
+
 def to_structural_tag(grammar: Grammar) -> dict[str, Any]:
     """Convert a grammar to a format of structural tags, so that it can be combined with others.
 

@@ -9,18 +9,36 @@ from skiff_runtime.messages.sampling_spec import CompiledGrammar, Grammar, Sampl
 
 
 class TextOptions(Struct, frozen=True, array_like=True):
-    """The parameters of a request that concern its text. The detokenizer applies them."""
+    """The parameters of a request that concern its text. The detokenizer applies them.
+
+    ``return_token_ids``: ``StreamOpened`` has the ids of the prompt.
+    """
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+
+
+class PromptOptions(Struct, frozen=True, array_like=True):
+    """The parameters of a request that the tokenizer applies.
+
+    ``add_special_tokens``: None adds them to a plain text, and not to the text of a chat template, which writes its own.
+    ``truncate_prompt_tokens``: only this many of the last tokens are kept; 0 for all, -1 for as many as the context leaves.
+    ``bad_words``: texts that the answer must not contain, which become ``SamplingSpec.bad_words``.
+    """
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
 
 
 class ChatPrompt(Struct, frozen=True):
     """A conversation to render with the model's chat template.
 
     ``continue_final_message``: the answer continues the last message. ``tools``: OpenAI's tool objects.
-    ``template_options``: further variables of the template, such as ``enable_thinking``.
+    ``template_options``: further variables of the template, such as ``enable_thinking``. ``template_hints``: variables
+    that the template gets only if it reads them, and if no option sets them.
     """
 
     messages: list[dict[str, Any]]
@@ -28,6 +46,7 @@ class ChatPrompt(Struct, frozen=True):
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}
+    template_hints: dict[str, Any] = {}
 
 
 class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
@@ -46,14 +65,19 @@ class TokenizeRequest(Struct, frozen=True, tag="tokenize", array_like=True):
     priority: int = 0
     grammar: Grammar | None = None
     cache_salt: bytes = b""
+    options: PromptOptions = PromptOptions()
 
 
 class EncodeRequest(Struct, frozen=True, tag="encode", array_like=True):
-    """api -> tokenizer: return the token ids of a prompt, as ``Encoded`` or ``RequestFailed``."""
+    """api -> tokenizer: return the token ids of a prompt, as ``Encoded`` or ``RequestFailed``.
+
+    ``with_texts``: with the text of each token.
+    """
 
     uid: int
     prompt: str | ChatPrompt
     add_special_tokens: bool = True
+    with_texts: bool = False
 
 
 class DecodeRequest(Struct, frozen=True, tag="decode", array_like=True):

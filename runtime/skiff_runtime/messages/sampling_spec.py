@@ -13,7 +13,9 @@ class SamplingSpec(Struct, frozen=True, array_like=True):
     ``repetition_penalty`` prompt tokens, too. ``logit_bias``: pairs of a token id and the value added to its
     logit. ``logprobs``: number of top log-probabilities returned with that of each output token; None: no
     log-probabilities. ``prompt_logprobs``: the same for the prompt, which is then computed whole, without a
-    cached prefix.
+    cached prefix. ``bad_words``: sequences of tokens; the last token of each is never sampled after the others.
+    ``allowed_token_ids``: the only tokens that are sampled; () for all. ``fits_context``: if ``max_tokens`` exceeds
+    what context and KV cache leave, it is lowered to that instead of being refused.
     """
 
     max_tokens: int
@@ -31,6 +33,9 @@ class SamplingSpec(Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    fits_context: bool = False
 
 
 class GrammarKind(StrEnum):

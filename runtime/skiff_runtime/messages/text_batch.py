@@ -6,7 +6,10 @@ from skiff_runtime.messages.token_batch import Flushed, RequestFailed, StepStats
 
 
 class Encoded(Struct, frozen=True, tag="encoded", array_like=True):
-    """tokenizer -> api: the reply to ``EncodeRequest``. ``token_ids``: bytes of ``Wire.TOKEN``; ``texts``: each token's own."""
+    """tokenizer -> api: the reply to ``EncodeRequest``. ``token_ids``: bytes of ``Wire.TOKEN``.
+
+    ``texts``: each token's own, if the request asks for them.
+    """
 
     uid: int
     token_ids: bytes
@@ -45,11 +48,12 @@ class PromptTextLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True, array_like=True):
-    """Token counts of a request that has ended."""
+    """Token counts of a request that has ended, and the stop string that ended it, if one did."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    stop_string: str | None = None
 
 
 class TextBatch(Struct, frozen=True, tag="text", array_like=True):

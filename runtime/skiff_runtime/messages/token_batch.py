@@ -34,13 +34,17 @@ class Flushed(Struct, frozen=True, array_like=True):
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
-    """The scheduler's first message about a request, once it runs. ``min_tokens`` as in ``SamplingSpec``."""
+    """The scheduler's first message about a request, once it runs. ``min_tokens`` as in ``SamplingSpec``.
+
+    ``prompt_token_ids``: bytes of ``Wire.TOKEN``, b"" unless ``text.return_token_ids``.
+    """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
     text: TextOptions
     min_tokens: int = 0
+    prompt_token_ids: bytes = b""
 
 
 class StepStats(Struct, frozen=True, array_like=True):

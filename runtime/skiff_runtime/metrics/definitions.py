@@ -7,9 +7,17 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from skiff_runtime import contract
-from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.messages import FinishReason, StepStats, Usage
 from skiff_runtime.metrics.families import Counter, Gauge, Histogram, HistogramSeries, MetricFamily
-from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome, RejectionReason, StepKind
+from skiff_runtime.metrics.labels import (
+    FINISH_REASONS,
+    AbortReason,
+    Endpoint,
+    Outcome,
+    RejectionReason,
+    StepKind,
+)
+from skiff_runtime.metrics.vllm_names import VllmNames
 
 _TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -85,18 +93,21 @@ class Metrics(Collector):
     """The metrics of one service.
 
     The callables are evaluated at each scrape, for the gauges whose values other objects own. ``heartbeats`` returns
-    name, whether it runs, and seconds since its last heartbeat, of each process.
+    name, whether it runs, and seconds since its last heartbeat, of each process. With ``vllm_names``, the important ones are
+    exposed under vLLM's names, too.
     """
 
     def __init__(
         self,
         *,
+        vllm_names: VllmNames | None = None,
         in_flight: Callable[[], int],
         connections: Callable[[], int],
         ready: Callable[[], bool],
         phase_seconds: Callable[[], dict[str, float]],
         heartbeats: Callable[[], list[tuple[str, bool, float]]],
     ) -> None:
+        self._vllm_names = vllm_names
         self._in_flight = in_flight
         self._connections = connections
         self._ready = ready
@@ -120,6 +131,13 @@ class Metrics(Collector):
         self._refused = Counter(contract.METRIC_REJECTED, "Rejected requests, by reason.", ("reason",))
         for reason in RejectionReason:
             self._refused.add(0, reason)
+        self._finished = Counter(
+            contract.METRIC_FINISHED,
+            "Requests that ended with a response, by the finish reason of their last choice.",
+            ("finish_reason",),
+        )
+        for finish in FINISH_REASONS.values():
+            self._finished.add(0, finish)
         self._duration = Histogram(
             contract.METRIC_E2E_LATENCY,
             "Time from the request to its last token, of finished requests.",
@@ -185,6 +203,10 @@ class Metrics(Collector):
         if outcome is Outcome.FINISHED:
             self._duration.of(endpoint).observe(seconds)
 
+    def record_finish(self, finish: FinishReason) -> None:
+        """Count a request that has ended with a response."""
+        self._finished.add(1, FINISH_REASONS[finish])
+
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected with an HTTP status."""
         self._refused.add(1, _REFUSALS.get(status, RejectionReason.INVALID))
@@ -237,8 +259,11 @@ class Metrics(Collector):
         for process, running, silent in self._heartbeats():
             self._gauges.up.set(int(running), process)
             self._gauges.silent.set(silent, process)
-        for family in self.families():
+        families = self.families()
+        for family in families:
             yield family.collect()
+        if self._vllm_names is not None:
+            yield from self._vllm_names.translate(families)
 
     def families(self) -> list[MetricFamily]:
         """Return every metric family."""

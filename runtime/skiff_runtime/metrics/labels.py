@@ -1,6 +1,9 @@
 """Values of the metrics' labels."""
 
 from enum import StrEnum
+from typing import Final
+
+from skiff_runtime.messages import FinishReason
 
 
 class Endpoint(StrEnum):
@@ -9,6 +12,8 @@ class Endpoint(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     GENERATE = "generate"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
 
 
 class Outcome(StrEnum):
@@ -18,6 +23,15 @@ class Outcome(StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
     REJECTED = "rejected"
+
+
+FINISH_REASONS: Final = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.TIMEOUT: "timeout",
+}
+"""Label ``finish_reason`` of requests that ended with a response."""
 
 
 class RejectionReason(StrEnum):

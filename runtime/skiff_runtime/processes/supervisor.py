@@ -35,6 +35,7 @@ from skiff_runtime.processes.child_process import process_name
 from skiff_runtime.processes.children import ChildExit, Children, make_run_dir
 from skiff_runtime.processes.heartbeat_monitor import ChildReport, HeartbeatMonitor
 from skiff_runtime.processes.launch import Launch, Role
+from skiff_runtime.processes.quickstart import Quickstart
 
 TURN_SECONDS: Final = 1.0
 FAILURE_GRACE_SECONDS: Final = 2.0
@@ -183,10 +184,13 @@ class Supervisor:
         return min(ready.kv_tokens for name, ready in self._ready.items() if name.startswith(Role.RANK))
 
     def _announce(self) -> None:
-        """Log the service's URL. The api process accepts requests by now: scripts send them when they read this line."""
+        """Log the service's URL, and show what to try. The api process accepts requests by now: scripts send them when they read this line."""
         host, port = self._config.host, self._ready[_API].port
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.event("service_ready", url=url, kv_tokens=self._kv_tokens, seconds=self._elapsed())
+        Quickstart(
+            host, port, model=self._config.served_model_name or "", keyed=bool(self._config.api_key)
+        ).show()
 
     def _check_children(self) -> int | None:
         """Fail if a child has exited, is silent, or is not ready in time."""

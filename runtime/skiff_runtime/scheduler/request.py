@@ -105,10 +105,14 @@ def make_queue_key(*, arrival: int, priority: int, arrivals_per_level: int) -> Q
 def make_request(message: GenerateRequest, *, queue_key: QueueKey, limits: RequestLimits) -> Request:
     """Make a ``Request`` of a message. Raises ``RequestError`` if it could never run to its end.
 
-    ``max_tokens`` 0 becomes all that the context and the KV cache leave, which only this process knows.
+    ``max_tokens`` 0 becomes all that the context and the KV cache leave, which only this process knows; so does a larger
+    ``max_tokens`` than that with ``fits_context``.
     """
     tokens = np.frombuffer(message.token_ids, Wire.TOKEN).astype(np.int32, copy=False)
-    output = message.sampling.max_tokens or max(1, limits.max_tokens - len(tokens))
+    room = max(1, limits.max_tokens - len(tokens))
+    output = message.sampling.max_tokens or room
+    if message.sampling.fits_context:
+        output = min(output, room)
     if not len(tokens):
         raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
     if output < 1:

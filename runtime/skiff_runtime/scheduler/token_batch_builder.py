@@ -45,6 +45,9 @@ class TokenBatchBuilder:
 
     def add_opened(self, request: Request) -> None:
         """Add a request that runs for the first time."""
+        prompt = b""
+        if request.text.return_token_ids:
+            prompt = request.tokens[: request.prompt_tokens].astype(Wire.TOKEN, copy=False).tobytes()
         self._opened.append(
             StreamOpened(
                 request.uid,
@@ -52,6 +55,7 @@ class TokenBatchBuilder:
                 request.cached_tokens,
                 request.text,
                 request.sampling.min_tokens,
+                prompt,
             )
         )
         first = build_first_prompt_logprobs(request)

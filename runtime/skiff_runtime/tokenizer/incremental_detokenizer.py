@@ -62,11 +62,12 @@ class IncrementalDetokenizer:
         return text if self.stopped else text + self._stop_strings.flush()
 
     def usage(self) -> Usage:
-        """Return the token counts so far."""
+        """Return the token counts so far, and the stop string that was found."""
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens,
+            stop_string=None if self._stop_strings is None else self._stop_strings.found,
         )
 
     def _match(self, stop_strings: StopStringMatcher, text: str) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.messages import (
     ChatPrompt,
@@ -27,12 +29,17 @@ class PromptBuilder:
 
     def build(self, request: TokenizeRequest) -> GenerateRequest:
         """Build the first of the copies that ``request`` wants. Raises ``RequestError`` if it cannot be served."""
-        ids = self._encode_prompt(request.prompt)
-        self._check_length(ids.size, request.sampling.max_tokens)
+        options, sampling = request.options, request.sampling
+        ids = self._encode_prompt(request.prompt, options.add_special_tokens)
+        if options.truncate_prompt_tokens:
+            ids = self._truncate(ids, options.truncate_prompt_tokens, sampling.max_tokens)
+        self._check_length(ids.size, 0 if sampling.fits_context else sampling.max_tokens)
+        if options.bad_words:
+            sampling = replace(sampling, bad_words=self._encode_bad_words(options.bad_words))
         return GenerateRequest(
             uid=request.uid,
             token_ids=_to_bytes(ids),
-            sampling=request.sampling,
+            sampling=sampling,
             text=request.text,
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -44,18 +51,48 @@ class PromptBuilder:
             ids = self._encode_prompt(request.prompt)
         else:
             ids = self.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=self.encoder.decode_each(ids))
+        texts = self.encoder.decode_each(ids) if request.with_texts else []
+        return Encoded(uid=request.uid, token_ids=_to_bytes(ids), texts=texts)
 
     def decode(self, request: DecodeRequest) -> Decoded:
         """Decode token ids to text, special tokens included."""
         return Decoded(uid=request.uid, text=self.encoder.decode(request.token_ids))
 
-    def _encode_prompt(self, prompt: str | list[int] | ChatPrompt) -> Int32:
-        if isinstance(prompt, str):
-            return self.encoder.encode(prompt, add_special_tokens=True)
+    def _encode_prompt(
+        self, prompt: str | list[int] | ChatPrompt, add_special_tokens: bool | None = None
+    ) -> Int32:
         if isinstance(prompt, list):
             return self.encoder.check_token_ids(prompt)
-        return self.encoder.encode(self.template.render(prompt), add_special_tokens=False)
+        if isinstance(prompt, str):
+            return self.encoder.encode(prompt, add_special_tokens=add_special_tokens is not False)
+        return self.encoder.encode(self.template.render(prompt), add_special_tokens=bool(add_special_tokens))
+
+    def _truncate(self, ids: Int32, limit: int, max_tokens: int) -> Int32:
+        """Keep the last ``limit`` tokens; with -1, as many as leave room for the output, or for one token of it."""
+        if limit < 0:
+            limit = self.max_model_len - max(1, max_tokens)
+        return ids[-limit:] if limit > 0 else ids
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of each word: at the beginning of a text, and after a blank.
+
+        The second counts where the tokenizer joins the blank to the first token of the word. Where the blank is a token
+        of its own, the first sequence covers it.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            first, after_blank = (
+                tuple(self.encoder.encode(prefix + word.lstrip(), add_special_tokens=False).tolist())
+                for prefix in ("", " ")
+            )
+            if not first:
+                raise InvalidRequest(
+                    "'bad_words' contains a word without a token; remove it", param="bad_words"
+                )
+            sequences[first] = None
+            if len(after_blank) == len(first) and after_blank[0] != first[0]:
+                sequences[after_blank] = None
+        return tuple(sequences)
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         """Check that prompt and output fit into the context. ``max_tokens`` 0 is for the scheduler to choose."""

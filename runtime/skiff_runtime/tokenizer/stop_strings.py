@@ -6,14 +6,14 @@ _NOT_FOUND: Final = (0, 0)
 
 
 class StopStringMatcher:
-    """Finds the first stop string in one stream of text; of several that end at once, the longest.
+    """Finds the first stop string in one stream of text; of several that end at once, the longest. ``found`` is that string.
 
     Text that may be the beginning of a stop string is held back until that is decided, unless stop strings are part of
     the output (``include``). Each stop string has a Knuth-Morris-Pratt automaton, so the cost of a character does not
     depend on where the tokens divide the text.
     """
 
-    __slots__ = ("_automata", "_firsts", "_held", "_include", "_states", "stopped")
+    __slots__ = ("_automata", "_firsts", "_held", "_include", "_states", "found", "stopped")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._include = include
@@ -23,6 +23,7 @@ class StopStringMatcher:
         self._held = ""
         """The longest end of the text so far that may begin a stop string."""
         self.stopped = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Return the text that can be shown now. Sets ``stopped`` if ``text`` completes a stop string."""
@@ -34,6 +35,7 @@ class StopStringMatcher:
         begin, end = self._advance(text, before)
         if end:
             self.stopped = True
+            self.found = buffer[begin:end]
             self._held = ""
             return buffer[before:end] if self._include else buffer[:begin]
         shown = len(buffer) - max(self._states)

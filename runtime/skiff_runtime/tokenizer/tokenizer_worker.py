@@ -27,7 +27,7 @@ from skiff_runtime.tokenizer.grammar_queue import GrammarQueue
 from skiff_runtime.tokenizer.prompt_builder import PromptBuilder
 from skiff_runtime.vocabulary.chat_template import ChatTemplate
 from skiff_runtime.vocabulary.encoder import Encoder, load_tokenizer
-from skiff_runtime.vocabulary.fastokens_encoder import load_fastokens_encoder
+from skiff_runtime.vocabulary.fastokens_encoder import choose_encoder
 from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 WAIT_SECONDS: Final = 0.5
@@ -105,15 +105,20 @@ def load_prompt_builder(launch: Launch) -> PromptBuilder:
     template = ChatTemplate(files.template, files.special_tokens)
     if not template.is_usable:
         log.warning("chat_disabled", reason=template.fault)
+    elif launch.config.tool_call_parser not in ("auto", "none") and not template.shows_tools:
+        log.warning(
+            "tools_disabled",
+            reason=f"the chat template does not show tools to the model; --tool-call-parser "
+            f"{launch.config.tool_call_parser} has no effect, and requests with tools are refused",
+        )
     max_model_len = launch.config.max_model_len
     assert max_model_len is not None, "max_model_len is resolved before any process starts"
     tokenizer = load_tokenizer(files.tokenizer)
-    fast = launch.config.tokenizer_backend == "fastokens"
     encoder = Encoder(
         tokenizer,
         vocab_size=launch.model.vocab_size,
         max_model_len=max_model_len,
-        encode_text=load_fastokens_encoder(files.tokenizer, tokenizer) if fast else None,
+        encode_text=choose_encoder(launch.config.tokenizer_backend, files.tokenizer, tokenizer),
     )
     return PromptBuilder(template=template, encoder=encoder, max_model_len=max_model_len)
 

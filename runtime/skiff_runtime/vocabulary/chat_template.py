@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 import jinja2
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Name, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,13 +51,17 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         self._special_tokens = special_tokens
         self._template: jinja2.Template | None = None
+        self._variables: frozenset[str] = frozenset()
         self.fault = "the model has no chat template; use /v1/completions, or serve a chat model"
         if source is not None:
             self._compile(source)
 
     def _compile(self, source: str) -> None:
         try:
-            self._template = _Environment().from_string(source)
+            environment = _Environment()
+            self._template = environment.from_string(source)
+            names = environment.parse(source).find_all(Name)
+            self._variables = frozenset(each.name for each in names if each.ctx == "load")
         except jinja2.TemplateSyntaxError as error:
             self.fault = f"the model's chat template is malformed: line {error.lineno}: {_shorten(error)}"
         except (RecursionError, ValueError) as error:
@@ -68,6 +72,11 @@ class ChatTemplate:
         """True if the model has a template that compiles; otherwise ``fault`` has the reason."""
         return self._template is not None
 
+    @property
+    def shows_tools(self) -> bool:
+        """True if the template reads the tools of a request."""
+        return "tools" in self._variables
+
     def render(self, prompt: ChatPrompt) -> str:
         """Render the prompt. Raises ``InvalidRequest`` with the template's own message if the template rejects it.
 
@@ -76,6 +85,13 @@ class ChatTemplate:
         """
         if self._template is None:
             raise InvalidRequest(self.fault, param="messages", code="chat_template_error")
+        if prompt.tools and not self.shows_tools:
+            raise InvalidRequest(
+                "the model's chat template does not show tools to the model, so it could not call them; remove 'tools', or "
+                "serve the model with a chat template that renders them",
+                param="tools",
+                code="unsupported_parameter",
+            )
         variables: dict[str, Any] = {
             **self._special_tokens,
             "messages": _add_mark(prompt.messages) if prompt.continue_final_message else prompt.messages,
@@ -84,9 +100,12 @@ class ChatTemplate:
             "add_generation_prompt": prompt.add_generation_prompt,
         }
         self._check_options(prompt.template_options, variables)
+        hints = {name: value for name, value in prompt.template_hints.items() if name in self._variables}
         try:
             with _deadline(RENDER_TIMEOUT_SECONDS):
-                text = _join_bounded(self._template.generate({**prompt.template_options, **variables}))
+                text = _join_bounded(
+                    self._template.generate({**hints, **prompt.template_options, **variables})
+                )
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequest(
                 f"the model's chat template refused these messages: {_shorten(error)}",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from skiff_runtime import log
+from skiff_runtime.config import AUTO, TokenizerBackend
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.vocabulary.probe_texts import PROBE_TEXTS
 
@@ -26,33 +27,65 @@ MAX_MIXTURE_PIECES: Final = 12
 _SEED: Final = 0
 
 
-def load_fastokens_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText | None:
-    """Load ``path``, a tokenizer.json, with fastokens. Return None, and log why, if it encodes unlike ``tokenizer``.
+def choose_encoder(backend: TokenizerBackend, path: Path, tokenizer: Tokenizer) -> EncodeText:
+    """Return the encoding of ``path``, a tokenizer.json, by the library of ``--tokenizer-backend``, and log the choice.
 
-    Raises ``ConfigError`` if the package is not installed.
+    ``auto`` and ``fastokens`` choose fastokens where it encodes as ``tokenizer`` does, and tokenizers elsewhere.
+
+    Raises:
+        ConfigError: ``backend`` is fastokens, and the package is not installed.
     """
+    if backend == "tokenizers":
+        return _log_choice(reference_encoder(tokenizer), "tokenizers", "--tokenizer-backend")
     try:
-        import fastokens
-    except ImportError:
-        raise ConfigError(
-            "--tokenizer-backend fastokens requires the package fastokens; install it from Skiff's sources with "
-            "pip install '.[fast]'"
-        ) from None
+        encode = _load_fastokens(path, tokenizer)
+    except ImportError as error:
+        if backend == "fastokens":
+            raise ConfigError(
+                "--tokenizer-backend fastokens requires the package fastokens; install it from Skiff's sources with "
+                "pip install '.[fast]'"
+            ) from None
+        return _log_choice(reference_encoder(tokenizer), "tokenizers", f"fastokens is not installed: {error}")
+    except _Rejected as error:
+        # Whoever requested it by name should learn that it is not in use.
+        write = log.event if backend == AUTO else log.warning
+        return _log_choice(reference_encoder(tokenizer), "tokenizers", f"fastokens {error}", write)
+    return _log_choice(encode, "fastokens", "it agrees with tokenizers on the probe texts")
+
+
+def _log_choice(
+    encode: EncodeText, backend: str, reason: str, write: Callable[..., None] = log.event
+) -> EncodeText:
+    write("tokenizer_backend_chosen", backend=backend, reason=reason)
+    return encode
+
+
+class _Rejected(Exception):
+    """Reason for which fastokens does not encode a model's prompts, as the end of a sentence about it."""
+
+
+def _load_fastokens(path: Path, tokenizer: Tokenizer) -> EncodeText:
+    """Load ``path``, a tokenizer.json, with fastokens.
+
+    Raises:
+        ImportError: The package is not installed, or cannot be loaded on this machine.
+        _Rejected: It cannot read the file, or encodes unlike ``tokenizer``.
+    """
+    import fastokens
+
     try:
         fast = fastokens.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
-        log.warning("fastokens_rejected", reason=f"it cannot read this tokenizer: {error}")
-        return None
+        raise _Rejected(f"cannot read this tokenizer: {error}") from None
 
     def encode(text: str, add_special_tokens: bool) -> NDArray[np.int64]:
         ids, _ = fast.encode_batch_flat([text], add_special_tokens)
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
 
     text = _find_difference(encode, tokenizer)
-    if text is None:
-        return encode
-    log.warning("fastokens_rejected", reason=f"it encodes {text[:80]!r} differently")
-    return None
+    if text is not None:
+        raise _Rejected(f"encodes {text[:80]!r} differently")
+    return encode
 
 
 def reference_encoder(tokenizer: Tokenizer) -> EncodeText:

@@ -9,6 +9,8 @@ from skiff_runtime.json_file import read_json
 
 MAX_TOKENIZER_BYTES: Final = 256 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+DEFAULT_CLASS: Final = "PreTrainedTokenizerFast"
+"""The class in transformers that reads any tokenizer.json."""
 
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -26,12 +28,13 @@ _DEFAULT_TEMPLATE: Final = "default"
 class TokenizerFiles:
     """``tokenizer`` is the path of tokenizer.json, ``template`` the source of the chat template, if there is one.
 
-    ``special_tokens`` maps names such as ``bos_token`` to tokens.
+    ``special_tokens`` maps names such as ``bos_token`` to tokens. ``tokenizer_class`` is the class in transformers.
     """
 
     tokenizer: Path
     template: str | None
     special_tokens: dict[str, str]
+    tokenizer_class: str = DEFAULT_CLASS
 
 
 def read_tokenizer_files(directory: Path, converted: Path | None = None) -> TokenizerFiles:
@@ -52,6 +55,7 @@ def read_tokenizer_files(directory: Path, converted: Path | None = None) -> Toke
         tokenizer=_find_tokenizer(converted or directory),
         template=_read_template(directory, config),
         special_tokens=special_tokens,
+        tokenizer_class=str(config.get("tokenizer_class") or DEFAULT_CLASS),
     )
 
 

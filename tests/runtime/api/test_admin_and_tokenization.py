@@ -9,6 +9,7 @@ import httpx
 import pytest
 from frontend import CONTEXT, NAME, TIMEOUT_SECONDS, Echo, Frontend, answer, running_frontend, write_model
 from openai import OpenAI
+from tiny_tokenizer import BOS, EOS, EOS_ID
 
 from skiff_runtime.messages import AbortRequest, FinishReason, FlushCache, Flushed
 
@@ -62,6 +63,15 @@ def test_detokenize_restores_text(front: Frontend) -> None:
     tokens = tokenize(front, prompt=text, add_special_tokens=False)["tokens"]
     assert front.post("/detokenize", model=NAME, tokens=tokens).json() == {"prompt": text}
     assert front.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_tokenizer_info_is_what_remote_tokenizers_read(front: Frontend) -> None:
+    info = front.get("/tokenizer_info").json()
+    assert (info["tokenizer_class"], info["model_max_length"]) == ("PreTrainedTokenizerFast", CONTEXT)
+    assert (info["bos_token"], info["eos_token"]) == (BOS, EOS)
+    assert "pad_token" not in info and "<|{{ message.role }}|>" in info["chat_template"]
+    [token] = tokenize(front, prompt=info["eos_token"], add_special_tokens=False)["tokens"]
+    assert token == EOS_ID
 
 
 @pytest.mark.parametrize(

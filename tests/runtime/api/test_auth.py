@@ -1,5 +1,6 @@
 """API keys and CORS: keys authenticate requests, other origins are limited, every response has a request ID."""
 
+import base64
 import hashlib
 import re
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from skiff_runtime.processes.resolve import resolve
 CHAT = "/v1/chat/completions"
 KEYS = ("sk-first-key", "sk-second-key")
 ORIGIN = "https://chat.example.org"
-PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/metrics")
+PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/health", "/ping", "/metrics")
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +101,27 @@ def test_openapi_document_declares_keys(front: Frontend) -> None:
         for path, methods in document["paths"].items()
         if all(each.get("security") and "401" in each["responses"] for each in methods.values())
     }
-    assert set(document["paths"]) - keyed == set(PROBES)
+    assert set(document["paths"]) - keyed == {*PROBES, "/"}
     assert front.get("/docs").status_code == 200
 
 
+def test_home_page_needs_no_key_and_runs_its_own_script_only(front: Frontend) -> None:
+    response = front.get("/")
+    page, policy = response.text, response.headers["content-security-policy"]
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert NAME not in page  # nothing about this service
+    for name in ("script", "style"):
+        [inline] = re.findall(rf"<{name}>(.*?)</{name}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none'; ") and "connect-src 'self';" in policy
+    assert "frame-ancestors 'none'" in policy and response.headers["x-frame-options"] == "DENY"
+    assert not re.search(r"(?:src|href)=\"?(?:https?:)?//|\son\w+=|\sstyle=|innerHTML", page)
+    assert send(front, "POST", "/").status_code == 405
+
+
 @pytest.mark.parametrize(
-    "path", [*PROBES, "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
+    "path", [*PROBES, "/", "/openapi.json", "/docs", "/v1/models", f"/v1/models/{NAME}", "/server_info"]
 )
 def test_head_is_get_without_body(front: Frontend, path: str) -> None:
     response = send(front, "HEAD", path, authorization=f"Bearer {KEYS[0]}", x_request_id="trace.8")

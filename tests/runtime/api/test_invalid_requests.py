@@ -70,9 +70,9 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("/v1/completions", {**TEXT, "prompt": [389]}, 400, None, "token id 389 at position 0"),
         ("/v1/completions", {**TEXT, "max_tokens": -1}, 400, None, "'max_tokens'"),
         (CHAT, {**BODY, "model": "other"}, 404, "model_not_found", "the served model is 'tiny'"),
-        (CHAT, {**BODY, "stop_token_ids": [10**6]}, 400, None, "stop token id 1000000"),
+        (CHAT, {**BODY, "stop_token_ids": [10**6]}, 400, None, "token id 1000000"),
         (CHAT, {**BODY, "nonsense": 1}, 400, "unknown_parameter", "unknown field 'nonsense'"),
-        (CHAT, {**BODY, "best_of": 2}, 400, "unsupported_parameter", "'best_of' is not supported yet"),
+        (CHAT, {**BODY, "best_of": 2}, 400, "unsupported_parameter", "'best_of' is not supported: use 1"),
         ("/generate", {"text": "x", "token_ids": [1]}, 400, None, "either 'text' or 'token_ids'"),
     ],
 )
@@ -136,7 +136,7 @@ def test_openai_client_raises_status_error(front: Frontend) -> None:
 
 def test_unknown_path_and_method_are_rejected(front: Frontend) -> None:
     assert error(front.get("/v2/chat"), 404)["code"] == "not_found"
-    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/responses"):
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations"):
         found = error(front.post(path, model=NAME, input="x"), 404)
         assert found["code"] == "not_found"
         assert "generates text only" in found["message"] and CHAT in found["message"]

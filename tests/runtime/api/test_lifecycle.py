@@ -14,6 +14,7 @@ from frontend import NAME, Echo, Frontend, running_frontend, write_model
 from skiff_runtime.api.server import listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
+from skiff_runtime.version import __version__
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -49,6 +50,8 @@ def await_progress(front: Frontend, process: str, progress: float) -> dict[str, 
 def test_start_is_reported_by_probes(model: Path) -> None:
     with running_frontend(model, ready=False) as front:
         assert [status(front, path) for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
+        assert [status(front, path) for path in ("/health", "/ping")] == [503, 503]
+        assert front.post("/ping").status_code == 503
         refused = front.post(CHAT, **BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert "still being loaded" in refused.json()["error"]["message"]
@@ -66,7 +69,9 @@ def test_start_is_reported_by_probes(model: Path) -> None:
         assert front.metric("skiff_ready") == 0
         front.api.send(ServiceReady(kv_tokens=2048))
         wait_for(front, "/readyz", 200)
-        assert [status(front, path) for path in ("/livez", "/startupz")] == [200, 200]
+        assert [status(front, path) for path in ("/livez", "/startupz", "/health", "/ping")] == [200] * 4
+        assert front.post("/ping").status_code == 200
+        assert front.get("/version").json() == {"version": __version__}
         assert front.metric('skiff_start_phase_seconds{phase="config"}') == 1.5
         assert front.metric('skiff_kv_cache_pages{state="free"}') == 128
         info = front.get("/server_info").json()

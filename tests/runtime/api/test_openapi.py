@@ -14,6 +14,7 @@ from skiff_runtime import contract
 from skiff_runtime.sse import EventDecoder
 
 CHAT, TEXT = contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS
+RESPONSES = contract.PATH_RESPONSES
 MESSAGES = [{"role": "user", "content": "boat"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "boat"}]}]
 VALID: list[tuple[str, dict[str, Any]]] = [
@@ -24,6 +25,18 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"model": NAME, "prompt": ["boat", "row"], "echo": True}),
     (TEXT, {"model": NAME, "prompt": [5, 6]}),
     (TEXT, {"model": NAME, "prompt": [[5, 6], [7]]}),
+    (contract.PATH_MESSAGES, {"model": NAME, "max_tokens": 9, "messages": MESSAGES, "system": "Be kind."}),
+    (
+        contract.PATH_MESSAGES,
+        {"model": NAME, "max_tokens": 9, "messages": PARTS, "thinking": {"type": "adaptive"}},
+    ),
+    (contract.PATH_COUNT_TOKENS, {"model": NAME, "messages": MESSAGES}),
+    (RESPONSES, {"model": NAME, "input": "boat"}),
+    (RESPONSES, {"model": NAME, "input": MESSAGES, "instructions": "Row.", "metadata": {"a": "b"}}),
+    (
+        RESPONSES,
+        {"model": NAME, "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+    ),
     (contract.PATH_GENERATE, {"text": "boat"}),
     (contract.PATH_GENERATE, {"token_ids": [5, 6]}),
     (contract.PATH_TOKENIZE, {"prompt": "boat", "return_token_strs": True}),
@@ -37,7 +50,16 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": NAME, "messages": MESSAGES, "stop": [1]}),
     (CHAT, {"model": NAME, "messages": MESSAGES, "nonsense": 1}),
     (CHAT, {"messages": MESSAGES}),
+    (RESPONSES, {"model": NAME, "input": 5}),
+    (RESPONSES, {"model": NAME, "input": [{"type": "computer_call_output"}]}),
+    (RESPONSES, {"model": NAME, "input": "x", "background": True}),
     (TEXT, {"model": NAME, "prompt": {"a": 1}}),
+    (contract.PATH_MESSAGES, {"model": NAME, "messages": MESSAGES}),
+    (
+        contract.PATH_MESSAGES,
+        {"model": NAME, "max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]},
+    ),
+    (contract.PATH_COUNT_TOKENS, {"model": NAME, "messages": MESSAGES, "max_tokens": 9}),
     (contract.PATH_DETOKENIZE, {"tokens": "x"}),
     (contract.PATH_ABORT, {"all": False}),
     (contract.PATH_ABORT, {"all": None}),
@@ -89,7 +111,10 @@ def test_every_path_is_documented_and_served(front: Frontend, document: dict[str
     for path, methods in document["paths"].items():
         for method in methods:
             response = front.http.request(method, front.url + path.replace("{name}", NAME), content=b"?")
-            assert response.status_code not in (404, 405), (method, path)
+            is_unstored = (
+                response.status_code == 404 and response.json()["error"]["code"] == "response_not_found"
+            )
+            assert response.status_code not in (404, 405) or is_unstored, (method, path)
             assert str(response.status_code) in methods[method]["responses"]
 
 
@@ -118,7 +143,16 @@ def test_invalid_body_gets_documented_error(
 
 
 @pytest.mark.parametrize(
-    "path", [contract.PATH_MODELS, contract.PATH_SERVER_INFO, contract.PATH_STARTUPZ, "/livez"]
+    "path",
+    [
+        contract.PATH_MODELS,
+        contract.PATH_SERVER_INFO,
+        contract.PATH_VERSION,
+        contract.PATH_TOKENIZER_INFO,
+        contract.PATH_STARTUPZ,
+        "/livez",
+        "/health",
+    ],
 )
 def test_get_returns_documented_response(front: Frontend, document: dict[str, Any], path: str) -> None:
     schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -167,6 +201,27 @@ def test_every_event_of_a_stream_is_as_documented(
         payload.validate(json.loads(event))
     payload.validate({"error": {"message": "x", "type": "x", "param": None, "code": None}})
     assert list(payload.iter_errors({"id": "x"}))
+
+
+def test_every_event_of_a_response_is_as_documented(front: Frontend, document: dict[str, Any]) -> None:
+    content = document["paths"][RESPONSES]["post"]["responses"]["200"]["content"]
+    item = content["text/event-stream"]["itemSchema"]
+    payload = validator(document, item["properties"]["data"]["contentSchema"])
+    reply = front.post(RESPONSES, model=NAME, input="boat", stream=True, top_logprobs=1)
+    events = EventDecoder().feed(reply.content)
+    assert len(events) > 8
+    for event in events:
+        validator(document, item).validate({"data": event.decode()})
+        payload.validate(json.loads(event))
+    assert list(payload.iter_errors({"type": "x"}))
+
+
+def test_stored_response_and_its_input_are_as_documented(front: Frontend, document: dict[str, Any]) -> None:
+    stored = front.post(RESPONSES, model=NAME, input="boat").json()["id"]
+    for suffix in ("", "/input_items"):
+        path = RESPONSES + "/{response_id}" + suffix
+        schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        validator(document, schema).validate(front.get(path.replace("{response_id}", stored)).json())
 
 
 def test_chat_response_and_its_events_have_schemas_of_their_own(document: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,17 +14,48 @@ from hypothesis import strategies as st
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, OutputParser, ReasoningDelta
 from skiff_runtime.api.parsing.hermes import HermesParser
 from skiff_runtime.api.parsing.llama3 import Llama3Parser
-from skiff_runtime.api.parsing.mistral import MistralParser
+from skiff_runtime.api.parsing.mistral import JsonListParser, MistralParser
 from skiff_runtime.api.parsing.output_parser import ChatOutputParser
-from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
-from skiff_runtime.api.parsing.tool_parser import ToolCallOptions, ToolParser
+from skiff_runtime.api.parsing.pythonic import PythonicParser
+from skiff_runtime.api.parsing.qwen3_coder import Qwen3CoderParser
+from skiff_runtime.api.parsing.reasoning_parser import (
+    DEEPSEEK_R1,
+    MISTRAL,
+    THINK,
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningStart,
+)
+from skiff_runtime.api.parsing.tool_parser import ContentParser, ToolCallOptions, ToolParser
 
 NAMES = frozenset(("now", "add"))
 PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "mistral": MistralParser,
+    "pythonic": PythonicParser,
+    "qwen3_coder": Qwen3CoderParser,
 }
+SCHEMAS: dict[str, Any] = {
+    "now": {
+        "properties": {
+            "zone": {"type": "string"},
+            "hour": {"type": "integer"},
+            "share": {"type": "number"},
+            "utc": {"type": "boolean"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "size": {"type": ["string", "integer"]},
+            "any": {},
+            "style": {"enum": ["x", 3]},
+            "ref": {"$ref": "#/$defs/list"},
+            "both": {"allOf": [{"type": ["integer", "string"]}, {"type": ["string", "null"]}]},
+        },
+        "$defs": {"list": {"type": "array"}},
+    },
+    "add": {"properties": {"a": {"type": "array"}}},
+}
+ENFORCED_PARSERS: dict[str, type[ToolParser]] = {**PARSERS, "list": JsonListParser}
+"""And that of a format that models write only because a grammar makes them."""
 
 
 @dataclass
@@ -62,10 +94,12 @@ def parse(parser: OutputParser, pieces: Sequence[str]) -> Message:
 def make_parser_of(
     kind: str, start: ReasoningStart | None = None, **options: object
 ) -> Callable[[], OutputParser]:
-    tools = ToolCallOptions(NAMES, **options)  # type: ignore[arg-type]
+    tools = ToolCallOptions(NAMES, schemas=SCHEMAS, **options)  # type: ignore[arg-type]
 
     def make() -> OutputParser:
-        return ChatOutputParser(None if start is None else ReasoningParser(start), PARSERS[kind](tools))
+        return ChatOutputParser(
+            None if start is None else ReasoningParser(start), ENFORCED_PARSERS[kind](tools)
+        )
 
     return make
 
@@ -118,6 +152,51 @@ ADD = ("add", '{"a": [1, {"b": "}]"}]}')
         ("mistral", '[TOOL_CALLS]now{"zone": "Köln"}', "", [NOW]),
         ("mistral", "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}", []),
         ("mistral", "[1, 2] [TOOL", "[1, 2] [TOOL", []),
+        ("pythonic", '[now(zone="Köln")]', "", [NOW]),
+        ("pythonic", "\n[now(zone='Köln'), add(a=[1, {'b': '}]'},],) ]\n", "", [NOW, ADD]),
+        ("pythonic", '<|python_start|>[now(zone="Köln")]<|python_end|>', "", [NOW]),
+        ("pythonic", "Yes.<|python_start|>[ now( ) ] and on", "Yes.and on", [("now", "{}")]),
+        ("pythonic", "[now(),]\n[now()]", "", [("now", "{}")] * 2),
+        ("pythonic", "[now(a=-1, b=2.5e+3, c=True, d=null, e=0x1F)]", "", [("now", '{"a": -1, "b": 2500.0, "c": true, "d": null, "e": 31}')]),
+        ("pythonic", r"[now(a='it\'s', b='', c='\d\x41\ud83d\ude42\n')]", "", [("now", r'{"a": "it' + "'" + r's", "b": "", "c": "\\dA\ud83d\ude42\n"}')]),
+        ("pythonic", '[now(a="""x"\'\ny""")]', "", [("now", '{"a": "x\\"\'\\ny"}')]),
+        ("pythonic", "[other(), now()]", "[other(), now()]", []),
+        ("pythonic", "[now(), other(a=1)]", ",other(a=1)]", [("now", "{}")]),
+        ("pythonic", "[now(zone=Köln)]", "[now(zone=Köln)]", []),
+        ("pythonic", "[now(zone=inf)]", "[now(zone=inf)]", []),
+        ("pythonic", "[now(a=f(1))]", "[now(a=f(1))]", []),
+        ("pythonic", "[now and then]", "[now and then]", []),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+        ("pythonic", "[]", "[]", []),
+        ("pythonic", "I call [now()].", "I call [now()].", []),
+        ("pythonic", "[now(a=1 b=2)]", "b=2)]", [("now", '{"a": 1}')]),
+        ("pythonic", "[now(a=[1, x])]", "])]", [("now", '{"a": [1, null]}')]),
+        ("pythonic", "[now(a={'b' 1})]", "1})]", [("now", '{"a": {"b": null}}')]),
+        ("pythonic", "[now(zone='K", "", [("now", '{"zone": "K')]),
+        ("pythonic", "[now(zone=", "[now(zone=", []),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=zone>\nKöln\n</parameter>\n</function>\n</tool_call>", "", [NOW]),
+        (
+            "qwen3_coder",
+            "Wait.\n<function=now><parameter=zone>Köln</parameter></function></tool_call>\n"
+            '<tool_call><function=add>\n<parameter=a>\n[1, {"b": "}]"}]\n</parameter></function></tool_call>',
+            "Wait.",
+            [NOW, ADD],
+        ),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", "", [("now", "{}")]),
+        ("qwen3_coder", "<tool_call><function=now></tool_call>", "", [("now", "{}")]),
+        ("qwen3_coder", "<function=now><parameter=hour>\n7\n</parameter><parameter=share>.5</parameter><parameter=utc>True</parameter></function>", "", [("now", '{"hour": 7, "share": 0.5, "utc": true}')]),
+        ("qwen3_coder", "<function=now><parameter=hour>7.0</parameter><parameter=utc>maybe</parameter></function>", "", [("now", '{"hour": 7, "utc": "maybe"}')]),
+        ("qwen3_coder", "<function=now><parameter=zone>null</parameter><parameter=note>\nnull\n</parameter></function>", "", [("now", '{"zone": "null", "note": null}')]),
+        ("qwen3_coder", "<function=now><parameter=note>nullable</parameter><parameter=size>3</parameter></function>", "", [("now", '{"note": "nullable", "size": 3}')]),
+        ("qwen3_coder", "<function=now><parameter=any>[1]</parameter><parameter=style>3</parameter><parameter=ref>['a']</parameter></function>", "", [("now", '{"any": [1], "style": 3, "ref": ["a"]}')]),
+        ("qwen3_coder", "<function=now><parameter=both>3</parameter><parameter=else>3</parameter></function>", "", [("now", '{"both": "3", "else": "3"}')]),
+        ("qwen3_coder", '<function=now><parameter=zone>\n\n a < b </param>\n"q"\n\n</parameter></function>', "", [("now", '{"zone": "\\n a < b </param>\\n\\"q\\"\\n"}')]),
+        ("qwen3_coder", "<function=other></function>", "<function=other></function>", []),
+        ("qwen3_coder", '<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "now"}</tool_call>', []),
+        ("qwen3_coder", "Write <function=now>, then stop.", "Write <function=now>, then stop.", []),
+        ("qwen3_coder", "<function=now><parameter=zone>Köln</parameter> and on", "and on", [NOW]),
+        ("qwen3_coder", "<function=now><parameter=zone>Kö", "", [("now", '{"zone": "Kö')]),
+        ("qwen3_coder", "<tool_call><function=no", "<tool_call><function=no", []),
     ],
 )  # fmt: skip
 def test_calls_are_parsed_in_each_format(
@@ -130,14 +209,39 @@ def test_calls_are_parsed_in_each_format(
 @pytest.mark.parametrize("kind", PARSERS)
 def test_arguments_are_streamed(kind: str) -> None:
     before = {
+        "pythonic": "[now(zone=",
+        "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=zone>\n",
         "hermes": '<tool_call>{"name": "now", "arguments": ',
         "llama3": '{"name": "now", "parameters": ',
         "mistral": "[TOOL_CALLS]now[ARGS]",
     }
     parser = make_parser_of(kind)()
     parser.push(before[kind])
-    deltas = [parser.push(piece) for piece in ('{"zone"', ': "K', 'öln"')]
+    pieces = ('{"zone"', ': "K', 'öln"') if kind in ("hermes", "llama3", "mistral") else ('"K', "ö", "ln")
+    deltas = [parser.push(piece) for piece in pieces]
     assert all(deltas), deltas
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "separator", "begun"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_call>', "\n", '<tool_call>\n{"name": "ad'),
+        ("llama3", '{"name": "now", "parameters": {"zone": "Köln"}}', "; ", '{"name": "ad'),
+        ("mistral", '[TOOL_CALLS]now[ARGS]{"zone": "Köln"}', "", "[TOOL_CALLS]ad"),
+        ("list", '[{"name": "now", "arguments": {"zone": "Köln"}}', ", ", '{"name": "ad'),
+    ],
+)  # fmt: skip
+def test_begun_call_is_no_content_where_calls_are_enforced(
+    kind: str, call: str, separator: str, begun: str
+) -> None:
+    """However early the end of the text cuts it off: before, inside of or after its marker or its name."""
+    rest = separator + begun
+    for length in range(len(rest) + 1):
+        message = parse_in_every_cut(make_parser_of(kind, is_enforced=True), call + rest[:length])
+        assert (message.content, message.calls) == ("", [NOW]), rest[:length]
+        if kind != "list":
+            alone = parse_in_every_cut(make_parser_of(kind, is_enforced=True), begun[:length])
+            assert (alone.content, alone.calls) == ("", [])
 
 
 def test_calls_beyond_max_calls_are_dropped() -> None:
@@ -153,9 +257,20 @@ def test_special_tokens_are_dropped_from_the_content() -> None:
     assert message.content == "Hello, [INST"
 
 
+def test_special_tokens_are_dropped_from_an_answer_without_tools() -> None:
+    options = ToolCallOptions(frozenset(), special_tokens=("<s>", "[/INST]"))
+    message = parse_in_every_cut(
+        lambda: ChatOutputParser(ReasoningParser(ReasoningStart.OPTIONAL, MISTRAL), ContentParser(options)),
+        "[THINK]hm[/THINK]\n<s>Yes[/INST]. <s",
+    )
+    assert (message.reasoning, message.content) == ("hm", "Yes. <s")
+
+
 @pytest.mark.parametrize(
     ("start", "text", "reasoning", "content"),
     [
+        (ReasoningStart.INSIDE, "\n<think>\nhm</think>Yes", "hm", "Yes"),
+        (ReasoningStart.INSIDE, " <th", "<th", ""),
         (ReasoningStart.OPTIONAL, "<think>\nhm \n m\n</think>\n\nYes. ", "hm \n m", "Yes. "),
         (ReasoningStart.OPTIONAL, "  <think></think>Yes", "", "Yes"),
         (ReasoningStart.OPTIONAL, "Yes <think>no</think>", "", "Yes <think>no</think>"),
@@ -173,6 +288,21 @@ def test_reasoning_is_divided_from_the_content(
     assert (message.reasoning, message.content) == (reasoning, content)
 
 
+@pytest.mark.parametrize("reasoning_format", [THINK, DEEPSEEK_R1, MISTRAL], ids=lambda each: each.name)
+def test_reasoning_is_found_between_the_markers_of_its_format(reasoning_format: ReasoningFormat) -> None:
+    start = reasoning_format.detect_start("<user>x<assistant>")
+    first = "" if start is ReasoningStart.INSIDE else reasoning_format.open
+    message = parse_in_every_cut(
+        lambda: ChatOutputParser(ReasoningParser(start, reasoning_format), None),
+        f"{first}hm [THIN <thin {reasoning_format.close}\nYes",
+    )
+    assert (message.reasoning, message.content) == ("hm [THIN <thin", "Yes")
+    assert reasoning_format.detect_start(f"x{reasoning_format.open}\n") is ReasoningStart.INSIDE
+    assert reasoning_format.detect_start(f"x{reasoning_format.close}\n\n") is ReasoningStart.AFTER
+    assert reasoning_format.find_start(f"{reasoning_format.open}hm") is ReasoningStart.INSIDE
+    assert reasoning_format.find_start("Yes") is ReasoningStart.AFTER
+
+
 def test_calls_after_reasoning() -> None:
     text = 'I think <tool_call> of it</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     message = parse_in_every_cut(make_parser_of("hermes", ReasoningStart.INSIDE), text)
@@ -188,6 +318,8 @@ FRAGMENTS = st.sampled_from(
         "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "now", "add",
         "<", "[", "]", "{", "}", '"', "\\", ":", ",", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"now"',
         '{"name": "now", "arguments": {', '{"zone": "x"}', "null", "12", "é🙂", "text",
+        "[THINK]", "[/THINK]", "<|python_start|>", "<|python_end|>", "[now(", "(", ")", "zone=", "=", "'", "[now(zone='x'", "True", "\\u00e9",
+        "<function=", "<function=now>", "<parameter=", "<parameter=zone>", "<parameter=hour>", "</parameter>", "</function>", ">",
     ]
 )  # fmt: skip
 
@@ -216,24 +348,66 @@ def test_plain_text_is_unchanged_content(text: str, kind: str) -> None:
     assert parse_in_every_cut(make_parser_of(kind), text).content == text
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    arguments=st.dictionaries(
-        st.text(max_size=5),
-        st.recursive(
-            st.none() | st.integers() | st.text(max_size=8),
-            lambda inner: (
-                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-            ),
-            max_leaves=6,
-        ),
-        max_size=3,
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=6,
     ),
-    indent=st.sampled_from([None, 2]),
+    max_size=3,
 )
+
+
+@settings(max_examples=100, deadline=None)
+@given(arguments=ARGUMENTS, indent=st.sampled_from([None, 2]))
 def test_arguments_are_unchanged(arguments: dict[str, object], indent: int | None) -> None:
     text = json.dumps(arguments, indent=indent, ensure_ascii=False)
     message = parse_in_every_cut(
         make_parser_of("hermes"), f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>'
     )
     assert message.calls == [("add", text)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(arguments=ARGUMENTS, write=st.sampled_from([repr, json.dumps]))
+def test_literals_of_python_and_json_become_json(
+    arguments: dict[str, object], write: Callable[[object], str]
+) -> None:
+    message = parse_in_every_cut(make_parser_of("pythonic"), f"[add(a={write(arguments)}, b=1), now()]")
+    [(name, text), second] = message.calls
+    assert (name, json.loads(text)) == ("add", {"a": arguments, "b": 1})
+    assert (message.content, second) == ("", ("now", "{}"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    zone=st.text(max_size=12).filter(lambda text: "</parameter>" not in text),
+    values=st.lists(st.integers() | st.text(alphabet="<ab\n\"'\\", max_size=8), max_size=3),
+)
+def test_text_and_json_in_xml_become_json(zone: str, values: list[object]) -> None:
+    text = (
+        f"<tool_call>\n<function=now>\n<parameter=zone>\n{zone}\n</parameter>\n<parameter=ref>\n"
+        f"{json.dumps(values)}\n</parameter>\n</function>\n</tool_call>"
+    )
+    message = parse_in_every_cut(make_parser_of("qwen3_coder"), text)
+    [(_, arguments)] = message.calls
+    assert json.loads(arguments) == {"zone": zone, "ref": values}
+
+
+BREAKING_FRAGMENTS = {
+    "pythonic": ["a=", "b=", ",", " ", "[", "]", "{", "}", "(", ")", ":", "'x'", "1", "-", "None", "tru", "\n", "'k':"],
+    "qwen3_coder": ["<parameter=zone>", "<parameter=hour>", "</parameter>", "</function>", "<function=now>", "x", "1", "\n", "<", ">"],
+}  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(sorted(BREAKING_FRAGMENTS)))
+def test_a_call_that_breaks_has_arguments_in_json(data: st.DataObject, kind: str) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(BREAKING_FRAGMENTS[kind]), max_size=12))
+    start = {"pythonic": "[now(a=1,", "qwen3_coder": "<function=now><parameter=hour>1</parameter>"}[kind]
+    end = {"pythonic": "?", "qwen3_coder": "</parameter></function>"}[kind]
+    message = parse_in_every_cut(make_parser_of(kind), start + "".join(pieces) + end)
+    for _, arguments in message.calls:
+        assert isinstance(json.loads(arguments), dict), arguments
+    assert message.calls

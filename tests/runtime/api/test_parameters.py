@@ -24,6 +24,8 @@ INPUTS: dict[str, dict[str, Any]] = {
 TEMPLATE = (
     "{{ bos_token }}{% if enable_thinking is defined %}thinking={{ enable_thinking }} {% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if verbosity %}verbosity={{ verbosity }} {% endif %}"
+    "{% if reasoning_effort %}effort={{ reasoning_effort }} {% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -77,6 +79,7 @@ def send(front: Frontend, path: str, **options: Any) -> GenerateRequest:
         ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
         ({"repetition_penalty": 1.25}, {"repetition_penalty": 1.25}),
         ({"logit_bias": {"388": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (388, -100.0))}),
+        ({"allowed_token_ids": [9, 5]}, {"allowed_token_ids": (9, 5)}),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -163,6 +166,46 @@ def test_chat_template_kwargs_reach_the_template(front: Frontend) -> None:
     assert "thinking=False " in render(front, chat_template_kwargs={"enable_thinking": False})
 
 
+def test_effort_and_verbosity_reach_a_template_that_reads_them(front: Frontend) -> None:
+    shown = render(front, reasoning_effort="none", verbosity="low")
+    assert "thinking=False " in shown and "verbosity=low " in shown and "effort=none " in shown
+    assert "thinking=True " in render(front, reasoning_effort="high")
+
+
+@pytest.mark.parametrize("path", INPUTS)
+def test_prompt_options_reach_the_tokenizer(front: Frontend, path: str) -> None:
+    plain = front.rank.prompt_ids(send(front, path))
+    assert front.rank.prompt_ids(send(front, path, truncate_prompt_tokens=2)) == plain[-2:]
+    words = send(front, path, bad_words=["boat"]).sampling.bad_words
+    assert words == (tuple(front.rank.encode("boat")), tuple(front.rank.encode(" boat")))
+    special = front.rank.prompt_ids(send(front, path, add_special_tokens=path == CHAT))
+    assert special == ([plain[0], *plain] if path == CHAT else plain[1:])
+
+
+def test_spelling_of_sglang_means_the_same(front: Frontend) -> None:
+    ours = send(
+        *(front, NATIVE), text=None, token_ids=[5, 6], max_tokens=9, min_tokens=2, seed=4, temperature=0.5, stop="x",
+        logprobs=2, include_stop_str_in_output=True, return_token_ids=False,
+    )  # fmt: skip
+    sampling = {
+        "max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 4, "temperature": 0.5, "stop": "x", "no_stop_trim": True, "n": 1,
+    }  # fmt: skip
+    theirs = send(
+        *(front, NATIVE), text=None, input_ids=[5, 6], sampling_params=sampling, return_logprob=True, top_logprobs_num=2, rid="a",
+    )  # fmt: skip
+    assert (theirs.sampling, theirs.text, theirs.token_ids) == (ours.sampling, ours.text, ours.token_ids)
+    for constraint in ({"regex": "a"}, {"ebnf": 'root ::= "a"'}, {"json_schema": "{}"}):
+        assert send(front, NATIVE, sampling_params=constraint).grammar is not None
+    for fields, says in (
+        ({"temperature": 1, "sampling_params": {"temperature": 1}}, "'temperature' is sent twice"),
+        ({"sampling_params": {"min_new_tokens": 3, "max_new_tokens": 2}}, "limited to 2 tokens"),
+        ({"sampling_params": {"custom_params": {"a": 1}}}, "custom_params' is not supported"),
+        ({"top_logprobs_num": 2}, 'needs "return_logprob"'),
+    ):
+        reply = front.post(NATIVE, **INPUTS[NATIVE], **fields)
+        assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+
+
 def test_content_parts_are_joined(front: Frontend) -> None:
     parts = [{"type": "text", "text": "The small"}, {"type": "text", "text": " boat"}]
     whole = render(front, messages=[{"role": "user", "content": "The small boat"}])
@@ -198,6 +241,25 @@ def test_fingerprint_depends_on_the_configuration(
         second.start()
         assert other.post(TEXT, **INPUTS[TEXT]).json()["system_fingerprint"] != fingerprint
         second.stop()
+
+
+@pytest.mark.parametrize("path", INPUTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned(front: Frontend, echo: None, path: str, stream: bool) -> None:
+    """The echoed answer has the prompt's tokens."""
+    reply = front.post(path, **INPUTS[path], return_token_ids=True, stream=stream)
+    bodies = [reply.json()] if not stream else [
+        json.loads(event[6:]) for event in reply.text.strip().split("\n\n") if event != "data: [DONE]"
+    ]  # fmt: skip
+    choices = [body["choices"][0] if path != NATIVE else body for body in bodies]
+    prompts = [
+        part["prompt_token_ids"]
+        for part in (choices if path == TEXT else bodies)
+        if "prompt_token_ids" in part
+    ]
+    assert len(prompts) == 1 and len(prompts[0]) >= 2
+    output = [token for choice in choices for token in choice.get("token_ids", [])]
+    assert output == prompts[0]
 
 
 @pytest.mark.parametrize("copies", [1, 2])

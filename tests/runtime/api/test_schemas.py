@@ -7,13 +7,14 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
+from skiff_runtime.api.schemas.field_support import Support, support_of
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
     StrictModel,
 )
-from skiff_runtime.api.schemas.validation import UNSUPPORTED_FIELDS, parse_body
+from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -24,9 +25,9 @@ def accept(kind: type[StrictModel], body: dict[str, Any]) -> Any:
     return parse_body(kind, json.dumps(body).encode())
 
 
-def refuse(kind: type[StrictModel], raw: bytes) -> InvalidRequest:
+def refuse(kind: type[StrictModel], raw: bytes, *, strict: bool = False) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        parse_body(kind, raw)
+        parse_body(kind, raw, strict=strict)
     assert caught.value.status == 400
     message = caught.value.message
     assert len(message) < 400
@@ -49,43 +50,152 @@ def test_every_field_of_the_openai_client_is_declared(kind: type[StrictModel], p
     assert names - set(kind.model_fields) == set()
 
 
-def test_advice_exists_only_for_declared_fields() -> None:
-    nested = {"name"}
-    assert (
-        set(UNSUPPORTED_FIELDS)
-        - set(ChatCompletionRequest.model_fields)
-        - set(CompletionRequest.model_fields)
-        == nested
-    )
+REFUSED: dict[type[StrictModel], dict[str, Any]] = {
+    ChatCompletionRequest: {
+        "audio": {"voice": "x", "format": "wav"},
+        "best_of": 2,
+        "chat_template": "{{ messages }}",
+        "documents": [{"text": "x"}],
+        "echo": True,
+        "function_call": "auto",
+        "functions": [{"name": "f"}],
+        "guided_whitespace_pattern": " ?",
+        "kv_transfer_params": {"a": 1},
+        "logits_processors": ["x"],
+        "mm_processor_kwargs": {"a": 1},
+        "modalities": ["text", "audio"],
+        "moderation": {"model": "x"},
+        "return_tokens_as_token_ids": True,
+        "separate_reasoning": False,
+        "spaces_between_special_tokens": False,
+        "stream_reasoning": False,
+        "use_beam_search": True,
+        "vllm_xargs": {"a": 1},
+        "web_search_options": {},
+    },
+    CompletionRequest: {"suffix": "x"},
+    GenerateBody: {
+        "image_data": "x",
+        "logprob_start_len": 0,
+        "lora_path": "x",
+        "return_hidden_states": True,
+        "return_text_in_logprobs": True,
+    },
+}
+HINTS: dict[type[StrictModel], dict[str, list[Any]]] = {
+    ChatCompletionRequest: {
+        "guided_decoding_backend": ["xgrammar"],
+        "length_penalty": [0.5],
+        "metadata": [{"k" * 64: "v" * 512}, {str(n): "" for n in range(16)}],
+        "prediction": [{"type": "content", "content": "x"}],
+        "prompt_cache_key": ["x" * 512],
+        "prompt_cache_options": [{"mode": "explicit", "ttl": "30m"}],
+        "prompt_cache_retention": ["in_memory", "24h"],
+        "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+        "request_id": ["x"],
+        "rid": ["x"],
+        "safety_identifier": ["x"],
+        "service_tier": ["flex", "scale", "priority", "fast"],
+        "store": [True],
+        "verbosity": ["low", "high"],
+    },
+    CompletionRequest: {},
+    GenerateBody: {"guided_decoding_backend": ["xgrammar"], "rid": ["x"]},
+}
+BODIES: dict[type[StrictModel], dict[str, Any]] = {
+    ChatCompletionRequest: CHAT,
+    CompletionRequest: TEXT,
+    GenerateBody: {"text": "hi"},
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_every_field_that_is_not_served_is_tested(kind: type[StrictModel]) -> None:
+    """The tables above are complete, so each field that is declared as a hint or as refused behaves as one."""
+    by_support: dict[Support, set[str]] = {support: set() for support in Support}
+    for name, field in kind.model_fields.items():
+        by_support[support_of(field)].add(name)
+    hints, refused = HINTS[kind], REFUSED[kind]
+    shared = set(ChatCompletionRequest.model_fields)
+    assert by_support[Support.HINT] - set(hints) <= (shared & set(HINTS[ChatCompletionRequest]))
+    assert by_support[Support.REFUSED] - set(refused) <= (shared & set(REFUSED[ChatCompletionRequest]))
+    assert set(hints) <= by_support[Support.HINT] and set(refused) <= by_support[Support.REFUSED]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("audio", {"voice": "x", "format": "wav"}),
-        ("function_call", "auto"),
-        ("functions", [{"name": "f"}]),
-        ("metadata", {"a": "b"}),
-        ("moderation", {"model": "x"}),
-        ("prompt_cache_key", "x"),
-        ("prompt_cache_options", {"a": 1}),
-        ("prompt_cache_retention", "24h"),
-        ("safety_identifier", "x"),
-        ("modalities", ["text", "audio"]),
-        ("best_of", 2),
-        ("prediction", {"type": "content", "content": "x"}),
-        ("reasoning_effort", "low"),
-        ("service_tier", "flex"),
-        ("store", True),
-        ("verbosity", "low"),
-        ("web_search_options", {}),
-    ],
+    ("kind", "field", "value"),
+    [(kind, name, value) for kind in HINTS for name, values in HINTS[kind].items() for value in values],
 )
-def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> None:
-    error = refuse(ChatCompletionRequest, json.dumps({**CHAT, field: value}).encode())
-    assert error.message.startswith(f"'{field}") and "is not supported yet: " in error.message
-    assert error.code == "unsupported_parameter"
-    assert error.param is not None and error.param.startswith(field)
+def test_hints_are_accepted_and_refused_by_name_with_strict(
+    kind: type[StrictModel], field: str, value: Any
+) -> None:
+    body = {**BODIES[kind], field: value}
+    assert getattr(accept(kind, body), field) == value
+    error = refuse(kind, json.dumps(body).encode(), strict=True)
+    assert error.message.startswith(f"'{field}' is not supported with --strict: ")
+    assert (error.code, error.param) == ("unsupported_parameter", field)
+    parse_body(kind, json.dumps({**BODIES[kind], field: None}).encode(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [(kind, name, value) for kind in REFUSED for name, value in REFUSED[kind].items()],
+)
+def test_unsupported_fields_are_refused_by_name(kind: type[StrictModel], field: str, value: object) -> None:
+    error = refuse(kind, json.dumps({**BODIES[kind], field: value}).encode())
+    assert error.message.startswith(f"'{field}' is not supported: ")
+    assert (error.code, error.param) == ("unsupported_parameter", field)
+    accept(kind, {**BODIES[kind], field: None})
+
+
+def test_limits_of_hints_are_those_of_openai() -> None:
+    for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, {str(n): "" for n in range(17)}, {"k": 1}):
+        assert refuse(ChatCompletionRequest, json.dumps({**CHAT, "metadata": metadata}).encode()).param
+    for field, value in (
+        ("service_tier", "fastest"),
+        ("reasoning_effort", "much"),
+        ("prompt_cache_key", "x" * 513),
+    ):
+        error = refuse(ChatCompletionRequest, json.dumps({**CHAT, field: value}).encode())
+        assert error.param == field and "not supported" not in error.message
+
+
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("message", "rendered"),
+    [
+        ({"role": "user", "content": "x", "name": "bob"}, {"name": "bob"}),
+        ({"role": "system", "content": "x", "name": "bob"}, {"name": "bob"}),
+        ({"role": "tool", "content": "x", "tool_call_id": "c", "name": "f"}, {"name": "f"}),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}, {}),
+        ({**ASSISTANT, "provider_specific_fields": {"refusal": None}}, {}),
+        ({**ASSISTANT, "annotations": [{"type": "url_citation"}]}, {}),
+        ({**ASSISTANT, "reasoning": "hm"}, {"reasoning_content": "hm"}),
+        ({**ASSISTANT, "content": None}, {"content": ""}),
+        ({**ASSISTANT, "content": None, "refusal": "No."}, {"content": "No."}),
+        ({**ASSISTANT, "tool_calls": [{**CALL, "index": 0}]}, {}),
+        ({**ASSISTANT, "tool_calls": [{**CALL, "provider_specific_fields": {"a": 1}}]}, {}),
+        (
+            {**ASSISTANT, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"zo'}}]},
+            {
+                "tool_calls": [
+                    {**CALL, "function": {"name": "f", "arguments": {"arguments": '{"zo'}}},
+                ]
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_hints_in_messages_are_accepted_and_refused_with_strict(
+    message: dict[str, Any], rendered: dict[str, Any]
+) -> None:
+    body = {**CHAT, "messages": [message]}
+    shown = accept(ChatCompletionRequest, body).messages[0].to_template()
+    assert {name: shown[name] for name in rendered} == rendered
+    error = refuse(ChatCompletionRequest, json.dumps(body).encode(), strict=True)
+    assert error.param is not None and error.param.startswith("messages[0]")
 
 
 @pytest.mark.parametrize(
@@ -195,10 +305,22 @@ def test_message_of_an_earlier_response_is_accepted() -> None:
             "should be 'text'",
         ),
         (
-            {"messages": [{"role": "user", "content": "x", "name": "bob"}]},
-            "messages[0].name",
-            "not supported yet",
+            {"messages": [{**ASSISTANT, "audio": {"id": "x"}}]},
+            "messages[0].audio",
+            "not supported: remove it",
         ),
+        ({"messages": [{"role": "assistant"}]}, "messages[0]", "needs 'content'"),
+        ({"messages": [{**ASSISTANT, "reasoning": "a", "reasoning_content": "b"}]}, "messages[0]", "differ"),
+        (
+            {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
+            "messages[0]",
+            "'refusal' is only",
+        ),
+        ({"bad_words": [""]}, "bad_words[0]", "at least 1 character"),
+        ({"bad_words": ["x"] * 129}, "bad_words", "at most 128 items"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1 item"),
+        ({"truncate_prompt_tokens": 0}, None, "must be at least 1, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
         ({"model": None}, "model", "valid string"),
     ],
 )
@@ -257,13 +379,13 @@ def test_prompt_forms_are_normalized_to_a_list(prompt: object, expected: object)
         ({"prompt": [1, "x"]}, "prompt[0][1]", "valid integer"),
         ({"prompt": 5}, "prompt", "must be a string, a list of token ids, or a list of those"),
         ({"prompt": ...}, "prompt", "is missing"),
-        ({"best_of": 3}, "best_of", "not supported yet"),
+        ({"best_of": 3}, "best_of", "not supported: use 1"),
         ({"echo": 1}, "echo", "valid boolean"),
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"max_tokens": 0}, None, 'needs "echo": true'),
         ({"min_tokens": 17}, None, "limited to 16 tokens"),
-        ({"suffix": "end"}, "suffix", "not supported yet"),
+        ({"suffix": "end"}, "suffix", "not supported: remove it"),
     ],
 )
 def test_invalid_completion_field_is_named_in_one_sentence(
@@ -274,6 +396,8 @@ def test_invalid_completion_field_is_named_in_one_sentence(
     assert (error.param, says in error.message) == (param, True), error.message
 
 
-@pytest.mark.parametrize("body", [{}, {"text": "x", "token_ids": [1]}])
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "x", "token_ids": [1]}, {"text": "x", "input_ids": [1]}, {"text": None}]
+)
 def test_generate_takes_either_text_or_token_ids(body: dict[str, Any]) -> None:
     assert "either 'text' or 'token_ids'" in refuse(GenerateBody, json.dumps(body).encode()).message

@@ -1,5 +1,6 @@
 """Structured outputs: the compiled grammar reaches rank 0; an invalid constraint is a 400."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,28 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
 
 
-TEXTS = ("{}", '{"a": 1}', '{"a": "x"}', "12", "a", "abc", "ad", '"yes"', "yes", "no\n", "no", "東", "")
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}],
+    "triggers": ["<a>"],
+}
+TEXTS = (
+    "<a>1</a>",
+    "<a>x</a>",
+    "{}",
+    '{"a": 1}',
+    '{"a": "x"}',
+    "12",
+    "a",
+    "abc",
+    "ad",
+    '"yes"',
+    "yes",
+    "no\n",
+    "no",
+    "東",
+    "",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +63,48 @@ def front(model: Path) -> Iterator[Frontend]:
         ({"guided_regex": "[a-c]+"}, {"a", "abc"}),
         ({"guided_choice": ['"yes"', "no\n", "東"]}, {'"yes"', "no\n", "東"}),
         ({"guided_grammar": 'root ::= "a" | "b"'}, {"a"}),
+        ({"regex": "[a-c]+"}, {"a", "abc"}),
+        ({"ebnf": 'root ::= "a" | "b"'}, {"a"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {'{"a": 1}'}),
+        ({"structured_outputs": {"json": '{"type": "integer"}', "disable_fallback": True}}, {"12"}),
+        ({"structured_outputs": {"json_object": True}}, {"{}", '{"a": 1}', '{"a": "x"}'}),
+        ({"structured_outputs": {"regex": "[a-c]+"}}, {"a", "abc"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, {"a"}),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+            {
+                "a",
+                "abc",
+                "ad",
+                "yes",
+                "12",
+                "no",
+                "no\n",
+                '"yes"',
+                "東",
+                "",
+                '{"a": 1}',
+                '{"a": "x"}',
+                "{}",
+                "<a>1</a>",
+            },
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "sequence",
+                        "elements": [
+                            {"type": "const_string", "value": "a"},
+                            {"type": "regex", "pattern": "[b-d]*"},
+                        ],
+                    },
+                }
+            },
+            {"a", "abc", "ad"},
+        ),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -91,6 +155,42 @@ def test_openai_client_reports_an_unsupported_schema(front: Frontend) -> None:
         ({"guided_json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "is false"),
         ({"guided_json": {"$ref": "#"}}, "no finite value"),
         ({"guided_regex": "x" * (300 << 10)}, "guided_regex"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "both constrain the output"),
+        ({"structured_outputs": {}}, "needs exactly one of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "needs exactly one of"),
+        ({"structured_outputs": {"json_object": False}}, "needs exactly one of"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "'structured_outputs.whitespace_pattern' is not supported",
+        ),
+        ({"structured_outputs": {"structural_tag": "{"}}, "is not a structural tag"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [TAG["structures"][0]]}},
+            "'structures' and 'triggers'",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "nothing"}}},
+            "cannot be compiled",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"},
+                }
+            },
+            "the only style",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {"type": "json_schema", "json_schema": {}, "any_order": True},
+                }
+            },
+            "'any_order' of a JSON schema",
+        ),
+        ({"guided_json": SCHEMA, "allowed_token_ids": [3]}, "'allowed_token_ids' conflicts"),
     ],
 )
 def test_invalid_constraint_is_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:

@@ -12,7 +12,18 @@ from accepted_texts import accepted_texts
 from frontend import NAME, Frontend, running_frontend, write_model
 from tiny_models import edit_json
 
-from skiff_runtime.messages import FinishReason, GenerateRequest
+from skiff_runtime.api.parsing import reasoning_parser
+from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.parsing.output_parser import OutputPlan, plan_output
+from skiff_runtime.api.parsing.pythonic import PYTHONIC
+from skiff_runtime.api.parsing.qwen3_coder import QWEN3_CODER
+from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
+from skiff_runtime.api.parsing.structured_outputs import build_response_grammar
+from skiff_runtime.api.parsing.tool_parser import ToolCallFormat
+from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
+from skiff_runtime.errors import InvalidRequest
+from skiff_runtime.messages import ChatPrompt, FinishReason, GenerateRequest
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -31,6 +42,12 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Köln"}}\n</tool_cal
 
 OTHER = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """Return the tool choice of a subset of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +138,8 @@ def test_calls_and_tool_results_are_rendered_in_the_prompt(front: Frontend, clie
         ("required", False, {CALL, OTHER}),
         (NAMED, None, {CALL}),
         (NAMED, True, {CALL}),
+        (allowed("required", "now"), None, {CALL}),
+        (allowed("required", "now", "nothing"), None, {CALL, OTHER, f"{CALL}\n{OTHER}"}),
     ],
 )
 def test_required_calls_are_enforced_by_grammar(
@@ -173,6 +192,39 @@ def test_tool_choice_none_offers_no_tools(front: Frontend, client: openai.OpenAI
     assert reply.choices[0].message.content == "a <tool_call> b"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_offered(front: Frontend, client: openai.OpenAI, mode: str) -> None:
+    request, reply = complete(front, client, CALL, tools=TOOLS, tool_choice=allowed(mode, "now"))
+    assert "nothing" not in prompt_text(front, request) and '"name": "now"' in prompt_text(front, request)
+    assert (request.grammar is None) == (mode == "auto")
+    assert len(reply.choices[0].message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_second_required_call_that_is_cut_short_is_no_content(
+    front: Frontend, client: openai.OpenAI, stream: bool
+) -> None:
+    text = f'{CALL}\n<tool_call>\n{{"name": "no'
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "stream": stream}
+    _, reply = complete(front, client, text, FinishReason.LENGTH, **options)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in reply]
+        assert not "".join(delta.content or "" for delta in deltas)
+        assert {call.index for delta in deltas for call in delta.tool_calls or ()} == {0}
+        assert reply[-1].choices[0].finish_reason == "length"
+    else:
+        message = reply.choices[0].message
+        assert (message.content, len(message.tool_calls)) == (None, 1)
+        assert reply.choices[0].finish_reason == "length"
+
+
+def test_call_that_was_cut_short_is_sent_back(front: Frontend, client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "Kö'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    request, _ = complete(front, client, "Sorry.", messages=messages)
+    assert "<tool_call>now" in prompt_text(front, request)
+
+
 def test_malformed_call_is_content(front: Frontend, client: openai.OpenAI) -> None:
     text = 'Write <tool_call>{"nam": 1}</tool_call> so.'
     _, reply = complete(front, client, text, tools=TOOLS)
@@ -192,6 +244,42 @@ def test_reasoning_is_divided_from_the_content(
     parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
     assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "hm"
     assert "".join(part.content or "" for part in parts) == "Yes."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_left_out(front: Frontend, client: openai.OpenAI, stream: bool) -> None:
+    extra = {"include_reasoning": False}
+    _, reply = complete(front, client, "<think>\nhm\n</think>\n\nYes.", stream=stream, extra_body=extra)
+    parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    assert not any(getattr(part, "reasoning_content", None) for part in parts)
+    assert "".join(part.content or "" for part in parts) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("effort", "options", "output", "prompt_end"),
+    [
+        ("none", {}, "Yes.", "<think></think>"),
+        ("low", {}, "hm</think>Yes.", "<think>"),
+        ("none", {"enable_thinking": True}, "hm</think>Yes.", "<think>"),
+    ],
+)
+def test_reasoning_effort_reaches_the_switch_of_the_template(
+    front: Frontend,
+    client: openai.OpenAI,
+    effort: str,
+    options: dict[str, bool],
+    output: str,
+    prompt_end: str,
+) -> None:
+    """An option of the template wins over it, and the output is parsed as the prompt begins it."""
+    extra = {"chat_template_kwargs": options}
+    request, reply = complete(front, client, output, reasoning_effort=effort, extra_body=extra)
+    assert prompt_text(front, request).endswith(f"<assistant>{prompt_end}")
+    message = reply.choices[0].message
+    assert (message.content, message.reasoning_content or "") == (
+        "Yes.",
+        output.partition("</think>")[0] if "</think>" in output else "",
+    )
 
 
 def test_output_without_reasoning_is_content(front: Frontend, client: openai.OpenAI) -> None:
@@ -231,10 +319,8 @@ def test_grammar_applies_after_the_reasoning(
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "needs 'tool_call_id'"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "is only allowed in messages with the role \"tool\""),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
-            "'arguments' must be a JSON object written as text",
-        ),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "x")}, "not among the 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
     ],
 )  # fmt: skip
 def test_invalid_tool_fields_are_refused(front: Frontend, fields: dict[str, Any], says: str) -> None:
@@ -248,6 +334,19 @@ def test_tools_are_refused_by_a_model_without_tool_calls(tmp_path: Path) -> None
         reply = front.post("/v1/chat/completions", model=NAME, messages=MESSAGES, tools=TOOLS)
         assert reply.status_code == 400
         assert "--tool-call-parser" in reply.json()["error"]["message"]
+
+
+def test_tools_are_refused_where_the_template_does_not_show_them(tmp_path: Path) -> None:
+    with running_frontend(write_model(tmp_path), tool_call_parser="hermes") as front:
+        body: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS}
+        reply = front.post("/v1/chat/completions", **body)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == "tools" and "does not show tools to the model" in error["message"]
+        with ThreadPoolExecutor(1) as pool:
+            without = pool.submit(front.post, "/v1/chat/completions", **body, tool_choice="none")
+            front.rank.finish(front.rank.request().uid)
+            assert without.result().status_code == 200
 
 
 MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
@@ -289,3 +388,71 @@ def test_constraints_that_need_special_tokens_are_refused(mistral: Frontend, fie
     reply = mistral.post("/v1/chat/completions", **body)
     assert reply.status_code == 400
     assert "tool_choice" in reply.json()["error"]["message"]
+
+
+XML_CALL = "<tool_call>\n<function=now>\n<parameter=zone>\nKöln\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def qwen3_coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Frontend]]:
+    """A model whose template shows calls of Qwen3-Coder, from which the format is detected."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    template = TEMPLATE.replace("<tool_call>{{", "<tool_call><function=x><parameter=zone>{{")
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    with running_frontend(model) as front:
+        yield model, front
+
+
+def test_calls_in_xml_are_enforced_and_streamed_as_json(qwen3_coder: tuple[Path, Frontend]) -> None:
+    model, front = qwen3_coder
+    client = openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0)
+    other = "<tool_call>\n<function=nothing>\n</function>\n</tool_call>"
+    request, chunks = complete(front, client, XML_CALL, tools=TOOLS, tool_choice="required", stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (calls[0].function.name, len(calls) > 3) == ("now", True)
+    assert "".join(call.function.arguments for call in calls) == '{"zone": "Köln"}'
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    texts = (XML_CALL, other, f"{XML_CALL}\n{other}", CALL, XML_CALL.replace("zone", "zona"), "Yes.")
+    assert accepted_texts(model, request.grammar, texts) == {XML_CALL, other, f"{XML_CALL}\n{other}"}
+
+
+ANY_OBJECT: Any = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
+
+
+def plan(tool_call_format: ToolCallFormat | None, **fields: Any) -> OutputPlan:
+    body = ChatCompletionRequest.model_validate({"model": NAME, "messages": MESSAGES, **fields})
+    special_tokens = frozenset((*reasoning_parser.MISTRAL.markers, "<s>"))
+    output_format = OutputFormat(
+        tool_call_format,
+        special_tokens,
+        {None: ReasoningStart.OPTIONAL},
+        reasoning_parser.MISTRAL,
+    )
+    return plan_output(body, ChatPrompt(MESSAGES), build_response_grammar(body), output_format)
+
+
+@pytest.mark.parametrize("tool_call_format", [QWEN3_CODER, PYTHONIC], ids=lambda each: each.name)
+def test_tools_that_the_format_cannot_express_are_called_in_json(tool_call_format: ToolCallFormat) -> None:
+    own = plan(tool_call_format, tools=TOOLS, tool_choice="required")
+    assert own.grammar is not None
+    assert "now" in own.grammar.source
+    assert '"arguments\\": ' not in own.grammar.source
+    as_json = plan(tool_call_format, tools=[ANY_OBJECT], tool_choice="required")
+    assert as_json.grammar is not None
+    assert '"arguments\\": ' in as_json.grammar.source
+    assert as_json.make_parser is not None
+    [delta] = as_json.make_parser().push('[{"name": "any", "arguments": {}}]')
+    assert isinstance(delta, ToolCallDelta)
+    strict = {"type": "function", "function": {**ANY_OBJECT["function"], "strict": True}}
+    with pytest.raises(InvalidRequest, match=r"cannot enforce|no marker begins a call"):
+        plan(tool_call_format, tools=[strict])
+
+
+def test_reasoning_between_special_tokens_is_divided_from_the_content() -> None:
+    planned = plan(None)
+    assert planned.keeps_special_tokens
+    assert planned.make_parser is not None
+    parser = planned.make_parser()
+    deltas = [*parser.push("[THINK]hm[/THINK]Yes.<s>"), *parser.finish()]
+    assert deltas == [ReasoningDelta("hm"), ContentDelta("Yes.")]

@@ -1,5 +1,6 @@
 """Sweeps over request rates: traces, shared prefixes, ShareGPT conversations, goodput, plot and comparison."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import pytest
 from canned_server import CannedServer, canned_server
 
 from skiff_runtime.bench.flag_types import LengthRange
+from skiff_runtime.bench.online import serve
 from skiff_runtime.bench.online.arrival_trace import Arrival, read_trace, scale_to_rate
 from skiff_runtime.bench.online.dataset import read_dataset
-from skiff_runtime.bench.online.load_generator import LoadLimits
+from skiff_runtime.bench.online.load_generator import LoadGenerator, LoadLimits
 from skiff_runtime.bench.online.results import LatencyObjective, summarize_load
 from skiff_runtime.bench.online.runner import LoadPlan, run_load
 from skiff_runtime.bench.workload import (
@@ -268,3 +270,83 @@ def test_trace_keeps_its_lengths_and_arrival_times(server: CannedServer, tmp_pat
 def test_contradictory_flags_are_named(flags: tuple[str, ...], complaint: str) -> None:
     done = bench("serve", "--model", "m", *flags)
     assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rates", ["100,200", "inf"])
+def test_two_servers_get_the_same_requests_in_alternating_order(rates: str, tmp_path: Path) -> None:
+    with canned_server() as one, canned_server() as other:
+        one.token_seconds, other.token_seconds = 0.002, 0.02
+        output, picture = tmp_path / "both.json", tmp_path / "both.svg"
+        flags = [
+            "--compare",
+            other.url,
+            "--compare-rounds",
+            "2",
+            "--request-rate",
+            rates,
+            "--num-prompts",
+            "4",
+        ]
+        flags += [
+            "--num-warmups",
+            "0",
+            "--input-len",
+            "3",
+            "--output-len",
+            "5",
+            "--compare-api-key",
+            "sk-secret",
+        ]
+        done = bench(
+            "serve", "--base-url", one.url, *flags, "--output-json", str(output), "--plot", str(picture)
+        )
+        assert done.returncode == 0, done.stderr
+        sent = [sorted(server.bodies, key=lambda body: list(body["prompt"])) for server in (one, other)]
+        assert sent[0] == sent[1]
+        prompts = [tuple(body["prompt"]) for body in one.bodies]
+        assert len(set(prompts)) == len(prompts) == 8 * len(rates.split(","))  # of each round, its own
+    written = json.loads(output.read_bytes())
+    assert written["benchmark"] == "serve-comparison" and "sk-secret" not in output.read_text()
+    for rate in written["rates"]:
+        assert [figures["succeeded"] for figures in (*rate["a"], *rate["b"])] == [4] * 4
+        latency = rate["summary"]["ITL p50, ms"]
+        assert latency["ratio_min"] <= latency["ratio"] <= latency["ratio_max"]
+        assert (
+            latency["b"] > 15.0 and latency["ratio"] > 1.0
+        )  # the second server pauses 20 ms, the first one 2
+    assert "B/A" in done.stdout and "range of the rounds" in done.stdout
+    drawn = picture.read_text()
+    assert drawn.count("<svg") == 1 and one.url in done.stdout and other.url in done.stdout
+
+
+def test_servers_take_turns_in_being_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with canned_server() as one, canned_server() as other:
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        arguments = parser.parse_args(
+            [
+                "--base-url",
+                one.url,
+                "--compare",
+                other.url,
+                "--compare-rounds",
+                "4",
+                "--request-rate",
+                "inf",
+                "--num-prompts",
+                "1",
+                "--num-warmups",
+                "0",
+                "--plot",
+                str(tmp_path / "both.png"),
+            ]
+        )
+        urls: list[str] = []
+
+        def record(plan: LoadPlan, *, title: str) -> tuple[LoadGenerator, float]:
+            urls.append(plan.url)
+            return run_load(plan, title=title)
+
+        monkeypatch.setattr(serve, "run_load", record)
+        assert serve.run(arguments) == 0
+        assert urls == [one.url, other.url, other.url, one.url] * 2

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import IGNORED, RowMaker
 from tokenizers import Tokenizer
+from tool_use import calls_text, offered, parallel_calls, results_text, single_call, system_text
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from skiff_runtime.demo import DIRECTORY
@@ -34,6 +35,48 @@ TURNS = [
 RENDERED = (
     "<|bos|><|system|>Be kind.<|end|><|user|>What is a pod?<|end|><|assistant|>A unit.<|end|>"
     "<|user|>Thanks<|end|><|assistant|>"
+)
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_pod_status",
+            "description": " Get the status of a pod. ",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "namespace": {"type": "string"},
+                    "name": {"type": "string"},
+                    "limit": {"type": "integer"},
+                },
+                "required": ["namespace", "name"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "list_nodes"}},
+]
+TOOL_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Is web-0 in shop running?"},
+    {
+        "role": "assistant",
+        "content": "I will look.",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "get_pod_status", "arguments": {"namespace": "shop", "name": "web-0"}},
+            },
+            {"type": "function", "function": {"name": "list_nodes", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "content": '{"phase": "Running"}'},
+    {"role": "tool", "content": [{"type": "text", "text": "[]"}]},
+]
+TOOLS_RENDERED = (
+    "<|bos|><|system|>Tools:\nget_pod_status(namespace, name, limit?: integer): Get the status of a pod.\nlist_nodes()"
+    "<|end|><|user|>Is web-0 in shop running?<|end|><|assistant|>I will look.\n<tool_call>\n"
+    '{"name": "get_pod_status", "arguments": {"namespace": "shop", "name": "web-0"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "list_nodes", "arguments": {}}\n</tool_call><|end|><|user|><tool_response>{"phase": "Running"}'
+    "</tool_response>\n<tool_response>[]</tool_response><|end|><|assistant|>"
 )
 GOLDEN = {
     "How do I deploy a model with Skiff?": "deploy-model",
@@ -138,8 +181,46 @@ def test_transformers_renders_and_encodes_alike(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template_refuses_an_unknown_role(template: ChatTemplate) -> None:
-    with pytest.raises(InvalidRequest, match="system, user or assistant"):
-        template.render(ChatPrompt([{"role": "tool", "content": "4"}]))
+    with pytest.raises(InvalidRequest, match="system, user, assistant or tool"):
+        template.render(ChatPrompt([{"role": "critic", "content": "4"}]))
+
+
+def test_chat_template_writes_tools_calls_and_results(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    assert template.render(ChatPrompt(TOOL_TURNS, tools=TOOLS)) == TOOLS_RENDERED
+    theirs = AutoTokenizer.from_pretrained(DIRECTORY)
+    assert (
+        theirs.apply_chat_template(TOOL_TURNS, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+        == TOOLS_RENDERED
+    )
+    with_prompt = template.render(ChatPrompt([TURNS[0], TOOL_TURNS[0]], tools=TOOLS))
+    assert with_prompt.startswith("<|bos|><|system|>Be kind.\nTools:\nget_pod_status(")
+
+
+def test_training_conversations_with_tools_equal_rendered_chats(template: ChatTemplate) -> None:
+    rng = random.Random(11)
+    for index in range(100):
+        tools = offered(rng)
+        drawn = (parallel_calls if index % 2 else single_call)(tools, rng)
+        calls = [{"function": {"name": name, "arguments": values}} for name, values in drawn.calls]
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": drawn.question},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            *({"role": "tool", "content": result} for result in drawn.results),
+        ]
+        definitions = [tool.to_openai() for tool in tools]
+        system = Message("system", system_text("", definitions))
+        prompt = template.render(ChatPrompt(turns, tools=definitions))
+        assert prompt == rendered(Case((system, *drawn.turn()[:-1]), ""))
+
+
+def test_names_in_questions_about_tools_are_copied_into_the_calls() -> None:
+    rng = random.Random(12)
+    for index in range(300):
+        drawn = (parallel_calls if index % 5 == 0 else single_call)(
+            offered(rng), rng, held_out=index % 2 == 0
+        )
+        values = [value for _, arguments in drawn.calls for value in arguments.values()]
+        assert all(str(value) in drawn.question or value == "default" for value in values), drawn
 
 
 def test_training_rows_equal_rendered_chats(
@@ -183,6 +264,50 @@ def test_follow_up_refers_to_the_last_answer(speaker: Speaker) -> None:
     more = Case((*history, Message("user", "Tell me more.")), str(pod.more))
     logs = Case((*history, Message("user", "How do I see its logs?")), facts()["pod-logs"].answer)
     assert speaker.agrees([more, logs]) == [True, True]
+
+
+TOOL_QUESTIONS = {
+    "Is the pod web-0 in namespace shop running?": [
+        ("get_pod_status", {"namespace": "shop", "name": "web-0"})
+    ],
+    "Which pods are in namespace shop?": [("list_pods", {"namespace": "shop"})],
+    "What is the status of the pods web-0 and web-1 in namespace shop?": [
+        ("get_pod_status", {"namespace": "shop", "name": "web-0"}),
+        ("get_pod_status", {"namespace": "shop", "name": "web-1"}),
+    ],
+}
+TOOL_RESULTS = {
+    "Is the pod web-0 in namespace shop running?": (
+        ['{"phase": "Running", "restarts": 2}'],
+        "The pod web-0 in namespace shop is Running. Its restart count is 2.",
+    ),
+    "Which pods are in namespace shop?": (
+        ['["web-0", "web-1"]'],
+        "The pods in namespace shop are web-0 and web-1.",
+    ),
+}
+
+
+def test_tools_of_the_guide_are_called_and_their_results_reported(speaker: Speaker) -> None:
+    listing = {"type": "object", "properties": {"namespace": {"type": "string"}}, "required": ["namespace"]}
+    definition = {"name": "list_pods", "description": "List the pods of a namespace.", "parameters": listing}
+    status = {**TOOLS[0]["function"], "parameters": {**listing, "properties": {"namespace": {}, "name": {}}}}
+    status["parameters"]["required"] = ["namespace", "name"]
+    tools = [{"function": status}, {"function": definition}]
+    system = Message("system", system_text("", tools))
+    cases = [
+        Case((system, Message("user", question)), calls_text(calls))
+        for question, calls in TOOL_QUESTIONS.items()
+    ]
+    for question, (results, sentence) in TOOL_RESULTS.items():
+        call = Message("assistant", calls_text(TOOL_QUESTIONS[question]))
+        turns = (system, Message("user", question), call, Message("user", results_text(results)))
+        cases.append(Case(turns, sentence))
+    cases += [
+        Case((system, Message("user", question)), answer(GOLDEN[question]))
+        for question in ("What is a pod?", "What is the capital of France?")
+    ]
+    assert [case for case, agrees in zip(cases, speaker.agrees(cases), strict=True) if not agrees] == []
 
 
 def test_plain_prompt_is_completed_to_a_whole_sentence(speaker: Speaker) -> None:

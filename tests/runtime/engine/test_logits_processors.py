@@ -1,4 +1,4 @@
-"""Bias, penalties and ``min_tokens`` against transformers' processors, a naive float64 reference, and a whole model."""
+"""Bias, penalties, ``min_tokens``, bad words and allowed tokens against transformers' processors, a naive float64 reference, and a whole model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from tiny_models import load_reference, make_model, oracle_logits
 from tiny_tokenizer import EOS_ID
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -44,7 +45,8 @@ def process(logits: torch.Tensor, texts: Sequence[tuple[list[int], list[int], Sa
         tokens = np.array([*prompt, *output], dtype=np.int32)
         table[slot, : len(tokens)] = torch.from_numpy(tokens)
         processors.open([SlotOpened(slot, tokens, sampling, len(prompt))])
-    result = logits.clone()
+    # Logits that were gathered from several ranks are a slice of wider rows.
+    result = torch.cat([logits, logits], dim=1)[:, :VOCAB]
     columns = torch.from_numpy(slots).long(), torch.from_numpy(positions).long()
     processors.apply(result, SampledRows(*columns, slots, positions))
     return result
@@ -58,13 +60,19 @@ REQUESTS = st.fixed_dictionaries(
         "presence_penalty": st.floats(-2.0, 2.0),
         "frequency_penalty": st.floats(-2.0, 2.0),
         "min_tokens": st.integers(0, 20),
+        "bad_words": st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=6).map(
+            tuple
+        ),
+        "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=5).map(tuple),
         "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
         "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5).map(
             lambda bias: tuple(bias.items())
         ),
     },
 )
-TEXT = st.tuples(TOKENS.filter(bool), TOKENS, REQUESTS.map(lambda each: params(**each)))
+OUTPUT = TOKENS | st.lists(st.integers(0, 3), max_size=18)
+"""Also of few tokens, so that bad words are found in it."""
+TEXT = st.tuples(OUTPUT.filter(bool), OUTPUT, REQUESTS.map(lambda each: params(**each)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -72,6 +80,7 @@ TEXT = st.tuples(TOKENS.filter(bool), TOKENS, REQUESTS.map(lambda each: params(*
 def test_each_row_equals_reference_in_any_batch(
     texts: list[tuple[list[int], list[int], SamplingSpec]], seed: int, small: bool
 ) -> None:
+    # Gathered logits of several ranks are a slice of wider rows.
     logits = torch.randn(len(texts), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     with pytest.MonkeyPatch.context() as patch:
         if small:
@@ -100,6 +109,20 @@ def test_processors_equal_those_of_transformers() -> None:
         assert torch.equal(ours.masked_fill(ours == MASKED_LOGIT, -torch.inf), shortened)
 
 
+def test_bad_words_equal_those_of_transformers() -> None:
+    """Where the output alone contains the beginnings of the words."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+    words = ((8,), (9, 2), (4, 9, 3), (5, 9, 6), (9, 8), (2, 9), (7, 4, 9, 2))
+    masked = NoBadWordsLogitsProcessor([list(word) for word in words])(
+        torch.tensor([[5, 4, 9]]), logits.clone()
+    )
+    ours = process(logits, [([30], [5, 4, 9], params(bad_words=words))])
+    assert torch.equal(ours.masked_fill(ours == MASKED_LOGIT, -torch.inf), masked)
+    assert torch.isinf(masked).sum() == 3
+    in_prompt = process(logits, [([30, 5, 4], [9], params(bad_words=((4, 9, 3),)))])
+    assert torch.equal(in_prompt, logits)
+
+
 def test_reopened_slot_drops_all_old_processors() -> None:
     table = torch.zeros((1, 10), dtype=torch.int32)
     processors = LogitsProcessors(table, vocab_size=VOCAB, eos_token_ids=EOS)
@@ -109,6 +132,8 @@ def test_reopened_slot_drops_all_old_processors() -> None:
         logit_bias=((4, 5.0), (VOCAB, 1.0), (-1, 1.0)),
         presence_penalty=1.0,
         stop_token_ids=(99,),
+        bad_words=((5,), (VOCAB,)),
+        allowed_token_ids=(3, VOCAB),
     )
     one, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
     rows = SampledRows(torch.zeros(1, dtype=torch.int64), torch.tensor([2]), one, position)
@@ -128,13 +153,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_preempted_request_resumes_with_identical_tokens(model: Path) -> None:
-    prompts = [list(range(20 + 3 * row, 45 + 3 * row)) for row in range(5)]
+    prompts = [list(range(20 + 3 * row, 45 + 3 * row)) for row in range(6)]
     samplings = [
         params(),
         params(repetition_penalty=1.8),
         params(presence_penalty=2.0, frequency_penalty=1.5),
         params(logit_bias=((EOS_ID, 100.0),), min_tokens=7),
         params(logit_bias=((30, 6.0), (77, -3.0)), frequency_penalty=0.7, repetition_penalty=0.8),
+        params(
+            allowed_token_ids=(9, 30, 31), bad_words=((30,), (31, 31), (31, 9, 31)), frequency_penalty=0.3
+        ),
     ]
     engine = make_engine(model, page_size=4)
     outputs = generate(engine, prompts, 16, page_size=4, budget=24, slots=4, samplings=samplings)

@@ -11,11 +11,21 @@ from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolC
 from skiff_runtime.api.parsing.hermes import HERMES
 from skiff_runtime.api.parsing.llama3 import LLAMA3
 from skiff_runtime.api.parsing.mistral import JSON_LIST, MISTRAL, MISTRAL_V11
-from skiff_runtime.api.parsing.output_format import select_tool_call_format
+from skiff_runtime.api.parsing.output_format import select_reasoning_format, select_tool_call_format
 from skiff_runtime.api.parsing.output_parser import ChatOutputParser
-from skiff_runtime.api.parsing.reasoning_parser import ReasoningParser, ReasoningStart
+from skiff_runtime.api.parsing.pythonic import PYTHONIC
+from skiff_runtime.api.parsing.qwen3_coder import QWEN3_CODER
+from skiff_runtime.api.parsing.reasoning_parser import (
+    DEEPSEEK_R1,
+    THINK,
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningStart,
+)
+from skiff_runtime.api.parsing.reasoning_parser import MISTRAL as MISTRAL_REASONING
 from skiff_runtime.api.parsing.structured_outputs import allow_reasoning_before
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolCallOptions, ToolSchema
+from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.grammar.spec import (
     choice_grammar,
     json_schema_grammar,
@@ -34,6 +44,8 @@ FORMATS = {
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "mistral, named": MISTRAL_V11,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
     "list": JSON_LIST,
 }
 
@@ -45,7 +57,7 @@ def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
 
 def parse_calls(call_format: ToolCallFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """Parse a text into its content and its calls."""
-    parser = call_format.parser(ToolCallOptions(frozenset(SCHEMAS)))
+    parser = call_format.parser(ToolCallOptions(frozenset(SCHEMAS), schemas=SCHEMAS))
     deltas = [*parser.push(text), *parser.finish()]
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     calls: dict[int, list[str]] = {}
@@ -86,15 +98,58 @@ def test_either_a_call_or_an_answer_is_enforced(walker: Walker) -> None:
     assert seen == {True, False}
 
 
-def test_calls_within_text_have_valid_arguments(walker: Walker) -> None:
-    triggered = HERMES.triggered_calls_format(TOOLS)
+@pytest.mark.parametrize("call_format", [HERMES, QWEN3_CODER], ids=lambda each: each.name)
+def test_calls_within_text_have_valid_arguments(walker: Walker, call_format: ToolCallFormat) -> None:
+    triggered = call_format.triggered_calls_format(TOOLS)
     assert triggered is not None
     texts = list(walker.walk(structural_tag_grammar(triggered, "tools"), "free", 4))
     assert texts
     for text in texts:
-        for tool, arguments in parse_calls(HERMES, text)[1]:
+        for tool, arguments in parse_calls(call_format, text)[1]:
             Draft202012Validator(SCHEMAS[tool]).validate(arguments)
-    assert LLAMA3.triggered_calls_format(TOOLS) is None
+
+
+def test_formats_without_a_marker_have_no_grammar_of_calls_within_text() -> None:
+    assert LLAMA3.triggered_calls_format(TOOLS) is PYTHONIC.triggered_calls_format(TOOLS) is None
+
+
+MANY = {f"p{index}": {"type": "integer"} for index in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "in_xml", "in_python"),
+    [
+        ({"type": "object", "additionalProperties": False}, True, True),
+        ({"properties": {"a": {"enum": ["x", "y z"]}, "b": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "null"}}}, True, True),
+        ({"properties": {"a": {"type": "string", "maxLength": 2000}}}, False, True),
+        ({"properties": {"a": {"type": "string", "pattern": "^a$"}}}, False, True),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array"}]}}}, False, True),
+        ({"properties": {"a b": {"type": "integer"}}}, True, False),
+        ({"properties": {"class": {"type": "integer"}}}, True, False),
+        ({"properties": {"a>b": {"type": "integer"}}}, False, False),
+        ({"properties": MANY}, True, False),
+        ({"properties": MANY, "required": ["p8"]}, True, True),
+        ({"type": "object"}, False, False),
+        ({"properties": {}, "additionalProperties": {"type": "integer"}}, False, False),
+        ({"properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}]}, False, False),
+        ({"properties": {}, "required": ["a"]}, False, False),
+    ],
+)  # fmt: skip
+def test_tools_that_a_format_cannot_express(
+    walker: Walker, schema: dict[str, Any], in_xml: bool, in_python: bool
+) -> None:
+    tools = [ToolSchema("now", {"type": "object", **schema})]
+    for call_format, expected in ((QWEN3_CODER, in_xml), (PYTHONIC, in_python)):
+        assert call_format.can_express(tools) == expected
+        if expected:
+            grammar = structural_tag_grammar(call_format.calls_format(tools, parallel=False), "tools")
+            texts = list(walker.walk(grammar, "express", 2))
+            options = ToolCallOptions(frozenset(("now",)), schemas={"now": tools[0].parameters})
+            for text in texts:
+                deltas = call_format.parser(options).push(text)
+                arguments = "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
+                Draft202012Validator(tools[0].parameters).validate(json.loads(arguments))
+            assert texts
 
 
 @pytest.mark.parametrize("start", [ReasoningStart.INSIDE, ReasoningStart.OPTIONAL])
@@ -108,7 +163,7 @@ def test_calls_within_text_have_valid_arguments(walker: Walker) -> None:
     ids=["choice", "regex", "schema"],
 )
 def test_grammar_applies_after_the_reasoning(walker: Walker, grammar: Any, start: ReasoningStart) -> None:
-    grammar_after_reasoning = allow_reasoning_before(grammar, start)
+    grammar_after_reasoning = allow_reasoning_before(grammar, start, THINK, frozenset())
     for text in walker.walk(grammar_after_reasoning, str(start), 8):
         parser = ChatOutputParser(ReasoningParser(start), None)
         deltas = [*parser.push(text), *parser.finish()]
@@ -127,6 +182,16 @@ def test_grammar_applies_after_the_reasoning(walker: Walker, grammar: Any, start
         ("auto", "{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
         ("auto", "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}", MISTRAL_V11),
         ("auto", "<|start_header_id|>{% if tools %}parameters{% endif %}", LLAMA3),
+        ("auto", "{% if tools %}<tool_call><function=a><parameter=b>{% endif %}", QWEN3_CODER),
+        ("auto", "{% if tools %}<tool_call>{# not <function= #}{% endif %}", HERMES),
+        ("auto", "<|header_start|>{% if tools %}parameters{% endif %}", PYTHONIC),
+        (
+            "auto",
+            "<|start_header_id|>{% if tools %}[func_name1(params_name1=params_value1...){% endif %}",
+            PYTHONIC,
+        ),
+        ("pythonic", None, PYTHONIC),
+        ("qwen3_coder", "{% if tools %}<tool_call>{% endif %}", QWEN3_CODER),
         ("none", "{% if tools %}<tool_call>{% endif %}", None),
         ("llama3", "{% if tools %}<tool_call>{% endif %}", LLAMA3),
     ],
@@ -135,3 +200,29 @@ def test_tool_call_format_is_found_in_the_template(
     choice: str, template: str | None, found: ToolCallFormat | None
 ) -> None:
     assert select_tool_call_format(choice, template) is found
+
+
+@pytest.mark.parametrize(
+    ("choice", "template", "found"),
+    [
+        ("auto", None, None),
+        ("auto", "{{ messages }}", None),
+        ("auto", "{{ text.split('</think>')[-1] }}", THINK),
+        ("auto", "[THINK]{{ thinking }}[/THINK]", MISTRAL_REASONING),
+        ("none", "<think>", None),
+        ("think", None, THINK),
+        ("deepseek_r1", "<think>", DEEPSEEK_R1),
+        ("mistral", None, MISTRAL_REASONING),
+    ],
+)
+def test_reasoning_format_is_found_in_the_template(
+    choice: str, template: str | None, found: ReasoningFormat | None
+) -> None:
+    assert select_reasoning_format(choice, template) is found
+
+
+def test_reasoning_between_special_tokens_is_left_out_under_a_grammar() -> None:
+    grammar, special = choice_grammar(["yes"], "x"), frozenset(MISTRAL_REASONING.markers)
+    assert allow_reasoning_before(grammar, ReasoningStart.OPTIONAL, MISTRAL_REASONING, special) is grammar
+    with pytest.raises(InvalidRequest, match="special token"):
+        allow_reasoning_before(grammar, ReasoningStart.INSIDE, MISTRAL_REASONING, special)

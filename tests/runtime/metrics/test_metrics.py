@@ -8,10 +8,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from skiff_runtime import contract
-from skiff_runtime.messages import StepStats, Usage
+from skiff_runtime.messages import FinishReason, StepStats, Usage
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.exposition import MAX_FORMATS, METRICS_TTL_SECONDS, MetricsExposition
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
+from skiff_runtime.metrics.vllm_names import NAMES, VllmNames
 
 STATS = StepStats(
     queued=3,
@@ -33,8 +34,9 @@ STATS = StepStats(
 )
 
 
-def make() -> Metrics:
+def make(vllm_names: VllmNames | None = None) -> Metrics:
     return Metrics(
+        vllm_names=vllm_names,
         in_flight=lambda: 7,
         connections=lambda: 9,
         ready=lambda: True,
@@ -221,3 +223,43 @@ def test_number_of_cached_formats_is_bounded() -> None:
         page.read(f"text/plain;version=1.{minor}.0;escaping=dots")
         page.read(f"application/openmetrics-text;version=1.{minor}.0")
     assert len(page._pages) <= MAX_FORMATS
+
+
+def test_vllm_names_have_the_values_of_our_own() -> None:
+    metrics = make(VllmNames("m"))
+    metrics.record_step(STATS, generated=2)
+    metrics.record_usage(Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4))
+    for endpoint in (Endpoint.CHAT, Endpoint.MESSAGES):
+        metrics.record_request(endpoint, Outcome.FINISHED, 0.3)
+    metrics.record_finish(FinishReason.LENGTH)
+    metrics.ttft.observe(0.02)
+    metrics.itl.observe(0.004)
+    found = samples(metrics)
+    base = "{engine=0,model_name=m}"
+    assert found[f"vllm:num_requests_running{base}"] == 2
+    assert found[f"vllm:num_requests_waiting{base}"] == 3
+    assert found[f"vllm:kv_cache_usage_perc{base}"] == 0.25
+    assert found[f"vllm:prefix_cache_queries_total{base}"] == 40
+    assert found[f"vllm:prefix_cache_hits_total{base}"] == 16
+    assert found[f"vllm:prompt_tokens_total{base}"] == 10
+    assert found[f"vllm:generation_tokens_total{base}"] == 2
+    assert found[f"vllm:e2e_request_latency_seconds_count{base}"] == 2  # summed over the endpoints
+    assert found[f"vllm:e2e_request_latency_seconds_sum{base}"] == 0.6
+    assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=0.5,model_name=m}"] == 2
+    assert found["vllm:time_to_first_token_seconds_bucket{engine=0,le=0.025,model_name=m}"] == 1
+    assert found[f"vllm:inter_token_latency_seconds_count{base}"] == 1
+    assert found["vllm:request_success_total{engine=0,finished_reason=length,model_name=m}"] == 1
+    assert found["vllm:cache_config_info{block_size=16,engine=0,model_name=m,num_gpu_blocks=100}"] == 1
+    exposed = {name.partition("{")[0] for name in found if name.startswith("vllm:")}
+    plain = {re.sub("_(bucket|sum|count)$", "", name) for name in exposed}
+    assert plain == set(NAMES)
+    assert not [name for name in samples(make()) if name.startswith("vllm:")]
+    page, _ = MetricsExposition(make(VllmNames("m"))).read("application/openmetrics-text;version=1.0.0")
+    families = list(openmetrics.text_string_to_metric_families(page.decode()))  # type: ignore[no-untyped-call]
+    assert families
+
+
+def test_every_vllm_name_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+    rows = dict(re.findall(r"^\| `(vllm:\w+)` \| `([\w:]+)`", page, re.MULTILINE))
+    assert rows == NAMES

@@ -190,6 +190,15 @@ def test_output_without_limit_may_fill_the_context_or_the_kv_cache(num_pages: in
     assert refused is not None and refused.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(("limit", "output"), [(3, 3), (4, 4), (5, 4), (10**6, 4)])
+def test_fits_context_lowers_max_tokens_to_what_is_left(limit: int, output: int) -> None:
+    bench = SchedulerBench(num_pages=5, page_size=4, max_model_len=64)
+    bench.put(generate(0, range(16), max_tokens=limit, fits_context=True))
+    bench.finish()
+    assert bench.replies[0].tokens == continuation(range(16), output)
+    assert bench.replies[0].finish == FinishReason.LENGTH
+
+
 def test_shutdown_retires_the_step_in_flight() -> None:
     bench = SchedulerBench()
     bench.put(generate(0, [1, 2, 3], max_tokens=50))

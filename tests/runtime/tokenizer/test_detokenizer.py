@@ -122,6 +122,7 @@ def test_include_stop_str_shows_stop_tokens_and_strings(
         batch([(1, word, STOP), (2, word, RUNNING), (3, word, RUNNING)], *streams)
     )
     assert rows(texts) == [(1, text, STOP), (2, text, STOP), (3, text, RUNNING)]
+    assert [usage.stop_string for usage in texts.usages] == [None, text[-1]]
     assert stopped == [2]
     texts, _ = detokenizer.detokenize(batch([(3, EOS_ID, STOP)]))
     assert rows(texts) == [(3, "", STOP)]
@@ -170,6 +171,7 @@ def test_stop_string_in_the_last_token_wins_over_length(
     text = tokenizer.decode([token])
     texts, stopped = detokenizer.detokenize(batch([(1, token, LENGTH)], opened(1, text[-1])))
     assert rows(texts) == [(1, text[:-1], STOP)]
+    assert texts.usages == [Usage(9, 1, 4, stop_string=text[-1])]
     assert (stopped, len(detokenizer)) == ([], 0)
 
 

@@ -12,6 +12,7 @@ from skiff_runtime.errors import ContextTooLong, InvalidRequest, RequestError
 from skiff_runtime.messages import (
     ChatPrompt,
     GenerateRequest,
+    PromptOptions,
     SamplingSpec,
     TextOptions,
     TokenizeRequest,
@@ -41,10 +42,11 @@ def builder(directory: Path) -> PromptBuilder:
 
 
 def build(
-    builder: PromptBuilder, prompt: str | list[int] | ChatPrompt, max_tokens: int = 4
+    builder: PromptBuilder, prompt: str | list[int] | ChatPrompt, max_tokens: int = 4, **options: Any
 ) -> GenerateRequest:
     sampling = SamplingSpec(max_tokens=max_tokens, seed=1)
-    return builder.build(TokenizeRequest(uid=7, prompt=prompt, sampling=sampling, text=TextOptions()))
+    request = TokenizeRequest(7, prompt, sampling, TextOptions(), options=PromptOptions(**options))
+    return builder.build(request)
 
 
 def ids(request: GenerateRequest) -> list[int]:
@@ -65,6 +67,38 @@ def test_text_has_one_bos(builder: PromptBuilder, directory: Path) -> None:
     assert found.count(BOS_ID) == 1
 
 
+@pytest.mark.parametrize(("prompt", "default"), [("The small boat", True), (ChatPrompt(CHAT), False)])
+def test_special_tokens_are_added_on_request(
+    builder: PromptBuilder, prompt: str | ChatPrompt, default: bool
+) -> None:
+    usual = ids(build(builder, prompt))
+    assert ids(build(builder, prompt, add_special_tokens=default)) == usual
+    other = ids(build(builder, prompt, add_special_tokens=not default))
+    assert other == (usual[1:] if default else [BOS_ID, *usual])
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "kept"),
+    [(3, 4, 3), (200, 4, 100), (-1, 4, CONTEXT - 4), (-1, 0, CONTEXT - 1)],
+)
+def test_prompt_is_truncated_to_its_last_tokens(
+    builder: PromptBuilder, limit: int, max_tokens: int, kept: int
+) -> None:
+    large = PromptBuilder(builder.template, builder.encoder, 200 if limit == 200 else CONTEXT)
+    prompt = [number % VOCAB_SIZE for number in range(100)][: CONTEXT if limit == 3 else 100]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "check_token_ids", lambda _, token_ids: np.array(token_ids, np.int32))
+        assert ids(build(large, prompt, max_tokens, truncate_prompt_tokens=limit)) == prompt[-kept:]
+
+
+def test_bad_words_become_sequences_at_the_beginning_and_after_a_blank(builder: PromptBuilder) -> None:
+    words = build(builder, "x", bad_words=(" boat", "東", "boat")).sampling.bad_words
+    texts = [builder.encoder.decode(list(word)) for word in words]
+    assert texts == ["boat", " boat", "東", " 東"]
+    with pytest.raises(InvalidRequest, match="a word without a token"):
+        build(builder, "x", bad_words=(" ",))
+
+
 def test_template_without_bos_gets_none(builder: PromptBuilder) -> None:
     plain = PromptBuilder(ChatTemplate("{{ messages[0].content }}", {}), builder.encoder, CONTEXT)
     assert BOS_ID not in ids(build(plain, ChatPrompt(CHAT)))
@@ -77,6 +111,14 @@ def test_token_ids_are_used_unchanged(builder: PromptBuilder) -> None:
 def test_max_tokens_zero_is_left_to_the_scheduler(builder: PromptBuilder) -> None:
     assert build(builder, [5] * (CONTEXT - 1), 0).sampling.max_tokens == 0
     assert build(builder, [5] * (CONTEXT - 1), 1).sampling.max_tokens == 1
+
+
+def test_larger_max_tokens_is_left_to_the_scheduler_if_it_shall_fit(builder: PromptBuilder) -> None:
+    sampling = SamplingSpec(max_tokens=10 * CONTEXT, seed=1, fits_context=True)
+    request = TokenizeRequest(7, [5] * (CONTEXT - 1), sampling, TextOptions())
+    assert builder.build(request).sampling == sampling
+    with pytest.raises(ContextTooLong, match="shorten the prompt"):
+        builder.build(TokenizeRequest(7, [5] * CONTEXT, sampling, TextOptions()))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_each_copy_of_a_refused_request_gets_a_reply(bench: Bench) -> None:
 
 
 def test_encode_returns_ids_and_the_text_of_each_token(bench: Bench) -> None:
-    bench.worker.serve(EncodeRequest(1, "The boat 🙂"))
+    bench.worker.serve(EncodeRequest(1, "The boat 🙂", with_texts=True))
     encoded = bench.api()
     assert isinstance(encoded, Encoded)
     ids = np.frombuffer(encoded.token_ids, Wire.TOKEN).tolist()

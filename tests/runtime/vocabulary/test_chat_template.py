@@ -92,6 +92,35 @@ def test_error_of_a_template_is_in_the_message(source: str, says: str) -> None:
     assert len(caught.value.message) < 700
 
 
+def test_hints_reach_only_a_template_that_reads_them() -> None:
+    prompt = ChatPrompt([], template_options={"b": 2}, template_hints={"a": 1, "b": 1, "c": 1})
+    source = "{% if a is defined %}a={{ a }}{% endif %}{% if b %}b={{ b }}{% endif %}{{ c_is }}"
+    assert ChatTemplate(source, {}).render(prompt) == "a=1b=2"
+
+
+@pytest.mark.parametrize(
+    ("source", "shows"),
+    [
+        ("{{ messages }}", False),
+        ("{# tools #}my tools: {{ 'tools' }}", False),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ tools }}", True),
+        ("{% macro show(items) %}{{ items }}{% endmacro %}{{ show(tools) }}", True),
+    ],
+)
+def test_tools_are_refused_by_a_template_that_does_not_read_them(source: str, shows: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert template.shows_tools == shows
+    prompt = ChatPrompt([], tools=[{"type": "function"}])
+    if shows:
+        template.render(prompt)
+    else:
+        with pytest.raises(InvalidRequest, match="does not show tools") as caught:
+            template.render(prompt)
+        assert caught.value.param == "tools"
+    template.render(ChatPrompt([]))
+
+
 def test_endless_template_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_SECONDS", 0.2)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3

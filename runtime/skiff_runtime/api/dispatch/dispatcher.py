@@ -119,6 +119,7 @@ class Dispatcher:
                 priority=spec.priority,
                 grammar=spec.grammar,
                 cache_salt=request.metadata.cache_salt,
+                options=spec.prompt_options,
             )
         )
         for index, writer in enumerate(writers):
@@ -276,6 +277,8 @@ class Dispatcher:
         seconds = time.perf_counter() - request.started
         outcome = request.outcome()
         self._metrics.record_request(endpoint, outcome, seconds)
+        if request.failure is None and request.finish is not FinishReason.RUNNING:
+            self._metrics.record_finish(request.finish)
         if request.failure is not None and outcome is Outcome.REJECTED:
             self._metrics.record_rejection(request.failure.status)
         if self._on_end is not None:

@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import asdict
-
 from skiff_runtime.api.dispatch.response_writers import ChoiceWriter, NullChoiceWriter
 from skiff_runtime.api.formats.chunks import sum_usage
 from skiff_runtime.api.formats.request_spec import RequestSpec
@@ -117,7 +115,13 @@ class RequestState:
         if self.failure is not None:
             fields: dict[str, object] = {"status": self.failure.status, "error": self.failure.message}
         else:
-            fields = {"finish": self.finish.name.lower(), **asdict(self.usage)}
+            usage = self.usage
+            fields = {
+                "finish": self.finish.name.lower(),
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "cached_tokens": usage.cached_tokens,
+            }
         if self.abort_reason is not None:
             fields["ended_by"] = self.abort_reason
         if self.spec.num_choices > 1:

@@ -56,7 +56,11 @@ def make_choice_writers(spec: RequestSpec, writer: AsgiWriter, headers: Headers)
     """Return a writer for each choice of a request, all of which write into one response."""
     writer.raise_backlog_limit((spec.num_choices - 1) * MAX_BACKLOG_BYTES)
     response = _Response(spec, writer, headers)
-    kind = StreamingChoiceWriter if spec.stream else JsonChoiceWriter
+    kind: type[StreamingChoiceWriter | JsonChoiceWriter | IncrementalJsonChoiceWriter] = JsonChoiceWriter
+    if spec.stream:
+        kind = StreamingChoiceWriter
+    elif spec.is_incremental:
+        kind = IncrementalJsonChoiceWriter
     return [
         kind(response, spec.formatter.make_choice_formatter(index), index)
         for index in range(spec.num_choices)
@@ -120,10 +124,11 @@ class _Response:
         if self._ended:
             return
         self._ended = True
+        request_id = self._headers[0][1].decode()
         if self._started:
-            self.writer.body(self.formatter.format_error_event(error), more=False)
+            self.writer.body(self.formatter.format_error_event(error, request_id), more=False)
         else:
-            write_error(self.writer, error, self.formatter.format_error(error), self._headers)
+            write_error(self.writer, error, self.formatter.format_error(error, request_id), self._headers)
 
 
 class StreamingChoiceWriter:
@@ -149,17 +154,18 @@ class StreamingChoiceWriter:
             self._writer.body(self._format_opening() + data, more=True)
 
     def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
-        data = self._formatter.format_delta(text, token, logprobs)
-        if not self._opened:
-            data = self._format_opening() + data
+        if self._opened:
+            data = self._formatter.format_delta(text, token, logprobs)
+        else:
+            data = self._format_opening() + self._formatter.format_delta(text, token, logprobs)
         if data:
             self._writer.body(data, more=True)
 
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
     ) -> None:
-        data = self._formatter.format_delta(text, token, logprobs)
-        data = self._format_opening() + data + self._formatter.format_closing(finish)
+        data = self._format_opening() + self._formatter.format_delta(text, token, logprobs)
+        data += self._formatter.format_closing(finish)
         total = self._response.finish_choice(self._index, usage)
         if total is not None:
             data += self._response.formatter.format_ending(total)
@@ -192,7 +198,7 @@ class JsonChoiceWriter:
         self._prompt_logprobs: list[TextLogprobs] = []
 
     def start(self, opened: StreamOpened) -> None:
-        pass
+        self._response.formatter.start_choice(self._index, opened)
 
     def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
         self._prompt_logprobs += tokens
@@ -212,6 +218,36 @@ class JsonChoiceWriter:
             "".join(self._texts), self._tokens, self._logprobs, self._prompt_logprobs, finish
         )
         self._response.finish_json_choice(self._index, self._formatter.format_full(output), usage)
+
+    def fail(self, error: RequestFailed) -> None:
+        self._response.fail(error)
+
+
+class IncrementalJsonChoiceWriter:
+    """Passes each row of one choice to its formatter, which collects them. The JSON body is written at the end."""
+
+    __slots__ = ("_formatter", "_index", "_response")
+
+    def __init__(self, response: _Response, formatter: ChoiceFormatter, index: int) -> None:
+        self._response = response
+        self._formatter = formatter
+        self._index = index
+
+    def start(self, opened: StreamOpened) -> None:
+        pass
+
+    def write_prompt_logprobs(self, tokens: list[TextLogprobs]) -> None:
+        pass
+
+    def write(self, text: str, token: int, logprobs: TextLogprobs | None) -> None:
+        self._formatter.format_delta(text, token, logprobs)
+
+    def finish(
+        self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
+    ) -> None:
+        self.write(text, token, logprobs)
+        output = self._formatter.format_full(ChoiceOutput("", [], [], [], finish))
+        self._response.finish_json_choice(self._index, output, usage)
 
     def fail(self, error: RequestFailed) -> None:
         self._response.fail(error)

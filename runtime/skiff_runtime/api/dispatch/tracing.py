@@ -28,6 +28,7 @@ _OPERATIONS: Final = {
     Endpoint.CHAT: "chat",
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.GENERATE: "text_completion",
+    Endpoint.RESPONSES: "chat",
 }
 Attributes = dict[str, str | int | float | bool | list[str]]
 

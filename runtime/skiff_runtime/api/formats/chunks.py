@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from skiff_runtime.api.schemas.request_bodies import StreamOptions
-from skiff_runtime.messages import NO_TOKEN, StreamOpened, Usage
+from skiff_runtime.messages import NO_TOKEN, StreamOpened, Usage, Wire
 from skiff_runtime.sse import DONE_EVENT, EventTemplate, encode_event
 
 
@@ -30,9 +32,9 @@ class ChunkWriter:
         self._copies = copies
         self._usages = [Usage(0, 0, 0)] * choices
 
-    def format_event(self, choice: dict[str, Any]) -> bytes:
-        """Return an event with one choice."""
-        return encode_event(self._chunk(choice))
+    def format_event(self, choice: dict[str, Any], **fields: Any) -> bytes:
+        """Return an event with one choice; ``fields`` are further members of the chunk."""
+        return encode_event({**self._chunk(choice), **fields})
 
     def make_template(self, choice_with: Callable[[str], dict[str, Any]]) -> EventTemplate:
         """Return a template for events of one choice that differ in one value.
@@ -78,6 +80,12 @@ def make_response_head(prefix: str, kind: str, *, model: str, fingerprint: str) 
     }
 
 
+def decode_token_ids(data: bytes) -> list[int]:
+    """Return the token ids of a message's column."""
+    token_ids: list[int] = np.frombuffer(data, Wire.TOKEN).tolist()
+    return token_ids
+
+
 def format_usage(usage: Usage) -> dict[str, Any]:
     """Return the ``usage`` object of a response."""
     return {
@@ -92,7 +100,10 @@ def sum_usage(choices: Sequence[Usage], copies: int) -> Usage:
     """Sum the usage of all choices of a request, ``copies`` for each prompt, in order; each prompt counts once.
 
     A prompt's cached tokens are those of the choice that found the fewest: the others found what that one had computed.
+    Only a request with one choice has a stop string.
     """
+    if len(choices) == 1:
+        return choices[0]
     prompt = cached = 0
     for start in range(0, len(choices), copies):
         started = [usage for usage in choices[start : start + copies] if usage.prompt_tokens]

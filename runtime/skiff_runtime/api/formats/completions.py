@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skiff_runtime.api.formats.chunks import ChunkWriter, format_usage, make_response_head
+from skiff_runtime.api.formats.chunks import ChunkWriter, decode_token_ids, format_usage, make_response_head
 from skiff_runtime.api.formats.logprobs import CompletionLogprobs, concatenate
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
-from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
+from skiff_runtime.api.formats.served_model import ServedModel, make_prompt_options, make_text_options
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
 from skiff_runtime.api.schemas.request_bodies import CompletionRequest, StreamOptions
 from skiff_runtime.api.schemas.validation import parse_body
-from skiff_runtime.messages import FinishReason, StreamOpened, TextLogprobs, Usage
+from skiff_runtime.messages import NO_TOKEN, FinishReason, StreamOpened, TextLogprobs, Usage
 from skiff_runtime.sse import encode_json
 
 
 def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
-    body = parse_body(CompletionRequest, raw)
+    body = parse_body(CompletionRequest, raw, strict=model.is_strict)
     model.check_model_name(body.model)
     copies = body.n or 1
     grammar = build_response_grammar(body)
@@ -40,13 +40,15 @@ def prepare_completion(raw: bytes, model: ServedModel) -> RequestSpec:
             copies=copies,
             logprobs=body.logprobs is not None,
             echo=_echo(body),
+            return_token_ids=bool(body.return_token_ids),
         ),
         stream=bool(body.stream),
         copies=copies,
         priority=body.priority or 0,
         grammar=grammar,
-        user=body.user,
+        user=body.end_user,
         cache_salt=body.cache_salt,
+        prompt_options=make_prompt_options(body),
     )
 
 
@@ -93,6 +95,7 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
         copies: int = 1,
         logprobs: bool = False,
         echo: Echo | None = None,
+        return_token_ids: bool = False,
     ) -> None:
         self._head = make_response_head(
             "cmpl", "text_completion", model=model.name, fingerprint=model.fingerprint
@@ -102,6 +105,8 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
         self.logprobs = logprobs
         self._copies = copies
         self._echo = echo
+        self.prompt_token_ids: list[list[int]] | None = [[]] * choices if return_token_ids else None
+        """Of each choice, with ``return_token_ids``."""
 
     def make_choice_formatter(self, index: int) -> "CompletionChoiceFormatter":
         if self._echo is None:
@@ -111,6 +116,8 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
 
     def start_choice(self, index: int, opened: StreamOpened) -> None:
         self.chunks.start_choice(index, opened)
+        if self.prompt_token_ids is not None:
+            self.prompt_token_ids[index] = decode_token_ids(opened.prompt_token_ids)
 
     def format_ending(self, usage: Usage) -> bytes:
         return self.chunks.format_ending(self._shown_usage(usage))
@@ -129,15 +136,18 @@ class CompletionResponseFormatter(OpenAIErrorFormatter):
 class CompletionChoiceFormatter:
     """Writes one choice. Text without log-probabilities costs no more than filling an ``EventTemplate``."""
 
-    __slots__ = ("_chunks", "_index", "_logprobs", "_template")
+    __slots__ = ("_chunks", "_index", "_logprobs", "_prompt_token_ids", "_template", "_token_ids")
 
     def __init__(self, response: CompletionResponseFormatter, index: int, prompt: str | None = "") -> None:
         """``prompt``: as in ``CompletionLogprobs``."""
         self._chunks = response.chunks
         self._index = index
         self._logprobs = CompletionLogprobs(prompt) if response.logprobs else None
+        self._prompt_token_ids = response.prompt_token_ids
+        self._token_ids: list[int] | None = None if response.prompt_token_ids is None else []
+        """The tokens since the last event, for the next one."""
         self._template = None
-        if not response.logprobs and not response.chunks.continuous_usage:
+        if not (response.logprobs or response.chunks.continuous_usage or self._token_ids is not None):
             self._template = response.chunks.make_template(self._choice)
 
     def format_opening(self) -> bytes:
@@ -150,17 +160,38 @@ class CompletionChoiceFormatter:
         if self._template is not None:
             return self._template.fill(text) if text else b""
         self._chunks.count(self._index, token)
+        if self._token_ids is not None and token != NO_TOKEN:
+            self._token_ids.append(token)
         formatted = self._format_logprobs(() if logprobs is None else [logprobs])
         if not (text or formatted):
             return b""
-        return self._chunks.format_event(self._choice(text, logprobs=formatted))
+        return self._chunks.format_event(self._choice(text, logprobs=formatted) | self._take_token_ids())
 
     def format_closing(self, finish_reason: FinishReason) -> bytes:
-        return self._chunks.format_event(self._choice("", finish_reason=finish_reason))
+        closing = self._choice("", finish_reason=finish_reason)
+        return self._chunks.format_event(closing | self._take_token_ids())
 
     def format_full(self, output: ChoiceOutput) -> dict[str, Any]:
         logprobs = self._format_logprobs(output.logprobs)
-        return self._choice(output.text, logprobs=logprobs, finish_reason=output.finish_reason)
+        choice = self._choice(output.text, logprobs=logprobs, finish_reason=output.finish_reason)
+        return choice | self._all_token_ids(output.token_ids)
+
+    def _take_token_ids(self) -> dict[str, list[int]]:
+        """Return the field with the tokens since the last event, and with the first one also the prompt's."""
+        if self._token_ids is None:
+            return {}
+        token_ids, self._token_ids = self._token_ids, []
+        return self._all_token_ids(token_ids)
+
+    def _all_token_ids(self, token_ids: list[int]) -> dict[str, list[int]]:
+        """Return the fields with these tokens of the output and, the first time, with those of the prompt."""
+        if self._token_ids is None:
+            return {}
+        fields = {"token_ids": token_ids}
+        if self._prompt_token_ids is not None:
+            fields["prompt_token_ids"] = self._prompt_token_ids[self._index]
+            self._prompt_token_ids = None
+        return fields
 
     def _format_logprobs(self, tokens: Sequence[TextLogprobs]) -> dict[str, Any] | None:
         return self._logprobs.format_output(tokens) if self._logprobs is not None and tokens else None
@@ -233,7 +264,8 @@ class EchoChoiceFormatter(CompletionChoiceFormatter):
             of_prompt = self._logprobs.format_prompt(output.prompt_logprobs)
             self._logprobs.begin_output(len(prompt))
             logprobs = concatenate([of_prompt, self._logprobs.format_output(tokens)])
-        return self._choice(prompt + text, logprobs=logprobs, finish_reason=finish_reason)
+        choice = self._choice(prompt + text, logprobs=logprobs, finish_reason=finish_reason)
+        return choice | self._all_token_ids([] if self._prompt_only else output.token_ids)
 
     def _echoed_text(self, tokens: Sequence[TextLogprobs]) -> str:
         """Return the part of the prompt to show with the log-probabilities of its next tokens.

@@ -4,21 +4,23 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from skiff_runtime.api.formats.chunks import format_usage
+from skiff_runtime.api.formats.chunks import decode_token_ids, format_usage
 from skiff_runtime.api.formats.logprobs import json_logprob
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import FINISH_REASONS, ChoiceOutput, RequestSpec
-from skiff_runtime.api.formats.served_model import ServedModel, make_text_options
+from skiff_runtime.api.formats.served_model import ServedModel, make_prompt_options, make_text_options
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar, check_grammar_conflicts
 from skiff_runtime.api.schemas.request_bodies import GenerateBody
-from skiff_runtime.api.schemas.validation import parse_body
+from skiff_runtime.api.schemas.validation import parse_body, validate_fields
 from skiff_runtime.messages import NO_TOKEN, FinishReason, StreamOpened, TextLogprobs, Usage
 from skiff_runtime.sse import DONE_EVENT, encode_event, encode_json
 
 
 def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``. Without ``max_tokens``, the output may fill the context."""
-    body = parse_body(GenerateBody, raw)
+    body = parse_body(GenerateBody, raw, strict=model.is_strict)
+    if (fields := body.translate()) is not None:
+        body = validate_fields(GenerateBody, fields)
     prompt = body.text if body.token_ids is None else body.token_ids
     assert prompt is not None
     grammar = build_response_grammar(body)
@@ -27,12 +29,13 @@ def prepare_generate(raw: bytes, model: ServedModel) -> RequestSpec:
         prompts=[prompt],
         sampling=model.make_sampling_spec(body, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs),
         text=make_text_options(body),
-        formatter=GenerateResponseFormatter(),
+        formatter=GenerateResponseFormatter(return_token_ids=bool(body.return_token_ids)),
         stream=bool(body.stream),
         priority=body.priority or 0,
         grammar=grammar,
-        user=body.user,
+        user=body.end_user,
         cache_salt=body.cache_salt,
+        prompt_options=make_prompt_options(body),
     )
 
 
@@ -40,10 +43,13 @@ class GenerateResponseFormatter(OpenAIErrorFormatter):
     """Writes ``{"id", "text", "token_ids", "finish_reason", "usage"}``, or in a stream increments of it.
 
     A request may ask for ``logprobs`` and ``prompt_logprobs``: lists of
-    ``{"token_id", "logprob", "top": [[id, logprob], ...]}``.
+    ``{"token_id", "logprob", "top": [[id, logprob], ...]}``. With ``return_token_ids`` the response, or the last event of
+    a stream, has the ``prompt_token_ids`` as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, return_token_ids: bool = False) -> None:
+        self._return_token_ids = return_token_ids
+        self._prompt_fields: dict[str, Any] = {}
         self.id = f"gen-{secrets.token_hex(12)}"
         self._choice = GenerateChoiceFormatter(self.id)
 
@@ -51,14 +57,17 @@ class GenerateResponseFormatter(OpenAIErrorFormatter):
         return self._choice
 
     def start_choice(self, index: int, opened: StreamOpened) -> None:
-        pass
+        if self._return_token_ids:
+            self._prompt_fields = {"prompt_token_ids": decode_token_ids(opened.prompt_token_ids)}
 
     def format_ending(self, usage: Usage) -> bytes:
         end: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": self._choice.finish_reason}
-        return encode_event({"id": self.id, **end, "usage": format_usage(usage)}) + DONE_EVENT
+        ending = {"id": self.id, **end, "usage": format_usage(usage), **self._prompt_fields}
+        return encode_event(ending) + DONE_EVENT
 
     def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return encode_json({"id": self.id, **choices[0], "usage": format_usage(usage)})
+        body = {"id": self.id, **choices[0], "usage": format_usage(usage), **self._prompt_fields}
+        return encode_json(body)
 
 
 class GenerateChoiceFormatter:

@@ -12,6 +12,7 @@ from skiff_runtime.messages import (
     ChatPrompt,
     FinishReason,
     Grammar,
+    PromptOptions,
     RequestFailed,
     SamplingSpec,
     StreamOpened,
@@ -91,11 +92,11 @@ class ResponseFormatter(Protocol):
         """Return the JSON body of a response that is not streamed."""
         ...
 
-    def format_error(self, error: RequestFailed) -> bytes:
+    def format_error(self, error: RequestFailed, request_id: str) -> bytes:
         """Return the JSON body of a response whose request failed before anything was written."""
         ...
 
-    def format_error_event(self, error: RequestFailed) -> bytes:
+    def format_error_event(self, error: RequestFailed, request_id: str) -> bytes:
         """Return the events that end a stream whose request failed."""
         ...
 
@@ -104,7 +105,8 @@ class ResponseFormatter(Protocol):
 class RequestSpec:
     """One validated request: ``copies`` choices for each of its prompts, numbered prompt by prompt.
 
-    ``user`` is the end user that the client names, for the log. The request shares cached prefixes only with requests
+    ``is_incremental``: the formatter gets each row as it comes also where the response is not streamed. ``user`` is the
+    end user that the client names, for the log. The request shares cached prefixes only with requests
     that have the same ``cache_salt``.
     """
 
@@ -113,11 +115,13 @@ class RequestSpec:
     text: TextOptions
     formatter: ResponseFormatter
     stream: bool
+    is_incremental: bool = False
     copies: int = 1
     priority: int = 0
     grammar: Grammar | None = None
     user: str | None = None
     cache_salt: str | None = None
+    prompt_options: PromptOptions = PromptOptions()
 
     @property
     def num_choices(self) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.schemas.request_bodies import SamplingFields
 from skiff_runtime.errors import InvalidRequest, ModelNotFound
-from skiff_runtime.messages import SamplingSpec, TextOptions
+from skiff_runtime.messages import PromptOptions, SamplingSpec, TextOptions
 from skiff_runtime.models.config import SamplingDefaults
 from skiff_runtime.processes.launch import Launch
 from skiff_runtime.sse import encode_json
@@ -24,6 +24,7 @@ class ServedModel:
     """The model's name, limits and defaults.
 
     ``fingerprint`` is the ``system_fingerprint`` of responses: equal where version, model and configuration are equal.
+    ``is_strict``: requests may not send hints.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ServedModel:
     max_model_len: int
     defaults: SamplingDefaults
     output_format: OutputFormat = OutputFormat()
+    is_strict: bool = False
 
     @staticmethod
     def from_launch(launch: Launch) -> "ServedModel":
@@ -45,6 +47,7 @@ class ServedModel:
             max_model_len=max_model_len,
             defaults=launch.model.sampling,
             output_format=OutputFormat.from_launch(launch),
+            is_strict=launch.config.strict,
         )
 
     def check_model_name(self, name: str | None) -> None:
@@ -72,7 +75,7 @@ class ServedModel:
             top_p=_first(body.top_p, self.defaults.top_p, 1.0),
             min_p=_first(body.min_p, self.defaults.min_p, 0.0),
             ignore_eos=bool(body.ignore_eos),
-            stop_token_ids=self._stop_token_ids(body),
+            stop_token_ids=self._check_token_ids("stop_token_ids", body.stop_token_ids),
             min_tokens=body.min_tokens or 0,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
@@ -80,17 +83,18 @@ class ServedModel:
             logit_bias=self._logit_bias(body),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            allowed_token_ids=self._check_token_ids("allowed_token_ids", body.allowed_token_ids),
         )
 
-    def _stop_token_ids(self, body: SamplingFields) -> tuple[int, ...]:
-        token_ids = tuple(body.stop_token_ids or ())
-        for token_id in token_ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequest(
-                    f"stop token id {token_id} is not in the model's vocabulary (0 to {self.vocab_size - 1})",
-                    param="stop_token_ids",
-                )
-        return token_ids
+    def _check_token_ids(self, param: str, token_ids: list[int] | None) -> tuple[int, ...]:
+        if not token_ids:
+            return ()
+        if (largest := max(token_ids)) >= self.vocab_size:
+            raise InvalidRequest(
+                f"'{param}': token id {largest} is not in the model's vocabulary (0 to {self.vocab_size - 1})",
+                param=param,
+            )
+        return tuple(token_ids)
 
     def _logit_bias(self, body: SamplingFields) -> tuple[tuple[int, float], ...]:
         """Return the biases in the order of their token ids, so that equal requests compare equal."""
@@ -115,6 +119,21 @@ def make_text_options(body: SamplingFields) -> TextOptions:
         stop=tuple(body.stop or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+_NO_PROMPT_OPTIONS: Final = PromptOptions()
+
+
+def make_prompt_options(body: SamplingFields) -> PromptOptions:
+    """Return the fields of ``body`` that the tokenizer needs."""
+    if body.add_special_tokens is None and body.truncate_prompt_tokens is None and not body.bad_words:
+        return _NO_PROMPT_OPTIONS
+    return PromptOptions(
+        add_special_tokens=body.add_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        bad_words=tuple(body.bad_words or ()),
     )
 
 

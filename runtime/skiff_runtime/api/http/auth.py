@@ -20,13 +20,15 @@ PROBE_PATHS: Final = frozenset(
         contract.PATH_READYZ,
         contract.PATH_STARTUPZ,
         contract.PATH_HEALTH_GENERATE,
+        contract.PATH_HEALTH,
+        contract.PATH_PING,
         contract.PATH_METRICS,
     }
 )
 """Served without a key, and on connections beyond the limit, for kubelets, scrapers and routers."""
-DOCS_PATHS: Final = frozenset({contract.PATH_OPENAPI, contract.PATH_DOCS})
-"""Served without a key too: they describe what every Skiff serves, and a browser sends no key for them."""
-UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | DOCS_PATHS
+STATIC_PATHS: Final = frozenset({contract.PATH_HOME, contract.PATH_OPENAPI, contract.PATH_DOCS})
+"""Served without a key too: they are the same in every Skiff, and a browser sends no key for them."""
+UNAUTHENTICATED_PATHS: Final = PROBE_PATHS | STATIC_PATHS
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+)")
 _SCOPE_KEY: Final = "skiff.principal"
 
@@ -126,7 +128,7 @@ class AccessPolicy:
         if self.hosts is not None:
             self.hosts.check(headers)
         if self.admin_keys:
-            digest = self.admin_keys.find(_get_bearer_token(headers))
+            digest = self.admin_keys.find(_get_key(headers))
             if digest is not None:
                 return Principal(digest, admin=True)
         if not self.keys:
@@ -138,16 +140,24 @@ class AccessPolicy:
 
     def _authenticate(self, headers: Headers) -> bytes:
         """Return the digest of the request's key, which must be known."""
-        token = _get_bearer_token(headers)
+        token = _get_key(headers)
         if not token:
-            raise Unauthorized("an API key is required: send the header 'Authorization: Bearer KEY'")
+            raise Unauthorized(
+                "an API key is required: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
         digest = self.keys.find(token)
         if digest is None:
             raise Unauthorized("the API key is not known here; ask the service's owner for one")
         return digest
 
 
-def _get_bearer_token(headers: Headers) -> bytes:
-    """Return the key in the Authorization header; b"", which no key ring contains, if there is none."""
-    match = _BEARER.fullmatch(get_header(headers, b"authorization"))
+def _get_key(headers: Headers) -> bytes:
+    """Return the key in the Authorization header, else in x-api-key, the header of Anthropic's clients.
+
+    Returns b"", which no key ring contains, if there is none.
+    """
+    authorization = get_header(headers, b"authorization")
+    if not authorization:
+        return get_header(headers, b"x-api-key")
+    match = _BEARER.fullmatch(authorization)
     return match.group(1) if match else b""

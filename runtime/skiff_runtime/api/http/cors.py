@@ -50,7 +50,7 @@ class CorsPolicy:
         requested = get_header(scope["headers"], b"access-control-request-headers")
         default = b"authorization, content-type, " + REQUEST_ID_HEADER + b", " + TIMEOUT_HEADER
         headers += [
-            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-allow-headers", requested if _HEADER_NAMES.fullmatch(requested) else default),
             (b"access-control-max-age", str(PREFLIGHT_MAX_AGE_SECONDS).encode()),
         ]

@@ -1,10 +1,11 @@
-"""Whole responses, errors in OpenAI's shape, and the headers that every response to a request carries."""
+"""Whole responses, errors in the shape of their path, and the headers that every response to a request carries."""
 
 from http import HTTPStatus
 from typing import Final
 
 from pydantic import BaseModel
 
+from skiff_runtime.api.http.anthropic_errors import ANTHROPIC_PATHS, anthropic_error_body
 from skiff_runtime.api.http.asgi import Headers, Scope, Send
 from skiff_runtime.api.http.request_headers import REQUEST_ID_HEADER, choose_request_id
 from skiff_runtime.errors import RequestError
@@ -12,6 +13,8 @@ from skiff_runtime.messages import RequestFailed
 from skiff_runtime.sse import encode_json
 
 JSON: Final = "application/json"
+ANTHROPIC_REQUEST_ID_HEADER: Final = b"request-id"
+"""The header in which Anthropic's clients look for the ID."""
 _SCOPE_KEY: Final = "skiff.headers"
 _WITH_RETRY_AFTER: Final = (429, 503)
 _CLOSING: Final = (401, 403, 408, 413)
@@ -35,7 +38,10 @@ class ErrorResponse(BaseModel):
 
 def begin_response(scope: Scope) -> Headers:
     """Give a request its ID. Return the list of headers that its response will carry, for the caller to extend."""
-    headers: Headers = [(REQUEST_ID_HEADER, choose_request_id(scope["headers"]).encode())]
+    request_id = choose_request_id(scope["headers"]).encode()
+    headers: Headers = [(REQUEST_ID_HEADER, request_id)]
+    if scope["path"] in ANTHROPIC_PATHS:
+        headers.append((ANTHROPIC_REQUEST_ID_HEADER, request_id))
     scope[_SCOPE_KEY] = headers
     return headers
 
@@ -73,7 +79,14 @@ async def send_response(
 
 async def send_error(scope: Scope, send: Send, error: RequestError) -> None:
     """Send an error as a whole response."""
-    await send_response(scope, send, error.status, error_body(error), extra=error_headers(error))
+    await send_response(scope, send, error.status, error_body_for(scope, error), extra=error_headers(error))
+
+
+def error_body_for(scope: Scope, error: RequestError) -> bytes:
+    """Return the body of an error in the shape of the request's path."""
+    if scope["path"] in ANTHROPIC_PATHS:
+        return anthropic_error_body(error, get_request_id(scope))
+    return error_body(error)
 
 
 def error_body(error: RequestError | RequestFailed) -> bytes:

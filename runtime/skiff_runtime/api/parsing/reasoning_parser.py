@@ -1,13 +1,47 @@
-"""The reasoning parser, which separates the text between ``<think>`` and ``</think>`` from the output after it."""
+"""The reasoning parser, which separates the text between two markers, such as ``<think>``, from the output after it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from skiff_runtime.api.parsing.deltas import ReasoningDelta
 from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
 
-OPEN: Final = "<think>"
-CLOSE: Final = "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around the reasoning. With ``starts_inside``, models omit the first one though no prompt ends with it."""
+
+    name: str
+    open: str
+    close: str
+    starts_inside: bool = False
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        return self.open, self.close
+
+    def detect_start(self, prompt: str) -> "ReasoningStart":
+        """Return how the output starts after a rendered prompt."""
+        end = prompt.rstrip()
+        if end.endswith(self.close):
+            return ReasoningStart.AFTER
+        if self.starts_inside or end.endswith(self.open):
+            return ReasoningStart.INSIDE
+        return ReasoningStart.OPTIONAL
+
+    def find_start(self, text: str) -> "ReasoningStart":
+        """Return how the output continues after ``text``, the beginning of an answer."""
+        return (
+            ReasoningStart.INSIDE if text.rfind(self.open) > text.rfind(self.close) else ReasoningStart.AFTER
+        )
+
+
+THINK: Final = ReasoningFormat("think", "<think>", "</think>")
+DEEPSEEK_R1: Final = ReasoningFormat("deepseek_r1", "<think>", "</think>", starts_inside=True)
+MISTRAL: Final = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
+REASONING_FORMATS: Final = {each.name: each for each in (THINK, DEEPSEEK_R1, MISTRAL)}
 
 
 class ReasoningStart(Enum):
@@ -18,25 +52,20 @@ class ReasoningStart(Enum):
     OPTIONAL = auto()
 
 
-def detect_reasoning_start(prompt: str) -> ReasoningStart:
-    """Return how the output starts after a rendered prompt."""
-    end = prompt.rstrip()
-    if end.endswith(CLOSE):
-        return ReasoningStart.AFTER
-    return ReasoningStart.INSIDE if end.endswith(OPEN) else ReasoningStart.OPTIONAL
-
-
 class ReasoningParser:
     """A state machine over the text of one choice: ``_state`` is the method that reads next.
 
-    Whitespace at both ends of the reasoning is dropped, and so is whitespace between it and the output after it.
+    Whitespace at both ends of the reasoning is dropped, and so is whitespace between it and the output after it. Some
+    models write the first marker again though the prompt ends with it.
     """
 
-    def __init__(self, start: ReasoningStart) -> None:
+    def __init__(self, start: ReasoningStart, reasoning_format: ReasoningFormat = THINK) -> None:
+        self._format = reasoning_format
+        self._is_inside = start is ReasoningStart.INSIDE
         self._buffer = ""
         self._whitespace = ""
         self._has_reasoning = False
-        self._state = self._read_reasoning if start is ReasoningStart.INSIDE else self._read_start
+        self._state: Callable[[list[ReasoningDelta | str]], bool] = self._read_start
 
     def push(self, text: str) -> list[ReasoningDelta | str]:
         """Return the reasoning, and as strings the text after it, that ``text`` completes."""
@@ -51,19 +80,22 @@ class ReasoningParser:
         rest, self._buffer = self._buffer, ""
         if not rest:
             return []
-        return [ReasoningDelta(self._whitespace + rest)] if self._state == self._read_reasoning else [rest]
+        if self._state == self._read_reasoning:
+            return [ReasoningDelta(self._whitespace + rest)]
+        is_reasoning = self._is_inside and self._state == self._read_start
+        return [ReasoningDelta(rest.strip())] if is_reasoning else [rest]
 
     def _read_start(self, _: list[ReasoningDelta | str]) -> bool:
         rest = self._buffer.lstrip()
-        is_open = starts_with_marker(rest, OPEN)
+        is_open = starts_with_marker(rest, self._format.open)
         if is_open:
-            self._buffer, self._state = rest[len(OPEN) :], self._read_reasoning
+            self._buffer, self._state = rest[len(self._format.open) :], self._read_reasoning
         elif is_open is False:
-            self._state = self._read_rest
+            self._state = self._read_reasoning if self._is_inside else self._read_rest
         return is_open is not None
 
     def _read_reasoning(self, found: list[ReasoningDelta | str]) -> bool:
-        text, marker, self._buffer = split_at_marker(self._buffer, (CLOSE,))
+        text, marker, self._buffer = split_at_marker(self._buffer, (self._format.close,))
         text = self._whitespace + text
         shown = text.rstrip() if self._has_reasoning else text.strip()
         self._whitespace = text[len(text.rstrip()) :]

@@ -5,15 +5,44 @@ A new format is a module with a ``ToolParser`` and a ``ToolCallFormat``, and a c
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ToolCallDelta
+from skiff_runtime.api.parsing.markers import split_at_marker
+from skiff_runtime.api.parsing.parameter_formats import (
+    TagFormat,
+    any_of,
+    constant,
+    json_parameters,
+    sequence,
+)
 from skiff_runtime.api.parsing.streaming_json import ToolCallReader
 
-TagFormat = dict[str, Any]
-"""A part of a structural tag of xgrammar."""
+
+class CallReader(Protocol):
+    """Reads one call as it comes.
+
+    ``is_known``: the text is certainly a call of the tool ``name``. Once ``is_done`` or ``is_broken``, nothing more is
+    read. ``raw`` is the text that was read before the call was known, which is content if it never becomes known.
+    """
+
+    name: str | None
+    is_known: bool
+    is_done: bool
+    is_broken: bool
+
+    @property
+    def raw(self) -> str: ...
+
+    def push(self, text: str) -> str:
+        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
+        ...
+
+    def take_arguments(self) -> str:
+        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +50,16 @@ class ToolCallOptions:
     """The tools that a choice may call.
 
     ``names``: the tools' names. ``max_calls``: further calls are dropped. ``special_tokens``: texts of special tokens
-    that are dropped from the content.
+    that are dropped from the content. ``schemas``: the JSON Schema of each tool's arguments, by which formats without
+    JSON find the types of values. ``is_enforced``: a grammar lets the model write calls and nothing else, so a beginning
+    of a call that the end of the text cuts off is markup, and never content.
     """
 
     names: frozenset[str]
     max_calls: int | None = None
     special_tokens: tuple[str, ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_enforced: bool = False
 
 
 class ToolParser(ABC):
@@ -47,7 +80,7 @@ class ToolParser(ABC):
         self._is_call_reported = False
         self._opening = ""
         """Text that was read as the opening of a call, which is content if no call follows."""
-        self._reader = ToolCallReader(options.names)
+        self._reader: CallReader = ToolCallReader(options.names)
         self._state: Callable[[], bool] = self.start
 
     def push(self, text: str) -> list[Delta]:
@@ -59,9 +92,12 @@ class ToolParser(ABC):
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Return what was held back. A call that was not known yet is content, all of it."""
+        """Return what was held back. A call that was not known yet is content, all of it, unless calls are enforced."""
         self._is_finished = True
         deltas = self.push("")
+        if self._options.is_enforced:
+            self._buffer = self._whitespace = ""
+            return [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
         if not self._reader.is_known:
             self._add_content(self._opening + self._reader.raw)
         self._add_content(self._buffer)
@@ -88,7 +124,7 @@ class ToolParser(ABC):
         """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def _begin_call(self, opening: str, reader: ToolCallReader | None = None) -> None:
+    def _begin_call(self, opening: str, reader: CallReader | None = None) -> None:
         """Go on to read a possible call; ``opening`` is the text before it that belongs to it."""
         self._opening = opening
         self._reader = reader or ToolCallReader(self._options.names)
@@ -108,7 +144,7 @@ class ToolParser(ABC):
             self._state = self.after_call if reader.is_done else self.content
         return True
 
-    def _report_call(self, reader: ToolCallReader) -> None:
+    def _report_call(self, reader: CallReader) -> None:
         arguments = reader.take_arguments()
         if self._options.max_calls is not None and self._num_calls >= self._options.max_calls:
             return
@@ -138,6 +174,22 @@ class ToolParser(ABC):
         return bool(self._buffer)
 
 
+class ContentParser(ToolParser):
+    """Reads content only, and drops special tokens from it."""
+
+    def start(self) -> bool:
+        self._state = self.content
+        return True
+
+    def content(self) -> bool:
+        text, marker, self._buffer = split_at_marker(self._buffer, self._options.special_tokens)
+        self._add_content(text)
+        return marker is not None
+
+    def after_call(self) -> bool:
+        raise AssertionError("content has no calls")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
     """A tool as a grammar needs it: its name and the JSON Schema of its arguments."""
@@ -164,6 +216,12 @@ class ToolCallFormat:
     after_arguments: tuple[str, ...] = ("}",)
     separator: tuple[str, ...] = (", ",)
     closing: tuple[str, ...] = ()
+    arguments_format: Callable[[Mapping[str, Any]], TagFormat | None] = json_parameters
+    """Describes the arguments of a tool with this JSON Schema; None where the format cannot express it."""
+
+    def can_express(self, tools: Sequence[ToolSchema]) -> bool:
+        """Return whether a grammar of this format can enforce the arguments of all ``tools``."""
+        return all(self.arguments_format(tool.parameters) is not None for tool in tools)
 
     def can_be_enforced(self, special_tokens: frozenset[str]) -> bool:
         """Return whether a grammar can make the model write calls: none of their strings is a special token."""
@@ -172,11 +230,11 @@ class ToolCallFormat:
 
     def calls_format(self, tools: Sequence[ToolSchema], *, parallel: bool) -> TagFormat:
         """Describe one call of one of the tools; with ``parallel``, one or more calls."""
-        call = _any_of([self._call_format(tool) for tool in tools])
-        parts = [*_constants(self.opening), call]
+        call = any_of([self._call_format(tool) for tool in tools])
+        parts = [*map(constant, self.opening), call]
         if parallel:
-            parts.append({"type": "star", "content": _sequence([*_constants(self.separator), call])})
-        return _sequence([*parts, *_constants(self.closing)])
+            parts.append({"type": "star", "content": sequence([*map(constant, self.separator), call])})
+        return sequence([*parts, *map(constant, self.closing)])
 
     def triggered_calls_format(self, tools: Sequence[ToolSchema]) -> TagFormat | None:
         """Describe text in which every call is valid; None where no marker of the format begins a call."""
@@ -185,31 +243,22 @@ class ToolCallFormat:
         tags = []
         for tool in tools:
             begin = "".join((*self.before_name, tool.name, *self.before_arguments))
-            content = {"type": "json_schema", "json_schema": tool.parameters}
-            tags.append(
-                {"type": "tag", "begin": begin, "content": content, "end": "".join(self.after_arguments)}
-            )
+            content, end = self._arguments_of(tool), "".join(self.after_arguments)
+            tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
         return {"type": "triggered_tags", "triggers": [self.before_name[0]], "tags": tags}
 
     def _call_format(self, tool: ToolSchema) -> TagFormat:
-        return _sequence(
+        return sequence(
             [
-                *_constants(self.before_name),
-                {"type": "const_string", "value": tool.name},
-                *_constants(self.before_arguments),
-                {"type": "json_schema", "json_schema": tool.parameters},
-                *_constants(self.after_arguments),
+                *map(constant, self.before_name),
+                constant(tool.name),
+                *map(constant, self.before_arguments),
+                self._arguments_of(tool),
+                *map(constant, self.after_arguments),
             ]
         )
 
-
-def _constants(texts: tuple[str, ...]) -> list[TagFormat]:
-    return [{"type": "const_string", "value": text} for text in texts]
-
-
-def _sequence(parts: list[TagFormat]) -> TagFormat:
-    return {"type": "sequence", "elements": parts}
-
-
-def _any_of(formats: list[TagFormat]) -> TagFormat:
-    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
+    def _arguments_of(self, tool: ToolSchema) -> TagFormat:
+        arguments = self.arguments_format(tool.parameters)
+        assert arguments is not None, "callers check can_express"
+        return arguments

@@ -1,4 +1,4 @@
-"""Exception handlers of FastAPI's path operations: errors become responses in OpenAI's shape."""
+"""Exception handlers of FastAPI's path operations: errors become responses in the shape of their path."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,11 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skiff_runtime import contract
-from skiff_runtime.api.http.responses import JSON, error_body, error_headers
+from skiff_runtime.api.http.responses import JSON, error_body_for, error_headers
 from skiff_runtime.errors import InternalError, InvalidRequest, RequestError
 
 _GENERATION_PATHS: Final = ", ".join(
-    (contract.PATH_CHAT_COMPLETIONS, contract.PATH_COMPLETIONS, contract.PATH_GENERATE)
+    (
+        contract.PATH_CHAT_COMPLETIONS,
+        contract.PATH_RESPONSES,
+        contract.PATH_COMPLETIONS,
+        contract.PATH_MESSAGES,
+        contract.PATH_GENERATE,
+    )
 )
 _MAX_SHOWN_CHARACTERS: Final = 200
 _FAILURES: Final = (500, 504)
@@ -24,17 +30,17 @@ _FAILURES: Final = (500, 504)
 def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> None:
     """Turn each error into a response. ``on_rejected`` is called with the status of each rejected request."""
 
-    async def handle_request_error(_request: Request, error: Exception) -> Response:
+    async def handle_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         if error.status not in _FAILURES:
             on_rejected(error.status)
-        return _make_response(error, error.status)
+        return _make_response(request, error, error.status)
 
-    async def handle_validation_error(_request: Request, error: Exception) -> Response:
+    async def handle_validation_error(request: Request, error: Exception) -> Response:
         """Handle the only error that FastAPI itself finds: ``JsonBody`` raises ``InvalidRequest`` for all others."""
         assert isinstance(error, RequestValidationError)
         on_rejected(400)
-        return _make_response(InvalidRequest("the request body is not valid JSON: it is empty"), 400)
+        return _make_response(request, InvalidRequest("the request body is not valid JSON: it is empty"), 400)
 
     async def handle_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -42,6 +48,7 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
         path = request.url.path[:_MAX_SHOWN_CHARACTERS]
         if error.status_code == 404:
             return _make_response(
+                request,
                 InvalidRequest(
                     f"there is no {path}: this server generates text only, at {_GENERATION_PATHS}; "
                     f"GET {contract.PATH_DOCS} lists every path",
@@ -51,6 +58,7 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
             )
         allowed = _allowed_methods(error)
         response = _make_response(
+            request,
             InvalidRequest(
                 f"{path} does not support {request.method}; use {allowed}", code="method_not_allowed"
             ),
@@ -59,9 +67,9 @@ def add_exception_handlers(app: FastAPI, on_rejected: Callable[[int], None]) -> 
         response.headers["allow"] = allowed
         return response
 
-    async def handle_exception(_request: Request, _error: Exception) -> Response:
+    async def handle_exception(request: Request, _error: Exception) -> Response:
         """Hide the details from the client. Starlette raises the error again, and the server logs it."""
-        return _make_response(InternalError("an internal error; see the server's log"), 500)
+        return _make_response(request, InternalError("an internal error; see the server's log"), 500)
 
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(RequestValidationError, handle_validation_error)
@@ -75,6 +83,8 @@ def _allowed_methods(error: HTTPException) -> str:
     return "GET, HEAD" if methods == "GET" else methods
 
 
-def _make_response(error: RequestError, status: int) -> Response:
+def _make_response(request: Request, error: RequestError, status: int) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(error_body(error), status_code=status, media_type=JSON, headers=headers)
+    return Response(
+        error_body_for(request.scope, error), status_code=status, media_type=JSON, headers=headers
+    )

@@ -24,12 +24,12 @@ from skiff_runtime.api.dispatch.response_writers import make_choice_writers, wri
 from skiff_runtime.api.formats.request_spec import RequestSpec
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import CHUNK_WRITER_EXTENSION, AsgiWriter, Receive, Scope, Send
-from skiff_runtime.api.http.auth import derive_cache_namespace, get_principal
+from skiff_runtime.api.http.auth import Principal, derive_cache_namespace, get_principal
 from skiff_runtime.api.http.request_body import BodyReader, ClientDisconnected
 from skiff_runtime.api.http.request_headers import MAX_DEADLINE_SECONDS, get_trace_context, parse_deadline
 from skiff_runtime.api.http.responses import (
     ErrorResponse,
-    error_body,
+    error_body_for,
     get_request_id,
     get_response_headers,
 )
@@ -53,8 +53,8 @@ from skiff_runtime.sse import DONE
 
 EVENT_STREAM: Final = "text/event-stream"
 
-Prepare = Callable[[bytes, ServedModel], RequestSpec]
-ErrorBody = Callable[[RequestError], bytes]
+Prepare = Callable[[bytes, ServedModel, Principal], RequestSpec]
+"""Validates a raw body, and raises ``RequestError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,13 @@ class GenerationSettings:
         )
 
 
+def for_any_principal(prepare: Callable[[bytes, ServedModel], RequestSpec]) -> Prepare:
+    """Return ``prepare`` for requests whose meaning does not depend on their sender."""
+    return lambda raw, model, _principal: prepare(raw, model)
+
+
 class GenerationEndpoint:
-    """The ASGI application of one path. ``prepare`` validates a raw body, and raises ``RequestError``."""
+    """The ASGI application of one path."""
 
     def __init__(
         self,
@@ -94,9 +99,7 @@ class GenerationEndpoint:
         metrics: Metrics,
         body: BodyReader,
         settings: GenerationSettings,
-        error_body: ErrorBody = error_body,
     ) -> None:
-        """``error_body`` writes errors of requests that are rejected before they have a formatter."""
         self._name = name
         self._prepare = prepare
         self._model = model
@@ -104,7 +107,6 @@ class GenerationEndpoint:
         self._metrics = metrics
         self._body = body
         self._settings = settings
-        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -113,8 +115,8 @@ class GenerationEndpoint:
         try:
             deadline = parse_deadline(scope["headers"], settings.max_seconds)
             raw = await self._body.read(scope["headers"], receive)
-            spec = self._prepare(raw, self._model)
             principal = get_principal(scope)
+            spec = self._prepare(raw, self._model, principal)
             principal.require_priority(spec.priority, allowed=settings.allow_priority)
             request = self._dispatcher.submit(
                 spec,
@@ -133,7 +135,7 @@ class GenerationEndpoint:
         except ClientDisconnected:
             return
         except RequestError as error:
-            self._reject(exchange, error)
+            self._reject(scope, exchange, error)
             await exchange.wait_until_over(receive)
             return
         try:
@@ -141,7 +143,7 @@ class GenerationEndpoint:
         finally:
             self._dispatcher.abort(request)
 
-    def _reject(self, exchange: "_Exchange", error: RequestError) -> None:
+    def _reject(self, scope: Scope, exchange: "_Exchange", error: RequestError) -> None:
         self._metrics.record_request(self._name, Outcome.REJECTED, 0.0)
         self._metrics.record_rejection(error.status)
         log.event(
@@ -151,7 +153,7 @@ class GenerationEndpoint:
             status=error.status,
             error=error.message,
         )
-        write_error(exchange.writer, error, self._error_body(error), exchange.headers)
+        write_error(exchange.writer, error, error_body_for(scope, error), exchange.headers)
 
 
 class _Exchange:
@@ -189,38 +191,54 @@ async def _document_headers(
     """Document the headers that the endpoints read."""
 
 
-def _document_responses(full: type[BaseModel], event: type[BaseModel]) -> dict[str, Any]:
+def document_responses(
+    full: type[BaseModel],
+    event: type[BaseModel],
+    *,
+    error: type[BaseModel] = ErrorResponse,
+    has_done_event: bool = True,
+) -> dict[str, Any]:
     """Document a response that is JSON, or a stream of server-sent events.
 
     ``itemSchema`` describes one event of the stream, as OpenAPI 3.2 and FastAPI do. A request that fails after its first
     event ends with an event that holds the error. ``response_model`` puts the schema of the events among the document's
     components.
     """
-    payloads = [schema_reference(model) for model in (event, ErrorResponse)]
+    payloads = [schema_reference(model) for model in (event, error)]
     json_event = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": payloads},
     }
-    done = DONE.decode()
-    data = {"anyOf": [{"const": done}, json_event], "description": f"The last event of a stream is {done}."}
+    data: dict[str, Any] = json_event
+    if has_done_event:
+        done = DONE.decode()
+        data = {
+            "anyOf": [{"const": done}, json_event],
+            "description": f"The last event of a stream is {done}.",
+        }
     events = {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     success = {**DEFAULT_RESPONSES[200], "model": full, "content": {EVENT_STREAM: events}}
     return {"response_class": Response, "response_model": event, "responses": {200: success}}
 
 
-def make_generation_routes() -> APIRouter:
-    """Return the routes that document the generation endpoints, and are never called."""
-    router = APIRouter(
+def make_generation_router(error: type[BaseModel] = ErrorResponse) -> APIRouter:
+    """Return a router of routes that document generation endpoints, whose errors have the shape ``error``."""
+    return APIRouter(
         tags=["generation"],
         dependencies=[Depends(_document_headers)],
-        responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504),
+        responses=error_responses(400, 404, 408, 413, 429, 500, 503, 504, error=error),
     )
+
+
+def make_generation_routes() -> APIRouter:
+    """Return the routes that document the generation endpoints, and are never called."""
+    router = make_generation_router()
 
     @router.post(
         contract.PATH_CHAT_COMPLETIONS,
         summary="Answer a conversation",
-        **_document_responses(ChatCompletionResponse, ChatCompletionChunk),
+        **document_responses(ChatCompletionResponse, ChatCompletionChunk),
     )
     async def chat_completions(body: ChatCompletionRequest) -> None:
         """With "stream": true the response is a stream of server-sent events."""
@@ -228,7 +246,7 @@ def make_generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_COMPLETIONS,
         summary="Continue a text",
-        **_document_responses(CompletionResponse, CompletionResponse),
+        **document_responses(CompletionResponse, CompletionResponse),
     )
     async def completions(body: CompletionRequest) -> None:
         """With "stream": true the response is a stream of server-sent events."""
@@ -236,7 +254,7 @@ def make_generation_routes() -> APIRouter:
     @router.post(
         contract.PATH_GENERATE,
         summary="Continue a text or token IDs",
-        **_document_responses(GenerateResponse, GenerateResponse),
+        **document_responses(GenerateResponse, GenerateResponse),
     )
     async def generate(body: GenerateBody) -> None:
         """Skiff's own endpoint: text or token IDs in, text and token IDs out, whole or as a stream of server-sent events."""

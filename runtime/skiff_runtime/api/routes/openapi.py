@@ -43,18 +43,18 @@ def schema_reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-_ERROR_CONTENT: Final = {"application/json": {"schema": schema_reference(ErrorResponse)}}
-"""By reference, because FastAPI builds a validator for each ``model`` of each operation: 1 MiB for all of them."""
-
 bearer_key = HTTPBearer(scheme_name="key", description="One of the service's API keys.", auto_error=False)
 """Documents the API key. The access middleware has checked it already."""
 
 
-def error_responses(*statuses: int) -> Responses:
-    """Return the documentation of error responses in OpenAI's shape."""
+def error_responses(*statuses: int, error: type[BaseModel] = ErrorResponse) -> Responses:
+    """Return the documentation of error responses in the shape ``error``, which must be among the components.
+
+    It is a reference, because FastAPI builds a validator for each ``model`` of each operation: 1 MiB for all of them.
+    """
     return {
         status: {
-            "content": _ERROR_CONTENT,
+            "content": {"application/json": {"schema": schema_reference(error)}},
             "description": _REASONS[status],
             "headers": {**REQUEST_ID_RESPONSE_HEADER, **(_RETRY_AFTER if status in (429, 503) else {})},
         }

@@ -1,4 +1,4 @@
-"""Probes (/livez, /readyz, /startupz, /health_generate) and /metrics, for kubelets, scrapers and routers."""
+"""Probes (/livez, /readyz, /startupz, /health_generate, and /health and /ping) and /metrics, for kubelets and scrapers."""
 
 import asyncio
 import time
@@ -73,6 +73,13 @@ def make_probe_routes(status: ServiceStatus, dispatcher: Dispatcher, metrics: Me
         """Return 200 once every process is ready; the body has each process's phase and progress."""
         _set_status(response, ok=status.state in (ServiceState.READY, ServiceState.DRAINING))
         return StartupResponse(**status.startup_report())
+
+    @router.get(contract.PATH_HEALTH, summary="Readiness", responses=not_ready_response(StatusResponse))
+    @router.get(contract.PATH_PING, summary="Readiness", responses=not_ready_response(StatusResponse))
+    @router.post(contract.PATH_PING, summary="Readiness", responses=not_ready_response(StatusResponse))
+    async def health_check(response: Response) -> StatusResponse:
+        """Return the same as /readyz, at the paths that vLLM and SGLang, and Amazon SageMaker, have for it."""
+        return await readyz(response)
 
     @router.get(
         contract.PATH_HEALTH_GENERATE, summary="Generate one token", responses=error_responses(429, 500, 503)

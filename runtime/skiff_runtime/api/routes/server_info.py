@@ -1,4 +1,4 @@
-"""Model list and server information: GET /v1/models and /server_info."""
+"""Model list and server information: GET /v1/models, /server_info, /version and /tokenizer_info."""
 
 import dataclasses
 import time
@@ -13,6 +13,7 @@ from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.routes.openapi import error_responses
 from skiff_runtime.processes.launch import Launch
 from skiff_runtime.version import __version__
+from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
 
 
 class ModelCard(BaseModel):
@@ -41,6 +42,30 @@ class ServerInfo(BaseModel):
     config: dict[str, Any]
     kv_tokens: int
     start_phase_seconds: dict[str, float]
+
+
+class Version(BaseModel):
+    """The version of Skiff."""
+
+    version: str
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer's class, special tokens and chat template, as in the model's own tokenizer_config.json.
+
+    Only the tokens and the template that the model has are present.
+    """
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    chat_template: str | None = None
 
 
 def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceStatus) -> APIRouter:
@@ -82,6 +107,25 @@ def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceS
             config=launch.config.public_fields(),
             kv_tokens=status.kv_tokens,
             start_phase_seconds=status.phase_seconds(),
+        )
+
+    @router.get(contract.PATH_VERSION, summary="Show the version")
+    async def version() -> Version:
+        """Show the version in vLLM's format."""
+        return Version(version=__version__)
+
+    @router.get(contract.PATH_TOKENIZER_INFO, summary="Show the tokenizer", response_model_exclude_none=True)
+    def tokenizer_info() -> TokenizerInfo:
+        """Show the tokenizer's class, special tokens and chat template in vLLM's format.
+
+        The files are read again, on a thread: few services are ever asked, and a template may be large.
+        """
+        files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
+        return TokenizerInfo(
+            tokenizer_class=files.tokenizer_class,
+            model_max_length=model.max_model_len,
+            chat_template=files.template,
+            **files.special_tokens,
         )
 
     return router

@@ -101,14 +101,17 @@ def make_tokenization_routes(model: ServedModel, rpc: RpcClient) -> APIRouter:
         model.check_model_name(body.model)
         prompt = _build_prompt(body, model.name)
         special = body.add_special_tokens is not False
-        encoded = await rpc.call(lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special))
+        texts = bool(body.return_token_strs)
+        encoded = await rpc.call(
+            lambda uid: EncodeRequest(uid, prompt, add_special_tokens=special, with_texts=texts)
+        )
         assert isinstance(encoded, Encoded)
         tokens = np.frombuffer(encoded.token_ids, dtype=Wire.TOKEN).tolist()
         return TokenizeResponse(
             count=len(tokens),
             max_model_len=model.max_model_len,
             tokens=tokens,
-            token_strs=encoded.texts if body.return_token_strs else None,
+            token_strs=encoded.texts if texts else None,
         )
 
     @router.post(contract.PATH_DETOKENIZE, summary="Detokenize token IDs")

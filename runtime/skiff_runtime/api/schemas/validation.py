@@ -6,38 +6,9 @@ from typing import Any, Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from skiff_runtime.api.schemas.field_support import STRICT, UNSUPPORTED, Support, support_of
 from skiff_runtime.api.schemas.request_bodies import StrictModel
 from skiff_runtime.errors import InvalidRequest
-
-UNSUPPORTED_FIELDS: Final[dict[str, str]] = {
-    "audio": "remove it; only text is generated",
-    "best_of": "use 1; ask for several with 'n' and choose among them",
-    "function_call": "remove it; use 'tools'",
-    "functions": "remove it; use 'tools'",
-    "metadata": "remove it; nothing is stored",
-    "modalities": 'use ["text"]',
-    "moderation": "remove it",
-    "name": "remove it from the message; write the name into its content",
-    "prediction": "remove it",
-    "prompt_cache_key": "remove it; prefixes are found without it",
-    "prompt_cache_options": "remove it; prefixes are found without it",
-    "prompt_cache_retention": "remove it; prefixes are kept while there is room",
-    "reasoning_effort": "remove it",
-    "safety_identifier": "remove it; use 'user'",
-    "service_tier": 'use "auto"',
-    "store": "use false; nothing is stored",
-    "suffix": "remove it",
-    "verbosity": 'use "medium"',
-    "web_search_options": "remove it; nothing is searched",
-}
-"""Fields of OpenAI's API that are not supported yet, and what to do instead."""
-
-EXPECTED_TYPES: Final[dict[str, str]] = {
-    "content": "must be a string or a list of text parts",
-    "prompt": "must be a string, a list of token ids, or a list of those",
-    "stop": "must be a string or a list of strings",
-}
-"""Fields of several types, and the types that they accept."""
 
 _MAX_SHOWN_CHARACTERS: Final = 60
 _MAX_ERRORS: Final = 100
@@ -46,10 +17,18 @@ _UNION_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 Body = TypeVar("Body", bound=StrictModel)
 
 
-def parse_body(model: type[Body], raw: bytes) -> Body:
-    """Return the body in ``raw``. Raises ``InvalidRequest`` about its first error."""
+def parse_body(model: type[Body], raw: bytes, *, strict: bool = False) -> Body:
+    """Return the body in ``raw``; with ``strict``, hints are refused. Raises ``InvalidRequest`` about its first error."""
     try:
-        return model.model_validate_json(raw)
+        return model.model_validate_json(raw, context=STRICT if strict else None)
+    except ValidationError as error:
+        raise _describe(_select_error(error), model) from None
+
+
+def validate_fields(model: type[Body], fields: dict[str, Any]) -> Body:
+    """Return the body with these fields, which were validated one by one. Raises ``InvalidRequest`` about combinations."""
+    try:
+        return model.model_validate(fields)
     except ValidationError as error:
         raise _describe(_select_error(error), model) from None
 
@@ -74,24 +53,21 @@ def _describe(error: ErrorDetails, model: type[StrictModel]) -> InvalidRequest:
         return InvalidRequest("the request body must be a JSON object" if no_object else error["msg"])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     names = [part for part in path if isinstance(part, str)]
-    first, last = names[0], names[-1]
+    last = names[-1]
     if error["type"] == "missing":
         return InvalidRequest(f"'{param}' is missing", param=param)
-    for name in (first, last):
-        if name in UNSUPPORTED_FIELDS:
-            return InvalidRequest(
-                f"'{param}' is not supported yet: {UNSUPPORTED_FIELDS[name]}",
-                param=param,
-                code="unsupported_parameter",
-            )
+    if error["type"] == UNSUPPORTED:
+        return InvalidRequest(f"'{param}' is {error['msg']}", param=param, code="unsupported_parameter")
     if error["type"] == "extra_forbidden":
-        similar = get_close_matches(last, sorted(set(model.model_fields) - set(UNSUPPORTED_FIELDS)), n=1)
+        fields = model.model_fields.items()
+        served = [field.alias or name for name, field in fields if support_of(field) is Support.SERVED]
+        similar = get_close_matches(last, sorted(served), n=1)
         hint = f", or did you mean '{similar[0]}'?" if similar and len(path) == 1 else ""
         return InvalidRequest(
             f"unknown field '{param}'; remove it{hint}", param=param, code="unknown_parameter"
         )
-    if path[-1] in EXPECTED_TYPES and error["type"].endswith("_type"):
-        return InvalidRequest(f"'{param}' {EXPECTED_TYPES[last]}", param=param)
+    if path[-1] in model.expected_types and error["type"].endswith("_type"):
+        return InvalidRequest(f"'{param}' {model.expected_types[last]}", param=param)
     return InvalidRequest(f"'{param}': {error['msg']}{_format_value(error)}", param=param)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -26,8 +26,6 @@ from skiff_runtime.bench.report import make_table, write_json
 from skiff_runtime.config import Config
 from skiff_runtime.config.arguments import add_config_arguments, add_renamed_flags, build_config
 from skiff_runtime.contract import EXIT_FAILURE, EXIT_OK
-from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
-from skiff_runtime.engine.engine import Engine
 from skiff_runtime.errors import ConfigError, SkiffError
 from skiff_runtime.kernels import kernel_cache
 from skiff_runtime.messages import (
@@ -45,6 +43,10 @@ from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.scheduler.channel import Channel, SchedulerInput
 from skiff_runtime.scheduler.scheduler import Scheduler
 from skiff_runtime.worker.step_watchdog import StepWatchdog
+
+if TYPE_CHECKING:
+    from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+    from skiff_runtime.engine.engine import Engine
 
 DESCRIPTION: Final = """\
 Inter-token latency of decoding requests while a long prompt is computed beside them:
@@ -238,6 +240,10 @@ class _OtherRanks:
 
 def _measure_rank(launch: Launch, load: Load, *, rank: int) -> list[InterferenceResult]:
     """Run the whole benchmark on one rank; all ranks do the same, at the same time."""
+    # Imported here, since they import torch, for which `skiff complete` does not wait.
+    from skiff_runtime.distributed.tensor_parallel import TensorParallelGroup
+    from skiff_runtime.engine.engine import Engine
+
     config, model = launch.config, launch.model
     if config.device == "cuda" and config.kernel_cache_dir is not None:
         kernel_cache.activate(Path(config.kernel_cache_dir), launch.run_dir)
@@ -292,7 +298,7 @@ def _count_outputs(config: Config, load: Load) -> int:
 class _InterferenceBench:
     """Runs of the workload over one engine, the first of ``group`` or another."""
 
-    def __init__(self, engine: Engine, group: TensorParallelGroup, launch: Launch, load: Load) -> None:
+    def __init__(self, engine: "Engine", group: "TensorParallelGroup", launch: Launch, load: Load) -> None:
         assert launch.config.watchdog_timeout is not None
         self._engine = StepWatchdog(engine, timeout_seconds=launch.config.watchdog_timeout, beat=lambda: None)
         self._num_pages = engine.num_pages

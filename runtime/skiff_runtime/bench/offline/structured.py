@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -25,14 +24,16 @@ from skiff_runtime.bench.report import make_table, write_json
 from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.errors import SkiffError
-from skiff_runtime.grammar.compiler.grammar_compiler import GrammarCompiler
-from skiff_runtime.grammar.matcher import BatchGrammarMatcher, GrammarMatcher
 from skiff_runtime.grammar.spec import json_schema_grammar
-from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
-from skiff_runtime.kernels.token_bitmask import bitmask_words
 from skiff_runtime.models.config import read_model_config
 from skiff_runtime.progress import ProgressBar
 from skiff_runtime.step import Int32
+
+# xgrammar imports torch, for which neither --help nor `skiff complete` waits: it is imported where it is used.
+if TYPE_CHECKING:
+    import xgrammar
+
+    from skiff_runtime.grammar.matcher import GrammarMatcher
 
 EPILOG: Final = """\
 examples:
@@ -75,7 +76,7 @@ SCHEMAS: Final = {
 MIN_VOCAB_SIZE: Final = 512
 """The 256 bytes, and as many syllables and numbers."""
 
-Advance = Callable[[Sequence[GrammarMatcher], Sequence[int], Sequence[int]], None]
+Advance = Callable[[Sequence["GrammarMatcher"], Sequence[int], Sequence[int]], None]
 """Advances each of the matchers, whose bitmasks are in the given slots, by one token."""
 
 
@@ -84,7 +85,7 @@ class WalkSpec:
     """Walks of a batch under one grammar. ``closing``, int64[N]: the tokens that can close a string."""
 
     schema: str
-    grammar: xgrammar.CompiledGrammar
+    grammar: "xgrammar.CompiledGrammar"
     rows: int
     steps: int
     seed: int
@@ -137,6 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the figures, and return the exit code."""
+    from skiff_runtime.grammar.tokenizer_info import read_tokenizer_info
+
     tokenizer = (
         make_synthetic_vocabulary(arguments.vocab_size, arguments.seed)
         if arguments.model is None
@@ -178,8 +181,10 @@ def _vocab_size(text: str) -> int:
     return size
 
 
-def make_synthetic_vocabulary(size: int, seed: int) -> xgrammar.TokenizerInfo:
+def make_synthetic_vocabulary(size: int, seed: int) -> "xgrammar.TokenizerInfo":
     """Return a vocabulary like that of a byte-level BPE: bytes, words of syllables, numbers, signs, and EOS."""
+    import xgrammar
+
     generator = np.random.default_rng(seed)
     tokens = dict.fromkeys(bytes([each]) for each in range(256))
     while len(tokens) < size - 1:
@@ -207,13 +212,17 @@ def _make_token(generator: np.random.Generator) -> bytes:
     return ((" " if kind < 0.75 else "") + (word.capitalize() if 0.65 < kind < 0.85 else word)).encode()
 
 
-def _compile(tokenizer: xgrammar.TokenizerInfo, schema: str) -> xgrammar.CompiledGrammar:
+def _compile(tokenizer: "xgrammar.TokenizerInfo", schema: str) -> "xgrammar.CompiledGrammar":
     """Return a compiled grammar after the round trip through JSON that it takes between processes."""
+    import xgrammar
+
+    from skiff_runtime.grammar.compiler.grammar_compiler import GrammarCompiler
+
     data = GrammarCompiler(tokenizer).compile(json_schema_grammar(SCHEMAS[schema], "schema"))
     return xgrammar.CompiledGrammar.deserialize_json(data.decode(), tokenizer)
 
 
-def _find_closing_tokens(tokenizer: xgrammar.TokenizerInfo) -> NDArray[np.int64]:
+def _find_closing_tokens(tokenizer: "xgrammar.TokenizerInfo") -> NDArray[np.int64]:
     return np.array([token for token, text in enumerate(tokenizer.decoded_vocab) if b'"' in text], np.int64)
 
 
@@ -224,6 +233,9 @@ def _measure(
 
     ``walks`` contains the tokens of each step; if it ends before the last step, further ones are drawn and appended.
     """
+    from skiff_runtime.grammar.matcher import BatchGrammarMatcher
+    from skiff_runtime.kernels.token_bitmask import bitmask_words
+
     bitmasks = np.zeros((spec.rows, bitmask_words(spec.grammar.tokenizer_info.vocab_size)), np.int32)
     matchers = [_make_matcher(spec.grammar, bitmask) for bitmask in bitmasks]
     advance: Advance = BatchGrammarMatcher(bitmasks, threads).accept if threads else _row_by_row
@@ -246,13 +258,15 @@ def _measure(
     return MaskTimes(spec.schema, spec.rows, threads, len(times), median, p99), checksum
 
 
-def _make_matcher(grammar: xgrammar.CompiledGrammar, bitmask: Int32) -> GrammarMatcher:
+def _make_matcher(grammar: "xgrammar.CompiledGrammar", bitmask: Int32) -> "GrammarMatcher":
+    from skiff_runtime.grammar.matcher import GrammarMatcher
+
     matcher = GrammarMatcher(grammar, bitmask)
     matcher.fill()
     return matcher
 
 
-def _row_by_row(matchers: Sequence[GrammarMatcher], slots: Sequence[int], tokens: Sequence[int]) -> None:
+def _row_by_row(matchers: Sequence["GrammarMatcher"], slots: Sequence[int], tokens: Sequence[int]) -> None:
     for matcher, token in zip(matchers, tokens, strict=True):
         matcher.accept((token,))
 

@@ -17,7 +17,7 @@ from skiff_runtime.errors import ConfigError
 DESCRIPTION: Final = """\
 Two results of `skiff bench serve --output-json` side by side, rate by rate. The ratio is B
 to A: above 1 is better for throughput, below 1 for latency."""
-_ROWS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+COMPARED_FIGURES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("requests/s", ("requests_per_second",)),
     ("goodput, requests/s", ("goodput_requests_per_second",)),
     ("requests within --goodput", ("slo_met_share",)),
@@ -28,6 +28,7 @@ _ROWS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
         for point in ("p50", "p90", "p99")
     ),
 )
+"""Names of the figures that are compared, and where they are in the figures of a run."""
 _SAME: Final = (
     "backend",
     "input_len",
@@ -95,14 +96,15 @@ def _pair_runs(
 
 def _compare(a: Figures, b: Figures) -> dict[str, dict[str, float | None]]:
     rows: dict[str, dict[str, float | None]] = {}
-    for name, path in _ROWS:
-        one, other = _value(a, path), _value(b, path)
+    for name, path in COMPARED_FIGURES:
+        one, other = get_figure(a, path), get_figure(b, path)
         ratio = None if one is None or other is None or one == 0 else other / one
         rows[name] = {"a": one, "b": other, "ratio": ratio}
     return rows
 
 
-def _value(figures: Figures, path: tuple[str, ...]) -> float | None:
+def get_figure(figures: Figures, path: tuple[str, ...]) -> float | None:
+    """Return the figure at a path of keys; None where a run has none."""
     value: Any = figures
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None

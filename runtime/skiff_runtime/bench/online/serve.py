@@ -18,8 +18,10 @@ from skiff_runtime.bench.flag_types import (
 )
 from skiff_runtime.bench.online import plot
 from skiff_runtime.bench.online.arrival_trace import UNITS
+from skiff_runtime.bench.online.load_generator import LoadGenerator
 from skiff_runtime.bench.online.results import LatencyObjective, show_load, show_sweep, summarize_load
-from skiff_runtime.bench.online.runner import COMPLETIONS, PATHS, LoadPlan, run_load
+from skiff_runtime.bench.online.runner import COMPLETIONS, PATHS, LoadPlan, fetch_served_model, run_load
+from skiff_runtime.bench.online.server_comparison import NAMES, RateComparison, show_comparison
 from skiff_runtime.bench.online.sweep import DATASETS, RANDOM, SweepRun, plan_runs
 from skiff_runtime.bench.report import Figures, write_json
 from skiff_runtime.config.arguments import add_renamed_flags
@@ -44,9 +46,13 @@ examples:
   skiff bench serve --dataset-name trace --dataset-path traffic.csv    recorded arrivals and lengths
   skiff bench serve --backend openai-chat --dataset-name sharegpt --dataset-path sharegpt.json
   skiff bench serve --dataset-name generated-shared-prefix --gsp-num-groups 8
+  skiff bench serve --compare http://127.0.0.1:8001 --request-rate 1,2,4,8    two servers in turns, in one picture
   skiff bench compare before.json after.json                 two results side by side
 """
 LAG_WARNING_MS: Final = 20.0
+ROUNDS: Final = 4
+"""Rounds of --compare; an even number, so that each server is the first one equally often."""
+_NEVER_WRITTEN: Final = ("command", "api_key", "compare_api_key")
 RENAMED_FLAGS: Final = {
     "--url": "--base-url",
     "--endpoint": "--backend openai|openai-chat",
@@ -83,6 +89,27 @@ def _add_server(group: "argparse._ArgumentGroup") -> None:
         help="the server (default: %(default)s)",
     )
     group.add_argument("--model", metavar="NAME", help="served name (default: the first one listed)")
+    group.add_argument(
+        "--compare",
+        metavar="URL",
+        help="a second server, which gets the same requests in turn with the first; --plot then draws both",
+    )
+    group.add_argument(
+        "--compare-model",
+        metavar="NAME",
+        help="served name at the second server (default: the first one listed)",
+    )
+    group.add_argument(
+        "--compare-api-key", metavar="KEY", help="API key of the second server (default: that of --api-key)"
+    )
+    group.add_argument(
+        "--compare-rounds",
+        type=positive_int,
+        default=ROUNDS,
+        metavar="N",
+        help="runs of each rate on each server, with other prompts in each round; the servers take turns in being the "
+        "first (default: %(default)s)",
+    )
     group.add_argument(
         "--backend",
         choices=sorted(PATHS),
@@ -225,7 +252,7 @@ def _add_result(group: "argparse._ArgumentGroup") -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="plot TTFT and ITL over the request rates; .png, .svg or .pdf",
+        help="plot TTFT and ITL over the request rates; .png, .svg or .pdf (default with --compare: comparison.png)",
     )
 
 
@@ -244,13 +271,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     log.configure("bench", "info")
     objective = _make_objective(arguments)
+    if arguments.compare is not None:
+        return _compare(arguments, objective)
     if arguments.plot is not None:
         plot.require_matplotlib()
     measured: list[Figures] = []
     options: dict[str, Any] = {}
     for each in plan_runs(arguments):
         options = options or _collect_options(arguments, each.plan)
-        measured.append(_measure(each, arguments, objective))
+        _, figures = _measure(each, arguments, objective, title=f"{each.rate} requests/s")
+        show_load(figures)
+        measured.append(figures)
         if arguments.output_json is not None:
             write_json(arguments.output_json, {"benchmark": "serve", "options": options, "runs": measured})
         if arguments.plot is not None:
@@ -267,13 +298,53 @@ def _make_objective(arguments: argparse.Namespace) -> LatencyObjective:
     return LatencyObjective(ttft_ms=limits.get("ttft"), tpot_ms=limits.get("tpot"))
 
 
-def _measure(run: SweepRun, arguments: argparse.Namespace, objective: LatencyObjective) -> Figures:
+def _compare(arguments: argparse.Namespace, objective: LatencyObjective) -> int:
+    """Run all rates on two servers in alternating order; print, write and draw the comparison; return the exit code."""
+    plot.require_matplotlib()
+    picture = arguments.plot or Path("comparison.png")
+    key = arguments.compare_api_key or arguments.api_key
+    model = arguments.compare_model or fetch_served_model(arguments.compare, key=key)
+    rates: dict[str, RateComparison] = {}
+    options: dict[str, Any] = {}
+    for repetition in range(arguments.compare_rounds):
+        for run in plan_runs(arguments, repetition):
+            options = options or {**_collect_options(arguments, run.plan), "compare_model": model}
+            comparison = rates.setdefault(run.rate, RateComparison(run.rate))
+            runs = (run, run.redirect(arguments.compare, model, key))
+            for server in (0, 1) if repetition % 2 == 0 else (1, 0):
+                title = f"{NAMES[server]}, {run.rate} requests/s, round {repetition + 1}"
+                load, figures = _measure(runs[server], arguments, objective, title=title)
+                comparison.add(server, load, figures)
+        found = list(rates.values())
+        if arguments.output_json is not None:
+            summaries = [
+                {
+                    "request_rate": each.rate,
+                    "a": each.rounds[0],
+                    "b": each.rounds[1],
+                    "summary": each.summarize(),
+                }
+                for each in found
+            ]
+            write_json(
+                arguments.output_json,
+                {"benchmark": "serve-comparison", "options": options, "rates": summaries},
+            )
+        plot.draw_comparison(picture, found, (arguments.base_url, arguments.compare))
+    show_comparison(found, (arguments.base_url, arguments.compare))
+    print(f"wrote {picture}")
+    ok = all(figures["succeeded"] for each in found for runs in each.rounds for figures in runs)
+    return EXIT_OK if ok else EXIT_FAILURE
+
+
+def _measure(
+    run: SweepRun, arguments: argparse.Namespace, objective: LatencyObjective, *, title: str
+) -> tuple[LoadGenerator, Figures]:
     _warm_up(run.warm_up)
-    load, seconds = run_load(run.plan, title=f"{run.rate} requests/s")
+    load, seconds = run_load(run.plan, title=title)
     figures = {"request_rate": run.rate, **summarize_load(load, seconds, objective)}
-    show_load(figures)
     _warn_of_lag(figures, arguments)
-    return figures
+    return load, figures
 
 
 def _warm_up(plan: LoadPlan) -> None:
@@ -298,8 +369,8 @@ def _warn_of_lag(figures: Figures, arguments: argparse.Namespace) -> None:
 
 
 def _collect_options(arguments: argparse.Namespace, plan: LoadPlan) -> dict[str, Any]:
-    """Return the flags without the API key, and the values that were derived where a flag was not given."""
-    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "api_key")}
+    """Return the flags without the API keys, and the values that were derived where a flag was not given."""
+    given = {name: value for name, value in vars(arguments).items() if name not in _NEVER_WRITTEN}
     plain = {
         name: value if isinstance(value, bool | int | float | None) else str(value)
         for name, value in given.items()

@@ -47,9 +47,16 @@ class SweepRun:
     plan: LoadPlan
     warm_up: LoadPlan
 
+    def redirect(self, url: str, model: str, key: str | None) -> "SweepRun":
+        """Return the same run against another server."""
+        plans = (replace(each, url=url, model=model, key=key) for each in (self.plan, self.warm_up))
+        return SweepRun(self.rate, *plans)
 
-def plan_runs(arguments: argparse.Namespace) -> Iterator[SweepRun]:
+
+def plan_runs(arguments: argparse.Namespace, repetition: int = 0) -> Iterator[SweepRun]:
     """Yield a run for each rate, each with its own prompts, so that no run hits prefixes that another has cached.
+
+    ``repetition``: number of times that all rates have been run before; each has prompts of its own, too.
 
     Raises:
         ConfigError: flags contradict each other, or a file is malformed; raised before anything is sent.
@@ -60,7 +67,7 @@ def plan_runs(arguments: argparse.Namespace) -> Iterator[SweepRun]:
     )
     model = arguments.model or fetch_served_model(arguments.base_url, key=arguments.api_key)
     for index, rate in enumerate(_list_rates(arguments)):
-        generator = np.random.default_rng([arguments.seed, index])
+        generator = np.random.default_rng([arguments.seed, index, repetition])
         samples, extra = _draw_samples(arguments, trace, generator)
         plan = LoadPlan(
             url=arguments.base_url,
@@ -92,7 +99,11 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         )
     if name == TRACE and (arguments.input_len or arguments.output_len):
         raise ConfigError("a trace contains the lengths; leave out --input-len and --output-len")
-    if arguments.plot is not None and not any(_is_finite(rate) for rate in _list_rates(arguments)):
+    if (
+        arguments.compare is None
+        and arguments.plot is not None
+        and not any(_is_finite(rate) for rate in _list_rates(arguments))
+    ):
         raise ConfigError(
             "--plot draws latencies over request rates; give finite ones, as in --request-rate 1,2,4"
         )

@@ -24,7 +24,7 @@ from skiff_runtime.bench.path.frontend_processes import FrontendProcesses
 from skiff_runtime.bench.path.load_client import TokenStream, encode_request, send_all
 from skiff_runtime.bench.path.scheduler_steps import measure_scheduler_steps
 from skiff_runtime.bench.report import Figures, make_table, summarize_latencies, write_json
-from skiff_runtime.config import Config, TokenizerBackend
+from skiff_runtime.config import AUTO, Config, TokenizerBackend
 from skiff_runtime.config.arguments import add_renamed_flags
 from skiff_runtime.contract import EXIT_OK
 from skiff_runtime.processes.resolve import resolve
@@ -39,7 +39,7 @@ memory; and the time of a decode step in the real scheduler over an engine that 
 
 examples:
   skiff bench path
-  skiff bench path --tokenizer-backend fastokens
+  skiff bench path --tokenizer-backend tokenizers
   skiff bench path --tokenizer-worker-num 0 --output-json path.json
 """
 RENAMED_FLAGS: Final = {
@@ -125,8 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer-backend",
         choices=get_args(TokenizerBackend),
-        default="tokenizers",
-        help="library that encodes prompts (default: %(default)s)",
+        default=AUTO,
+        help="library that encodes prompts (default: %(default)s: fastokens if it is installed and agrees with "
+        "tokenizers)",
     )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
     add_renamed_flags(parser, RENAMED_FLAGS)
@@ -149,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer_worker_num=arguments.tokenizer_worker_num,
         tokenizer_backend=arguments.tokenizer_backend,
         step_milliseconds=arguments.step_ms,
-        token=_find_text_token(arguments.model),
+        token=find_text_token(arguments.model),
     ) as frontend:
         figures = PathBench(frontend, loads).run()
     figures["scheduler_us"] = measure_scheduler_steps(arguments.scheduler_steps)
@@ -161,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _find_text_token(model: str) -> int:
+def find_text_token(model: str) -> int:
     """Return a token of plain text, with which the stub answers."""
     path = resolve(Config(model=model))[1].tokenizer_path / "tokenizer.json"
     token: int = Tokenizer.from_file(str(path)).encode(_TOKEN_TEXT, add_special_tokens=False).ids[-1]

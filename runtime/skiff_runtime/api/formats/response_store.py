@@ -1,0 +1,168 @@
+"""Store of responses in memory, for ``previous_response_id``, references to items, and GET /v1/responses/{id}.
+
+A stored response has a link to the response that it continues, so a conversation is stored once however long it is. An
+earlier response that has left the store is kept as long as a later one continues it, and its bytes are counted as long.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from skiff_runtime.errors import InvalidRequest, ResponseNotFound
+
+MAX_RESPONSES: Final = 4096
+MAX_STORED_BYTES: Final = 64 << 20
+MAX_AGE_SECONDS: Final = 24 * 3600.0
+MAX_CONVERSATION_BYTES: Final = 8 << 20
+"""A longer conversation would take the api process too long to decode for one request."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """A response and the input that it answers, both as JSON.
+
+    ``key``: digest of the API key of its request. ``references``: one of the store, and one of each response that
+    continues it.
+    """
+
+    id: str
+    key: bytes
+    body: bytes
+    input_items: bytes
+    parent: "StoredResponse | None"
+    item_ids: Sequence[str] = ()
+    stored_at: float = 0.0
+    references: int = field(default=0, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes that the response takes."""
+        return len(self.body) + len(self.input_items)
+
+    def load_input(self) -> list[dict[str, Any]]:
+        """Return the items of the request's own input."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.input_items)
+        return items
+
+    def load_output(self) -> list[dict[str, Any]]:
+        """Return the items of the response."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.body)["output"]
+        return items
+
+    def load_conversation(self) -> list[dict[str, Any]]:
+        """Return all items up to the end of this response. Raises ``InvalidRequest`` if they are too many."""
+        chain: list[StoredResponse] = []
+        node: StoredResponse | None = self
+        size = 0
+        while node is not None:
+            chain.append(node)
+            size += node.size
+            if size > MAX_CONVERSATION_BYTES:
+                raise InvalidRequest(
+                    f"the conversation has more than {MAX_CONVERSATION_BYTES} bytes; begin a new one with a shorter input",
+                    param="previous_response_id",
+                )
+            node = node.parent
+        return [item for each in reversed(chain) for item in (*each.load_input(), *each.load_output())]
+
+
+class ResponseStore:
+    """Responses of the last requests, limited in number, bytes and age; the oldest leave first.
+
+    A response is found with the API key of its own request only.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_STORED_BYTES,
+        max_age_seconds: float = MAX_AGE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._max_age_seconds = max_age_seconds
+        self._clock = clock
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, StoredResponse] = {}
+        self.total_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def add(self, response: StoredResponse) -> None:
+        """Store a response, and remove old ones beyond the limits."""
+        response.stored_at = self._clock()
+        self._responses[response.id] = response
+        self._items.update(dict.fromkeys(response.item_ids, response))
+        self._retain(response)
+        self._expire()
+        while self._responses and (
+            len(self._responses) > self._max_responses or self.total_bytes > self._max_bytes
+        ):
+            self._remove(next(iter(self._responses.values())))
+
+    def get(self, response_id: str, key: bytes, *, param: str | None = None) -> StoredResponse:
+        """Return a response. Raises ``ResponseNotFound``; ``param``: the field of the request that has the id."""
+        self._expire()
+        response = self._responses.get(response_id)
+        if response is None or response.key != key:
+            raise ResponseNotFound(
+                f"there is no response {response_id[:80]!r}: it was not stored, or left the store since "
+                '("store": false, a restart, another replica, or the limits on age and size)',
+                param=param,
+            )
+        return response
+
+    def get_item(self, item_id: str, key: bytes) -> dict[str, Any]:
+        """Return an item of a stored response's output. Raises ``ResponseNotFound``."""
+        self._expire()
+        response = self._items.get(item_id)
+        if response is not None and response.key == key:
+            return next(item for item in response.load_output() if item["id"] == item_id)
+        raise ResponseNotFound(
+            f"there is no item {item_id[:80]!r} in a stored response; send the item itself", param="input"
+        )
+
+    def delete(self, response_id: str, key: bytes) -> None:
+        """Remove a response. Raises ``ResponseNotFound``."""
+        self._remove(self.get(response_id, key))
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._max_age_seconds
+        while self._responses:
+            response = next(iter(self._responses.values()))
+            if response.stored_at >= oldest:
+                return
+            self._remove(response)
+
+    def _remove(self, response: StoredResponse) -> None:
+        del self._responses[response.id]
+        for item_id in response.item_ids:
+            del self._items[item_id]
+        self._release(response)
+
+    def _retain(self, response: StoredResponse) -> None:
+        """Add a reference; the first one counts the response, and refers to the one that it continues."""
+        node: StoredResponse | None = response
+        while node is not None:
+            node.references += 1
+            if node.references > 1:
+                return
+            self.total_bytes += node.size
+            node = node.parent
+
+    def _release(self, response: StoredResponse) -> None:
+        """Remove a reference; the last one ends the count of the response."""
+        node: StoredResponse | None = response
+        while node is not None:
+            node.references -= 1
+            if node.references:
+                return
+            self.total_bytes -= node.size
+            node = node.parent

@@ -1,0 +1,69 @@
+"""The important metrics under vLLM's names, for dashboards and routers that read those (``--metrics-names skiff,vllm``).
+
+They are computed from the runtime's own families at each scrape, and nothing is counted twice. Series are summed over the
+labels that vLLM does not have; every series has vLLM's labels ``model_name`` and ``engine``. Histograms keep the bounds of
+the runtime's own.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import Metric, Sample
+
+from skiff_runtime import contract
+from skiff_runtime.metrics.families import MetricFamily
+
+NAMES: Final = {
+    "vllm:num_requests_running": contract.METRIC_RUNNING,
+    "vllm:num_requests_waiting": contract.METRIC_QUEUED,
+    "vllm:kv_cache_usage_perc": contract.METRIC_KV_CACHE_USAGE,
+    "vllm:prefix_cache_queries_total": contract.METRIC_PREFIX_CACHE_QUERIES,
+    "vllm:prefix_cache_hits_total": contract.METRIC_PREFIX_CACHE_HITS,
+    "vllm:num_preemptions_total": contract.METRIC_PREEMPTIONS,
+    "vllm:prompt_tokens_total": contract.METRIC_PROMPT_TOKENS,
+    "vllm:generation_tokens_total": contract.METRIC_GENERATION_TOKENS,
+    "vllm:request_success_total": contract.METRIC_FINISHED,
+    "vllm:time_to_first_token_seconds": contract.METRIC_TTFT,
+    "vllm:inter_token_latency_seconds": contract.METRIC_ITL,
+    "vllm:time_per_output_token_seconds": contract.METRIC_ITL,
+    "vllm:e2e_request_latency_seconds": contract.METRIC_E2E_LATENCY,
+    "vllm:request_queue_time_seconds": contract.METRIC_QUEUE_TIME,
+    "vllm:request_prompt_tokens": contract.METRIC_REQUEST_PROMPT_TOKENS,
+    "vllm:request_generation_tokens": contract.METRIC_REQUEST_GENERATION_TOKENS,
+    "vllm:cache_config_info": contract.ROUTING_CACHE_INFO,
+}
+"""vLLM's names, and the runtime's of the same quantity. ``time_per_output_token_seconds`` is the name that
+``inter_token_latency_seconds`` had until vLLM 0.11; many dashboards still read it."""
+_LABELS: Final = {
+    "le": "le",
+    "finish_reason": "finished_reason",
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+}
+"""The runtime's labels that have a counterpart in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmNames:
+    """Translates families into vLLM's, for the model ``model_name``."""
+
+    model_name: str
+
+    def translate(self, families: Iterable[MetricFamily]) -> Iterator[Metric]:
+        """Yield a family for each of vLLM's names."""
+        by_name = {family.name: family for family in families}
+        for name, own in NAMES.items():
+            yield self._rename(by_name[own], name)
+
+    def _rename(self, family: MetricFamily, name: str) -> Metric:
+        source = family.collect()
+        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in source.samples:
+            labels = [("model_name", self.model_name), ("engine", "0")]
+            labels += [(_LABELS[key], text) for key, text in sample.labels.items() if key in _LABELS]
+            series = name + sample.name.removeprefix(family.name), tuple(labels)
+            values[series] = values.get(series, 0.0) + sample.value
+        metric = Metric(name.removesuffix("_total"), source.documentation, source.type)
+        metric.samples = [Sample(series, dict(labels), value) for (series, labels), value in values.items()]
+        return metric

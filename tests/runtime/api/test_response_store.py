@@ -1,0 +1,145 @@
+"""The store of responses: its limits, and conversations that outlive their first responses."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skiff_runtime.api.formats import response_store
+from skiff_runtime.api.formats.response_store import ResponseStore, StoredResponse
+from skiff_runtime.errors import InvalidRequest, ResponseNotFound
+
+
+def make_response(
+    name: str, parent: StoredResponse | None = None, *, key: bytes = b"", size: int = 0
+) -> StoredResponse:
+    output = [{"id": f"out-{name}", "text": name.upper() + "x" * size}]
+    body = json.dumps({"output": output}).encode()
+    return StoredResponse(
+        name, key, body, json.dumps([{"id": f"in-{name}"}]).encode(), parent, [f"out-{name}"]
+    )
+
+
+def ids(response: StoredResponse) -> list[str]:
+    return [item["id"] for item in response.load_conversation()]
+
+
+def test_conversation_has_every_item_in_order() -> None:
+    store = ResponseStore()
+    first = make_response("a")
+    store.add(first)
+    store.add(make_response("b", store.get("a", b"")))
+    assert ids(store.get("b", b"")) == ["in-a", "out-a", "in-b", "out-b"]
+    assert store.get_item("out-a", b"") == {"id": "out-a", "text": "A"}
+
+
+def test_response_is_found_with_its_own_key_only() -> None:
+    store = ResponseStore()
+    store.add(make_response("a", key=b"one"))
+    assert store.get("a", b"one").id == "a"
+    for attempt in (
+        lambda: store.get("a", b"two", param="previous_response_id"),
+        lambda: store.get("a", b""),
+        lambda: store.get_item("out-a", b"two"),
+        lambda: store.delete("a", b"two"),
+    ):
+        with pytest.raises(ResponseNotFound):
+            attempt()
+    store.delete("a", b"one")
+    with pytest.raises(ResponseNotFound):
+        store.get("a", b"one")
+    with pytest.raises(ResponseNotFound):
+        store.get_item("out-a", b"one")
+
+
+def test_oldest_responses_leave_beyond_the_number() -> None:
+    store = ResponseStore(max_responses=2)
+    for name in "abc":
+        store.add(make_response(name))
+    assert len(store) == 2
+    with pytest.raises(ResponseNotFound, match="no response 'a'"):
+        store.get("a", b"")
+    with pytest.raises(ResponseNotFound):
+        store.get_item("out-a", b"")
+
+
+def test_oldest_responses_leave_beyond_the_bytes() -> None:
+    store = ResponseStore(max_bytes=2500)
+    for name in "abc":
+        store.add(make_response(name, size=1000))
+    assert len(store) == 2 and store.total_bytes <= 2500
+    store.add(make_response("huge", size=5000))
+    assert (len(store), store.total_bytes) == (0, 0)
+
+
+def test_responses_leave_when_they_are_too_old() -> None:
+    now = 0.0
+    store = ResponseStore(max_age_seconds=10, clock=lambda: now)
+    store.add(make_response("a"))
+    now = 5.0
+    store.add(make_response("b"))
+    now = 10.5
+    with pytest.raises(ResponseNotFound):
+        store.get("a", b"")
+    assert store.get("b", b"").id == "b"
+    now = 16.0
+    with pytest.raises(ResponseNotFound):
+        store.get_item("out-b", b"")
+    assert (len(store), store.total_bytes) == (0, 0)
+
+
+def test_conversation_outlives_its_first_response() -> None:
+    store = ResponseStore()
+    store.add(make_response("a"))
+    first = store.get("a", b"")
+    store.add(make_response("b", first))
+    second = store.get("b", b"")
+    store.delete("a", b"")
+    assert ids(second) == ["in-a", "out-a", "in-b", "out-b"]
+    assert store.total_bytes == first.size + second.size
+    store.delete("b", b"")
+    assert store.total_bytes == 0
+
+
+def test_response_that_left_while_it_was_continued_counts_again() -> None:
+    store = ResponseStore()
+    store.add(make_response("a"))
+    first = store.get("a", b"")
+    store.delete("a", b"")
+    store.add(make_response("b", first))
+    assert store.total_bytes == first.size + store.get("b", b"").size
+
+
+def test_too_long_conversation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_CONVERSATION_BYTES", 2000)
+    store = ResponseStore()
+    store.add(make_response("a", size=1000))
+    store.add(make_response("b", store.get("a", b""), size=1000))
+    assert ids(store.get("a", b"")) == ["in-a", "out-a"]
+    with pytest.raises(InvalidRequest, match="begin a new one"):
+        store.get("b", b"").load_conversation()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("adc"), st.integers(0, 9)), max_size=40))
+def test_bytes_are_those_of_the_responses_that_are_reachable(steps: list[tuple[str, int]]) -> None:
+    """A response is added (a), continued (c) or deleted (d)."""
+    store, known = ResponseStore(max_responses=4), list[StoredResponse]()
+    for number, (action, pick) in enumerate(steps):
+        chosen = known[pick % len(known)] if known else None
+        if action == "d" and chosen is not None:
+            if chosen.id in store._responses:
+                store.delete(chosen.id, b"")
+        else:
+            response = make_response(str(number), chosen if action == "c" else None, size=pick)
+            store.add(response)
+            known.append(response)
+        reachable = set()
+        for response in store._responses.values():
+            node: StoredResponse | None = response
+            while node is not None:
+                reachable.add(node)
+                node = node.parent
+        assert store.total_bytes == sum(node.size for node in reachable)
+        assert set(store._items) == {f"out-{name}" for name in store._responses}
