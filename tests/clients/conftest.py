@@ -28,6 +28,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     """Variables of a user without any settings, whose programs report to no one and look for no updates."""
     return {
         "HOME": str(tmp_path),
+        "PWD": str(tmp_path),  # some programs believe it rather than their working directory
         "XDG_CONFIG_HOME": str(tmp_path / ".config"),
         "XDG_DATA_HOME": str(tmp_path / ".local/share"),
         "XDG_CACHE_HOME": str(tmp_path / ".cache"),
