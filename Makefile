@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 # pytest-xdist would start files with many tests first, and so those with one long test last: files keep their order.
-TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+TEST_FLAGS := -m "not e2e and not gpu and not browser and not matrix and not soak and not checkpoint and not clients" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 GPU_SUITES := tests/gpu tests/runtime/kernels \
 	$(addprefix tests/runtime/models/test_,fp8_checkpoints.py weight_loader.py gguf_checkpoint.py) tests/runtime/checkpoint \
@@ -27,7 +27,7 @@ TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharde
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ matrix: setup ## Token parity with transformers over the full product of engine 
 
 checkpoint: setup ## A published checkpoint, SmolLM2-135M-Instruct: 200 greedy answers against transformers, and all tests of its service
 	$(PYTEST) -m checkpoint $(PYTEST_ARGS)
+
+test-clients: setup ## 25 clients from PyPI and npm against skiff serve, each installed by itself into ~/.cache/skiff-clients
+	$(PYTEST) -v -m clients tests/clients $(PYTEST_ARGS)
 
 soak: setup ## Faults, 100,000 requests, hostile bodies, alone against crowded: the full runs, an hour or more
 	$(PYTEST) -s -m soak $(PYTEST_ARGS)
