@@ -346,6 +346,14 @@ def test_invalid_request_says_what_to_change(front: Frontend, fields: dict[str, 
     assert error["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
 
 
+def test_refusal_of_a_thread_lets_the_tool_runner_go_on_without_one(front: Frontend) -> None:
+    response = front.post(PATH, model=NAME, max_tokens=5, messages=USER, thread={"type": "create"})
+    details = response.json()["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    other = front.post(PATH, model=NAME, max_tokens=5, messages=USER, container="c")
+    assert "details" not in other.json()["error"]
+
+
 def test_errors_reach_the_client_as_its_own_exceptions(front: Frontend, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="the served model is 'tiny'"):
         client.messages.create(model="claude-x", max_tokens=5, messages=USER)

@@ -173,6 +173,11 @@ ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "x"}
         ({"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}, {}),
         ({**ASSISTANT, "provider_specific_fields": {"refusal": None}}, {}),
         ({**ASSISTANT, "annotations": [{"type": "url_citation"}]}, {}),
+        ({**ASSISTANT, "parsed": {"answer": 4}}, {}),
+        (
+            {**ASSISTANT, "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}]},
+            {},
+        ),
         ({**ASSISTANT, "reasoning": "hm"}, {"reasoning_content": "hm"}),
         ({**ASSISTANT, "content": None}, {"content": ""}),
         ({**ASSISTANT, "content": None, "refusal": "No."}, {"content": "No."}),

@@ -1,7 +1,7 @@
 """Errors in the shape of Anthropic's API, and the paths that answer in this shape.
 
 ``overloaded_error`` has the status 503 here, not Anthropic's 529: load balancers and ingress controllers know 503 and its
-Retry-After, and Anthropic's clients retry both (docs/decisions/00NN-messages-api.md).
+Retry-After, and Anthropic's clients retry both (docs/decisions/0028-messages-api.md).
 """
 
 from typing import Final
@@ -25,10 +25,17 @@ _TYPES: Final = {
 """By HTTP status; every other status below 500 is ``invalid_request_error``, and above ``api_error``."""
 
 
+_UNSUPPORTED_THREAD: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""``details`` by which Anthropic's tool runner, which asks for a stored thread first, goes on without one."""
+
+
 def anthropic_error(error: RequestError | RequestFailed, request_id: str) -> dict[str, object]:
-    """Return ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+    """Return ``{"type": "error", "error": {"type", "message"}, "request_id"}``; the refusal of a thread has ``details``."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    fields: dict[str, object] = {"type": kind, "message": error.message}
+    if error.param == "thread":
+        fields["details"] = _UNSUPPORTED_THREAD
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
 def anthropic_error_body(error: RequestError | RequestFailed, request_id: str) -> bytes:

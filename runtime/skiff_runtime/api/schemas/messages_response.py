@@ -85,10 +85,11 @@ class TokenCountResponse(BaseModel):
 
 
 class AnthropicErrorDetail(BaseModel):
-    """The error, and what to change."""
+    """The error, and what to change. `details` tells clients that ask for a stored thread to go on without one."""
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorResponse(BaseModel):

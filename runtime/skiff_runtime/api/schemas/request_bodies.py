@@ -255,6 +255,8 @@ CacheControl = Annotated[
     Annotated[HintObject, Field(max_length=8)] | None,
     Hint("remove it; prefixes are cached without it"),
 ]
+ParsedByClient = Annotated[JsonValue, Hint("remove it; it repeats the text beside it")]
+"""What the helpers of OpenAI's client add to an answer that is sent back."""
 ProviderFields = Annotated[
     Annotated[HintObject, Field(max_length=MAX_HINT_FIELDS)] | None, Hint("remove it", off=(None, {}))
 ]
@@ -325,6 +327,7 @@ class AssistantFunctionCall(StrictModel):
 
     name: FunctionName
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARACTERS)]
+    parsed_arguments: ParsedByClient = None
     provider_specific_fields: ProviderFields = None
 
     @model_validator(mode="after")
@@ -465,6 +468,7 @@ class ChatMessage(StrictModel):
         Annotated[list[JsonValue], Field(max_length=MAX_CONTENT_PARTS)] | NullOrEmpty,
         Hint("remove it", off=(None, [], {})),
     ] = None
+    parsed: ParsedByClient = None
     provider_specific_fields: ProviderFields = None
     cache_control: CacheControl = None
     audio: Annotated[None, Refused("remove it; only text is read")] = None
