@@ -11,6 +11,8 @@ MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARACTERS: Final = 64
+MAX_BAD_WORD_TOKENS: Final = 1024
+"""Of all bad words of a request, each in up to two spellings: they are compared with the output in every step."""
 MAX_ALLOWED_TOKENS: Final = 1024
 
 

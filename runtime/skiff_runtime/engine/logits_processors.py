@@ -50,12 +50,14 @@ class _MinTokens:
 
 @dataclass(frozen=True, slots=True)
 class _BadWords:
-    """W sequences of tokens: the last token of each, int64[W], and the P tokens before it, int64[W, P], padded on the left.
+    """W sequences of tokens. ``ends`` int64[E]: their different last tokens, and ``end_of`` int64[W]: which of them is whose.
 
-    Only output is matched, which begins at position ``first``.
+    ``prefixes`` int64[W, P]: the P tokens before the last one, padded on the left. Only output is matched, which begins
+    at position ``first``.
     """
 
-    last: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    end_of: NDArray[np.int64]
     prefixes: NDArray[np.int64]
     first: int
 
@@ -152,17 +154,22 @@ class LogitsProcessors:
         if not found:
             return
         length = max(words.prefixes.shape[1] for _, words in found)
-        packed = np.concatenate([_pack_bad_words(row, words, length) for row, words in found])
-        # Two words of a row may end with the same token, whose logit is written once.
-        ends, indices = np.unique(packed[:, :2], axis=0, return_inverse=True)
-        matches = self._match_bad_words(upload(packed, logits.device), rows, length)
-        is_masked = torch.zeros(len(ends), dtype=torch.int32, device=logits.device)
-        is_masked.scatter_reduce_(
-            0, upload(indices.reshape(-1).astype(np.int64), logits.device), matches.int(), "amax"
+        first_ends = np.cumsum([0, *(len(words.ends) for _, words in found)])
+        packed = upload(
+            np.concatenate(
+                [
+                    _pack_bad_words(row, words, length, int(first_end))
+                    for (row, words), first_end in zip(found, first_ends, strict=False)
+                ]
+            ),
+            logits.device,
         )
-        row_indices, last = upload(np.ascontiguousarray(ends.T), logits.device).unbind()
-        values = logits[row_indices, last]
-        logits[row_indices, last] = torch.where(is_masked > 0, values.clamp(max=MASKED_LOGIT), values)
+        # Several words of a row may end with the same token, whose logit is written once.
+        is_masked = torch.zeros(int(first_ends[-1]), dtype=torch.int32, device=logits.device)
+        is_masked.scatter_reduce_(0, packed[:, 1], self._match_bad_words(packed, rows, length).int(), "amax")
+        cells = _cells([(row, words.ends) for row, words in found], logits.device)
+        values = logits[cells]
+        logits[cells] = torch.where(is_masked > 0, values.clamp(max=MASKED_LOGIT), values)
 
     def _match_bad_words(self, packed: torch.Tensor, rows: SampledRows, length: int) -> torch.Tensor:
         """Return bool[W]: the output of the word's row ends with all but the last of its tokens.
@@ -209,21 +216,24 @@ class LogitsProcessors:
         words = [word for word in opened.sampling.bad_words if word and 0 <= word[-1] < self._vocab_size]
         length = max((len(word) - 1 for word in words), default=0)
         prefixes = [[_NO_TOKEN] * (length - len(word) + 1) + list(word[:-1]) for word in words]
+        ends, end_of = np.unique(np.array([word[-1] for word in words], np.int64), return_inverse=True)
         return _BadWords(
-            np.array([word[-1] for word in words], np.int64),
-            np.array(prefixes, np.int64).reshape(len(words), length),
-            opened.prompt_tokens,
+            ends, end_of, np.array(prefixes, np.int64).reshape(len(words), length), opened.prompt_tokens
         )
 
     def _in_vocabulary(self, tokens: Sequence[int]) -> RowIndices:
         return np.array([token for token in tokens if 0 <= token < self._vocab_size], np.int64)
 
 
-def _pack_bad_words(row: int, words: _BadWords, length: int) -> NDArray[np.int64]:
-    """Return int64[W, 3 + length]: of each word the row, its last token, where the output begins, and the tokens before."""
+def _pack_bad_words(row: int, words: _BadWords, length: int, first_end: int) -> NDArray[np.int64]:
+    """Pack the bad words of one row as int64[W, 3 + length].
+
+    Columns: the row, the index of the last token among those of all rows, of which this row's begin at ``first_end``, the
+    position of the first output token, and the tokens before the last one.
+    """
     count, own = words.prefixes.shape
     packed = np.full((count, 3 + length), _NO_TOKEN, np.int64)
-    packed[:, 0], packed[:, 1], packed[:, 2] = row, words.last, words.first
+    packed[:, 0], packed[:, 1], packed[:, 2] = row, first_end + words.end_of, words.first
     packed[:, 3 + length - own :] = words.prefixes
     return packed
 

@@ -233,6 +233,8 @@ def _refuse_unsupported(config: JsonObject) -> None:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{config.source}: activation {activation!r} is not supported; supported is 'silu'")
+    if not config.flag("is_causal", True) or config.flag("use_bidirectional_attention"):
+        raise ModelError(f"{config.source}: bidirectional attention ('is_causal' false) is not supported")
 
 
 def _heads(config: JsonObject, defaults: ArchitectureDefaults) -> tuple[int, int, int]:

@@ -98,7 +98,7 @@ class EmbeddingConfig:
         if requested is None or requested == self.size:
             return self.size
         allowed = self.dimensions
-        if requested < self.size and (allowed is None or requested in allowed):
+        if 1 <= requested < self.size and (allowed is None or requested in allowed):
             return requested
         if allowed is None:
             advice = f"the model's vectors have {self.size} numbers; request at most as many"
@@ -148,7 +148,10 @@ def read_embedding_config(path: Path, config: JsonObject, size: int) -> Embeddin
     pooling, unsupported = PoolingKind.LAST, ""
     for stage in stages:
         if stage.kind == "Pooling":
-            pooling, unsupported = _read_pooling(stage.path)
+            try:
+                pooling, unsupported = _read_pooling(stage.path)
+            except ModelError as error:  # a chat model does not need it; only embeddings are refused
+                unsupported = str(error)
         elif stage.kind not in ("Transformer", "Normalize"):
             unsupported = f"{path / MODULES_FILE}: modules of type {stage.kind!r} are not supported"
     prompts, default_prompt = _read_prompts(path / PROMPTS_FILE)
@@ -173,8 +176,8 @@ class _Stage:
     @classmethod
     def read(cls, directory: Path, entry: dict[str, Any]) -> "_Stage":
         fields = JsonObject(str(directory / MODULES_FILE), entry)
-        folder = fields.text("path", "")
-        if Path(folder).name != folder:  # a path could lead out of the model directory
+        folder = fields.text("path", "").rstrip("/")
+        if Path(folder).name != folder or folder == "..":  # a path could lead out of the model directory
             raise ModelError(f"{fields.source}: {folder!r} is not a plain folder name")
         return cls(fields.text("type", "").rpartition(".")[2], directory / folder)
 

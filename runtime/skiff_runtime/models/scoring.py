@@ -54,11 +54,12 @@ RERANK_TEMPLATES: Final = {"qwen3": QWEN3_RERANKER}
 def choose_rerank_template(config: Config, model: ModelConfig) -> str | None:
     """Return the template that ``--rerank-template`` names; for "auto", the one that fits the model's name.
 
-    The checkpoints of Qwen3-Reranker differ from those of Qwen3 in nothing but their weights and their name.
+    The checkpoints of Qwen3-Reranker differ from those of Qwen3 in nothing but their weights and their name. That may
+    stand anywhere in the reference: a directory of the hub's cache ends with a commit.
     """
     if config.rerank_template != AUTO:
         return None if config.rerank_template == "none" else config.rerank_template
-    name = config.model.rstrip("/").rpartition("/")[2].lower()
+    name = f"{config.model} {config.served_model_name or ''}".lower()
     is_qwen3 = model.architecture == "Qwen3ForCausalLM" and not model.embedding_only
     return "qwen3" if is_qwen3 and "reranker" in name else None
 
@@ -104,6 +105,8 @@ class Scorer:
         """Return the scores of all pairs, by the vectors of all prompts."""
         if self.template is not None:
             return [_positive_probability(logits) for logits in vectors]
+        if not self.count:
+            return []
         first, second = (_unit_rows(part) for part in (vectors[: self.num_first], vectors[self.num_first :]))
         scores: list[float] = (first * second).sum(axis=1).tolist()
         return scores

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from skiff_runtime import log
-from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_HOME
+from skiff_runtime.contract import PATH_CHAT_COMPLETIONS, PATH_EMBEDDINGS, PATH_HOME
 
 _PROMPT: Final = "What is a pod?"
 _UNSPECIFIED: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -17,12 +17,16 @@ _UNSPECIFIED: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class Quickstart:
-    """A ready service as its first client sees it. ``keyed``: it requires an API key, which is never shown."""
+    """A ready service as its first client sees it.
+
+    ``keyed``: it requires an API key, which is never shown. ``generates``: False for a model that only embeds.
+    """
 
     host: str
     port: int
     model: str
     keyed: bool
+    generates: bool = True
 
     @property
     def url(self) -> str:
@@ -48,9 +52,6 @@ class Quickstart:
     def render(self) -> str:
         """Return the text for a terminal. It names the variables in which clients expect the key, not the key."""
         shell_model, model = shlex.quote(self.model), json.dumps(self.model, ensure_ascii=False)
-        body = json.dumps(
-            {"model": self.model, "messages": [{"role": "user", "content": _PROMPT}]}, ensure_ascii=False
-        )
         key, header, imports, env_key, before = "none", "", "", "", ""
         if self.keyed:
             key = "YOUR-KEY"
@@ -59,17 +60,33 @@ class Quickstart:
             env_key = '\nenv_key = "OPENAI_API_KEY"'
             before = f"export OPENAI_API_KEY={key}   # one of the service's keys\n\n"
         python_key = 'os.environ["OPENAI_API_KEY"]' if self.keyed else '"none"'
+        client = f"""{imports}from openai import OpenAI
+client = OpenAI(base_url="{self.url}/v1", api_key={python_key})"""
+        if not self.generates:
+            body = shlex.quote(json.dumps({"model": self.model, "input": _PROMPT}, ensure_ascii=False))
+            return f"""
+Ready: {self.model} at {self.url}
+
+{before}# curl
+curl {self.url}{PATH_EMBEDDINGS} -H 'Content-Type: application/json'{header} \\
+  -d {body}
+
+# Python
+{client}
+print(client.embeddings.create(model={model}, input="{_PROMPT}").data[0].embedding)
+"""
+        messages = [{"role": "user", "content": _PROMPT}]
+        body = shlex.quote(json.dumps({"model": self.model, "messages": messages}, ensure_ascii=False))
         # The clients' own names: Codex talks to /v1/responses only, Claude Code to /v1/messages.
         return f"""
 Ready: {self.model} at {self.url}, with a chat in the browser at {self.url}{PATH_HOME}
 
 {before}# curl
 curl {self.url}{PATH_CHAT_COMPLETIONS} -H 'Content-Type: application/json'{header} \\
-  -d {shlex.quote(body)}
+  -d {body}
 
 # Python
-{imports}from openai import OpenAI
-client = OpenAI(base_url="{self.url}/v1", api_key={python_key})
+{client}
 answer = client.chat.completions.create(model={model}, messages=[{{"role": "user", "content": "{_PROMPT}"}}])
 print(answer.choices[0].message.content)
 

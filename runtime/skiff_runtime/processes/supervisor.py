@@ -60,6 +60,7 @@ class Supervisor:
 
     def __init__(self, launch: Launch) -> None:
         self._config = launch.config
+        self._generates = not launch.model.embedding_only
         endpoints = Endpoints(launch.run_dir)
         self._inbox: Receiver[ChildReport] = Receiver(endpoints.supervisor, ToSupervisor)
         self._api = Sender(endpoints.api, timeout_seconds=FAILURE_GRACE_SECONDS)
@@ -189,7 +190,11 @@ class Supervisor:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.event("service_ready", url=url, kv_tokens=self._kv_tokens, seconds=self._elapsed())
         Quickstart(
-            host, port, model=self._config.served_model_name or "", keyed=bool(self._config.api_key)
+            host,
+            port,
+            model=self._config.served_model_name or "",
+            keyed=bool(self._config.api_key),
+            generates=self._generates,
         ).show()
 
     def _check_children(self) -> int | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from skiff_runtime.config.limits import MAX_BAD_WORD_TOKENS
 from skiff_runtime.errors import ContextTooLong, InvalidRequest
 from skiff_runtime.messages import (
     ChatPrompt,
@@ -97,6 +98,13 @@ class PromptBuilder:
             sequences[first] = None
             if len(after_blank) == len(first) and after_blank[0] != first[0]:
                 sequences[after_blank] = None
+        count = sum(map(len, sequences))
+        if count > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"'bad_words' has {count} tokens, with and without a blank before each word; send at most "
+                f"{MAX_BAD_WORD_TOKENS}",
+                param="bad_words",
+            )
         return tuple(sequences)
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:

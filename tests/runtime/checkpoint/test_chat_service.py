@@ -1,4 +1,4 @@
-"""A service of a published checkpoint: structured output, tool calls, stop strings and streams of a model that knows words.
+"""A service of a published checkpoint: structured output, stop strings and streams of a model that knows words.
 
 ``make test`` takes one test of each kind, ``make checkpoint`` all of them.
 """
@@ -50,19 +50,6 @@ WEATHER: dict[str, Any] = {
                 "unit": {"enum": ["celsius", "fahrenheit"]},
             },
             "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
-STOCKS: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_stock_price",
-        "description": "The price of a stock.",
-        "parameters": {
-            "type": "object",
-            "properties": {"symbol": {"type": "string", "maxLength": 5}},
-            "required": ["symbol"],
             "additionalProperties": False,
         },
     },
@@ -165,24 +152,12 @@ def test_unconstrained_answer_is_not_json_by_itself(client: openai.OpenAI) -> No
         json.loads(text)
 
 
-NAMED: Final = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=ONLY_WHOLE)])
-def test_tool_call_fits_the_parameters_of_its_function(client: openai.OpenAI, choice: Any) -> None:
-    tools = [WEATHER] if isinstance(choice, dict) else [WEATHER, STOCKS]
-    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
-    answer = ask(
-        client,
-        "What is the weather in Paris, in celsius?",
-        tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        max_tokens=200,
-    )
-    assert answer.finish_reason == "tool_calls"
-    [call] = answer.message.tool_calls
-    Draft202012Validator(schemas[call.function.name]).validate(json.loads(call.function.arguments))
+def test_tools_are_refused_because_the_template_does_not_show_them(client: openai.OpenAI) -> None:
+    """Whatever the choice: a call would be made up, since the model never sees the tools."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("auto", "required", named):
+        with pytest.raises(openai.BadRequestError, match="does not show tools to the model"):
+            ask(client, "What is the weather in Paris?", tools=[WEATHER], tool_choice=choice)
 
 
 def test_log_probabilities_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:

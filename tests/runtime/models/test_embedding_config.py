@@ -49,12 +49,27 @@ def test_unsupported_pooling_is_an_error_unless_it_is_replaced(model: Path, mode
     assert not found.with_pooling_type("mean").unsupported
 
 
+def test_unreadable_pooling_does_not_keep_a_chat_model_from_starting(model: Path) -> None:
+    write_embedding_files(model)
+    (model / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_lasttoken": 1}))
+    assert "must be true or false" in read_model_config(model).embedding.unsupported
+    (model / "modules.json").write_text(json.dumps([{"path": "pooling/", "type": "x.Pooling"}]))
+    assert "pooling/config.json" in read_model_config(model).embedding.unsupported
+
+
+@pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_bidirectional_attention_is_refused(model: Path, fields: dict[str, bool]) -> None:
+    edit_json(model / "config.json", **fields)
+    with pytest.raises(ModelError, match="bidirectional"):
+        read_model_config(model)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("modules.json", {}, "must contain a list"),
         ("modules.json", [{"path": "../other", "type": "x.Pooling"}], "is not a plain folder name"),
-        ("1_Pooling/config.json", {"pooling_mode_lasttoken": 1}, "must be true or false"),
+        ("modules.json", [{"path": "..", "type": "x.Pooling"}], "is not a plain folder name"),
         ("config_sentence_transformers.json", {"prompts": {"a": 5}}, "must be a string"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "not among the prompts"),
         ("config_sentence_transformers.json", {"prompts": {"a": "x" * 20_000}}, "is longer than"),
@@ -101,8 +116,9 @@ def test_options_that_a_headless_model_cannot_serve_are_refused(tmp_path: Path) 
     ("name", "option", "expected"),
     [
         ("hf://Qwen/Qwen3-Reranker-0.6B", "auto", "qwen3"),
+        ("hf://Qwen/Qwen3-Reranker-0.6B@refs/pr/3", "auto", "qwen3"),
+        ("/cache/models--Qwen--Qwen3-Reranker-0.6B/snapshots/abc", "auto", "qwen3"),
         ("hf://Qwen/Qwen3-0.6B", "auto", None),
-        ("/rerankers/Qwen3-8B", "auto", None),
         ("hf://Qwen/Qwen3-Reranker-0.6B", "none", None),
         ("/model", "qwen3", "qwen3"),
     ],

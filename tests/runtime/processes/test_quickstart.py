@@ -67,6 +67,12 @@ def test_without_keys_none_is_named() -> None:
     assert tomllib.loads(codex)["model"] == "tiny"
 
 
+def test_model_without_output_head_is_asked_for_an_embedding() -> None:
+    shown = parts(Quickstart("127.0.0.1", 8000, "tiny", keyed=False, generates=False).render())
+    assert set(shown) == {"curl", "Python"} and "/v1/embeddings" in shown["curl"]
+    compile(shown["Python"], "example", "exec")
+
+
 def test_without_a_terminal_it_is_one_event(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

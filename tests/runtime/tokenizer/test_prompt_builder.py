@@ -97,6 +97,8 @@ def test_bad_words_become_sequences_at_the_beginning_and_after_a_blank(builder: 
     assert texts == ["boat", " boat", "東", " 東"]
     with pytest.raises(InvalidRequest, match="a word without a token"):
         build(builder, "x", bad_words=(" ",))
+    with pytest.raises(InvalidRequest, match="send at most 1024"):
+        build(builder, "x", bad_words=tuple(f"{number:064}" for number in range(100)))
 
 
 def test_template_without_bos_gets_none(builder: PromptBuilder) -> None:

@@ -100,7 +100,9 @@ def _add_server(group: "argparse._ArgumentGroup") -> None:
         help="served name at the second server (default: the first one listed)",
     )
     group.add_argument(
-        "--compare-api-key", metavar="KEY", help="API key of the second server (default: that of --api-key)"
+        "--compare-api-key",
+        metavar="KEY",
+        help="API key of the second server; that of --api-key is not sent there (default: none)",
     )
     group.add_argument(
         "--compare-rounds",
@@ -302,7 +304,7 @@ def _compare(arguments: argparse.Namespace, objective: LatencyObjective) -> int:
     """Run all rates on two servers in alternating order; print, write and draw the comparison; return the exit code."""
     plot.require_matplotlib()
     picture = arguments.plot or Path("comparison.png")
-    key = arguments.compare_api_key or arguments.api_key
+    key = arguments.compare_api_key
     model = arguments.compare_model or fetch_served_model(arguments.compare, key=key)
     rates: dict[str, RateComparison] = {}
     options: dict[str, Any] = {}

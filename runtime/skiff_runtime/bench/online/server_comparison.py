@@ -57,6 +57,7 @@ class RateComparison:
             "ratio": statistics.median(ratios) if ratios else None,
             "ratio_min": min(ratios, default=None),
             "ratio_max": max(ratios, default=None),
+            "rounds": len(ratios),
         }
 
     def count_failures(self, server: int) -> int:
@@ -72,17 +73,20 @@ def show_comparison(rates: Sequence[RateComparison], urls: tuple[str, str]) -> N
     for each in rates:
         rounds = len(each.rounds[0])
         console.print(f"\n{each.rate} requests/s, median of {rounds} rounds")
-        rows = [_format_row(name, figure) for name, figure in each.summarize().items()]
+        rows = [_format_row(name, figure, rounds) for name, figure in each.summarize().items()]
         failed = [each.count_failures(server) for server in range(len(NAMES))]
         rows.append(("failed requests", *map(str, failed), "", ""))
         console.print(make_table(("", *NAMES, "B/A", "range of the rounds"), rows))
     console.print(
-        "A range that contains 1 shows no difference. Of N rounds without a difference, all favour the same server "
-        "with a probability of 2 / 2^N."
+        "A range that contains 1 does not show a difference. Without a difference, the range of a row lies on one side of "
+        "1 with a probability of 2 / 2^N for N rounds; with many rows, expect some."
     )
 
 
-def _format_row(name: str, figure: dict[str, Any]) -> tuple[str, ...]:
+def _format_row(name: str, figure: dict[str, Any], rounds: int) -> tuple[str, ...]:
+    """Return the cells of one figure. The range names the number of its rounds where some have no figure."""
     values = [figure[key] for key in ("a", "b", "ratio")]
     span = "-" if figure["ratio"] is None else f"{figure['ratio_min']:.2f} to {figure['ratio_max']:.2f}"
+    if 0 < figure["rounds"] < rounds:
+        span += f" ({figure['rounds']} rounds)"
     return (name, *("-" if value is None else f"{value:,.2f}" for value in values), span)
