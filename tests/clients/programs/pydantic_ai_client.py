@@ -11,13 +11,9 @@ from pydantic_ai.providers.openai import OpenAIProvider
 asked: list[str] = []
 
 
-def demo() -> OpenAIProvider:
-    """Return a provider of its own for each scenario: its connections belong to the event loop that opened them."""
-    return OpenAIProvider(base_url=f"{skiff.DEMO_URL}/v1", api_key=skiff.API_KEY)
-
-
-def tools() -> OpenAIProvider:
-    return OpenAIProvider(base_url=f"{skiff.TOOLS_URL}/v1", api_key=skiff.API_KEY)
+def provider(url: str) -> OpenAIProvider:
+    # One for each scenario: its connections belong to the event loop that opened them, and loops end.
+    return OpenAIProvider(base_url=f"{url}/v1", api_key=skiff.API_KEY)
 
 
 class Verdict(BaseModel):
@@ -42,42 +38,44 @@ async def read_stream(model: Model) -> list[str]:
 
 
 def chat() -> None:
-    answer = Agent(OpenAIChatModel(skiff.DEMO, provider=demo())).run_sync(skiff.QUESTION)
+    answer = Agent(OpenAIChatModel(skiff.DEMO, provider=provider(skiff.DEMO_URL))).run_sync(skiff.QUESTION)
     skiff.check(skiff.ANSWER in answer.output, answer)
 
 
 def stream() -> None:
-    deltas = asyncio.run(read_stream(OpenAIChatModel(skiff.DEMO, provider=demo())))
+    deltas = asyncio.run(read_stream(OpenAIChatModel(skiff.DEMO, provider=provider(skiff.DEMO_URL))))
     skiff.check(len(deltas) > 3 and skiff.ANSWER in "".join(deltas), deltas)
 
 
 def chat_tool() -> None:
-    ask(OpenAIChatModel(skiff.TOOLS, provider=tools()))
+    ask(OpenAIChatModel(skiff.TOOLS, provider=provider(skiff.TOOLS_URL)))
 
 
 def output_type() -> None:
-    answer = Agent(OpenAIChatModel(skiff.TOOLS, provider=tools()), output_type=Verdict).run_sync(
-        skiff.QUESTION
-    )
+    answer = Agent(
+        OpenAIChatModel(skiff.TOOLS, provider=provider(skiff.TOOLS_URL)), output_type=Verdict
+    ).run_sync(skiff.QUESTION)
     skiff.check(isinstance(answer.output, Verdict), answer)
 
 
 def responses() -> None:
-    answer = Agent(OpenAIResponsesModel(skiff.DEMO, provider=demo())).run_sync(skiff.QUESTION)
+    answer = Agent(OpenAIResponsesModel(skiff.DEMO, provider=provider(skiff.DEMO_URL))).run_sync(
+        skiff.QUESTION
+    )
     skiff.check(skiff.ANSWER in answer.output, answer)
 
 
 def responses_stream() -> None:
-    deltas = asyncio.run(read_stream(OpenAIResponsesModel(skiff.DEMO, provider=demo())))
+    deltas = asyncio.run(read_stream(OpenAIResponsesModel(skiff.DEMO, provider=provider(skiff.DEMO_URL))))
     skiff.check(len(deltas) > 3 and skiff.ANSWER in "".join(deltas), deltas)
 
 
 def responses_tool() -> None:
-    ask(OpenAIResponsesModel(skiff.TOOLS, provider=tools()))
+    ask(OpenAIResponsesModel(skiff.TOOLS, provider=provider(skiff.TOOLS_URL)))
 
 
 def embeddings() -> None:
-    embedder = Embedder(OpenAIEmbeddingModel(skiff.DEMO, provider=demo()))
+    embedder = Embedder(OpenAIEmbeddingModel(skiff.DEMO, provider=provider(skiff.DEMO_URL)))
     answer = embedder.embed_documents_sync([skiff.QUESTION, "A service has an address."])
     skiff.check(len(answer.embeddings) == 2 and len(answer.embeddings[0]) > 0, answer)
 
