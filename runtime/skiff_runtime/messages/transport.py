@@ -25,6 +25,15 @@ class TransportError(SkiffError):
     """A peer process does not read its messages."""
 
 
+class MessageNotEncodable(SkiffError):
+    """MessagePack cannot express a value of a message, which JSON and Python can. The error says which values."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it has an integer of more than 64 bits, or half of a surrogate pair; send smaller integers and valid Unicode"
+        )
+
+
 class Endpoints:
     """The addresses of the sockets of one service."""
 
@@ -72,9 +81,18 @@ class Sender:
         self._socket.connect(address)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message. Raises ``TransportError`` if the peer has stopped reading."""
+        """Queue one message.
+
+        Raises:
+            MessageNotEncodable: The message has a value that cannot be encoded; nothing is queued.
+            TransportError: The peer has stopped reading.
+        """
         try:
-            self._socket.send(encode(message))
+            data = encode(message)
+        except (OverflowError, UnicodeEncodeError):
+            raise MessageNotEncodable from None
+        try:
+            self._socket.send(data)
         except zmq.Again:
             name = self._address.rsplit("/", 1)[-1]
             raise TransportError(f"{name} does not read its messages: it hangs or is overloaded") from None

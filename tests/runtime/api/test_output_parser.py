@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,7 @@ class Message:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
+        msgspec.json.encode(delta)  # as the formatters do: no delta has half of a surrogate pair
         if isinstance(delta, ContentDelta):
             self.content += delta.text
         elif isinstance(delta, ReasoningDelta):
@@ -118,6 +120,7 @@ def parse_in_every_cut(make: Callable[[], OutputParser], text: str) -> Message:
 
 
 NOW = ("now", '{"zone": "Köln"}')
+SURROGATE_IN_TEXT = r'<tool_call>{"name": "now", "arguments": "{\"zone\": \"\ud800\"}"}</tool_call>'
 ADD = ("add", '{"a": [1, {"b": "}]"}]}')
 
 
@@ -141,6 +144,8 @@ ADD = ("add", '{"a": [1, {"b": "}]"}]}')
         ("hermes", '<tool_call>{"name": "now", "argum', '<tool_call>{"name": "now", "argum', []),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"zo', "", [("now", '{"zo')]),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}} and on', "and on", [("now", "{}")]),
+        ("hermes", r'<tool_call>{"name": "now", "arguments": {"zone": "\ud800"}}</tool_call>', "", [("now", r'{"zone": "\ud800"}')]),
+        ("hermes", SURROGATE_IN_TEXT, SURROGATE_IN_TEXT, []),
         ("llama3", '{"name": "now", "parameters": {"zone": "Köln"}}', "", [NOW]),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {"zone": "Köln"}}; {"name": "add", "parameters": {"a": [1, {"b": "}]"}]}}', "", [NOW, ADD]),
         ("llama3", '\n{"answer": 42}', '\n{"answer": 42}', []),
@@ -189,6 +194,8 @@ ADD = ("add", '{"a": [1, {"b": "}]"}]}')
         ("qwen3_coder", "<function=now><parameter=zone>null</parameter><parameter=note>\nnull\n</parameter></function>", "", [("now", '{"zone": "null", "note": null}')]),
         ("qwen3_coder", "<function=now><parameter=note>nullable</parameter><parameter=size>3</parameter></function>", "", [("now", '{"note": "nullable", "size": 3}')]),
         ("qwen3_coder", "<function=now><parameter=any>[1]</parameter><parameter=style>3</parameter><parameter=ref>['a']</parameter></function>", "", [("now", '{"any": [1], "style": 3, "ref": ["a"]}')]),
+        ("qwen3_coder", r"<function=add><parameter=a>['\ud800']</parameter></function>", "", [("add", r"""{"a": "['\\ud800']"}""")]),
+        ("qwen3_coder", r'<function=add><parameter=a>["\ud83d\ude42"]</parameter></function>', "", [("add", '{"a": ["🙂"]}')]),
         ("qwen3_coder", "<function=now><parameter=both>3</parameter><parameter=else>3</parameter></function>", "", [("now", '{"both": "3", "else": "3"}')]),
         ("qwen3_coder", '<function=now><parameter=zone>\n\n a < b </param>\n"q"\n\n</parameter></function>', "", [("now", '{"zone": "\\n a < b </param>\\n\\"q\\"\\n"}')]),
         ("qwen3_coder", "<function=other></function>", "<function=other></function>", []),
@@ -319,6 +326,7 @@ FRAGMENTS = st.sampled_from(
         "<", "[", "]", "{", "}", '"', "\\", ":", ",", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"now"',
         '{"name": "now", "arguments": {', '{"zone": "x"}', "null", "12", "é🙂", "text",
         "[THINK]", "[/THINK]", "<|python_start|>", "<|python_end|>", "[now(", "(", ")", "zone=", "=", "'", "[now(zone='x'", "True", "\\u00e9",
+        "\\ud800", '["\\ud800"]', r'"{\"a\": \"\ud800\"}"', "<parameter=ref>", "<function=now><parameter=ref>", '{"name": "now", "arguments": ',
         "<function=", "<function=now>", "<parameter=", "<parameter=zone>", "<parameter=hour>", "</parameter>", "</function>", ">",
     ]
 )  # fmt: skip

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -14,7 +16,7 @@ from tiny_models import edit_json
 
 from skiff_runtime.api.parsing import reasoning_parser
 from skiff_runtime.api.parsing.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
-from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.parsing.output_format import OutputFormat, effort_hints
 from skiff_runtime.api.parsing.output_parser import OutputPlan, plan_output
 from skiff_runtime.api.parsing.pythonic import PYTHONIC
 from skiff_runtime.api.parsing.qwen3_coder import QWEN3_CODER
@@ -24,6 +26,7 @@ from skiff_runtime.api.parsing.tool_parser import ToolCallFormat
 from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import ChatPrompt, FinishReason, GenerateRequest
+from skiff_runtime.vocabulary.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -280,6 +283,28 @@ def test_reasoning_effort_reaches_the_switch_of_the_template(
         "Yes.",
         output.partition("</think>")[0] if "</think>" in output else "",
     )
+
+
+EFFORT_TEMPLATE = "<assistant><think>{% if reasoning_effort == 'none' %}</think>{% endif %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE + "{# <think> #}", EFFORT_TEMPLATE], ids=["switch", "effort"])
+def test_reasoning_starts_as_the_rendered_prompt_ends(tmp_path: Path, template: str) -> None:
+    model = write_model(tmp_path)
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    launch: Any = SimpleNamespace(
+        model=SimpleNamespace(path=model, tokenizer_path=None),
+        config=SimpleNamespace(reasoning_parser="auto", tool_call_parser="auto"),
+    )
+    output_format = OutputFormat.from_launch(launch)
+    chat_template = ChatTemplate(template, {})
+    hints = ({}, effort_hints("none"), effort_hints("low"))
+    efforts: tuple[object, ...] = ("none", "low", "utmost", 3, ["none"], None)
+    options = ({}, *({"reasoning_effort": effort} for effort in efforts))
+    for hint, option in product(hints, options):
+        prompt = ChatPrompt(MESSAGES, template_options=option, template_hints=hint)
+        expected = output_format.reasoning_format.detect_start(chat_template.render(prompt))
+        assert output_format.reasoning_start(prompt) is expected, (hint, option)
 
 
 def test_output_without_reasoning_is_content(front: Frontend, client: openai.OpenAI) -> None:

@@ -13,10 +13,11 @@ import pytest
 from frontend import NAME, TIMEOUT_SECONDS, running_frontend, write_model
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from skiff_runtime.api.dispatch.tracing import RequestTracer
+from skiff_runtime.api.dispatch.tracing import OPERATIONS, RequestTracer
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, RequestFailed
+from skiff_runtime.metrics.labels import Endpoint
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 9}
@@ -110,6 +111,10 @@ def test_each_request_exports_a_span(collector: Collector, tmp_path: Path) -> No
     assert 0 < exported["gen_ai.response.time_to_first_chunk"] < TIMEOUT_SECONDS
     assert bad.parent_span_id == b"" and bad.trace_id != good.trace_id
     assert (bad.status.message, attributes(bad)["error.type"]) == ("out of luck", "internal_error")
+
+
+def test_each_endpoint_has_an_operation() -> None:
+    assert set(OPERATIONS) == set(Endpoint)
 
 
 def test_unreachable_collector_is_harmless(tmp_path: Path) -> None:

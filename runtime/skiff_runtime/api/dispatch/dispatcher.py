@@ -27,7 +27,7 @@ from skiff_runtime.messages import (
     Usage,
     Wire,
 )
-from skiff_runtime.messages.transport import Sender, TransportError
+from skiff_runtime.messages.transport import MessageNotEncodable, Sender, TransportError
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import AbortReason, Endpoint, Outcome
 
@@ -75,7 +75,7 @@ class Dispatcher:
 
         Raises:
             Unavailable: The service does not accept requests.
-            InvalidRequest: The request has more choices than the capacity.
+            InvalidRequest: The request has more choices than the capacity, or a value that no message can carry.
             QueueFull: Too many choices are in flight.
         """
         self._status.check_accepts_requests()
@@ -88,6 +88,9 @@ class Dispatcher:
         except TransportError:
             self.abort(request)
             raise
+        except MessageNotEncodable as error:
+            self.abort(request)
+            raise InvalidRequest(f"the request cannot be processed: {error}") from None
         if metadata.deadline_seconds:
             self._set_timer(request, metadata.deadline_seconds, self._expire)
         return request

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from skiff_runtime.api.dispatch.service_status import ServiceStatus
-from skiff_runtime.errors import QueueFull, RequestError, Unavailable
+from skiff_runtime.errors import InvalidRequest, QueueFull, RequestError, Unavailable
 from skiff_runtime.messages import (
     Decoded,
     DecodeRequest,
@@ -15,7 +15,7 @@ from skiff_runtime.messages import (
     Flushed,
     RequestFailed,
 )
-from skiff_runtime.messages.transport import Sender
+from skiff_runtime.messages.transport import MessageNotEncodable, Sender
 
 MAX_PENDING_CALLS: Final = 256
 CALL_TIMEOUT_SECONDS: Final = 30.0
@@ -48,6 +48,7 @@ class RpcClient:
 
         Raises:
             Unavailable: The service does not accept requests, or did not respond in time.
+            InvalidRequest: The request has a value that no message can carry.
             QueueFull: Too many calls are pending.
             RpcFailed: The response is an error.
         """
@@ -59,7 +60,10 @@ class RpcClient:
             )
         self._last_uid -= 1
         uid = self._last_uid
-        self._tokenizers[-uid % len(self._tokenizers)].send(make_request(uid))
+        try:
+            self._tokenizers[-uid % len(self._tokenizers)].send(make_request(uid))
+        except MessageNotEncodable as error:
+            raise InvalidRequest(f"the request cannot be processed: {error}") from None
         response: asyncio.Future[RpcResponse] = asyncio.get_running_loop().create_future()
         self._pending[uid] = response
         try:

@@ -24,10 +24,11 @@ EXPORT_DELAY_SECONDS: Final = 2.0
 EXPORT_TIMEOUT_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 1.5
 _PATH: Final = "/v1/traces"
-_OPERATIONS: Final = {
+OPERATIONS: Final = {
     Endpoint.CHAT: "chat",
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.GENERATE: "text_completion",
+    Endpoint.MESSAGES: "chat",
     Endpoint.RESPONSES: "chat",
     Endpoint.EMBEDDINGS: "embeddings",
     Endpoint.RERANK: "rerank",
@@ -67,7 +68,7 @@ class RequestTracer:
         assert endpoint is not None
         now_ns = time.time_ns()
         span = self._tracer.start_span(
-            f"{_OPERATIONS[endpoint]} {self._model}",
+            f"{OPERATIONS[endpoint]} {self._model}",
             context=self._propagator.extract(request.metadata.trace or {}),
             kind=SpanKind.SERVER,
             attributes=_make_attributes(request, endpoint, self._model),
@@ -114,7 +115,7 @@ def _make_provider(url: str) -> "TracerProvider":
 def _make_attributes(request: RequestState, endpoint: Endpoint, model: str) -> Attributes:
     sampling, usage = request.spec.sampling, request.usage
     attributes: Attributes = {
-        "gen_ai.operation.name": _OPERATIONS[endpoint],
+        "gen_ai.operation.name": OPERATIONS[endpoint],
         "gen_ai.provider.name": "skiff",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

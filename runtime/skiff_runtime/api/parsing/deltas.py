@@ -38,7 +38,11 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class OutputParser(Protocol):
-    """Parses the text of one choice as it comes. It never raises, whatever the model writes."""
+    """Parses the text of one choice as it comes. It never raises, whatever the model writes.
+
+    All text that it returns can be encoded in UTF-8. A model may write the escape of half of a surrogate pair, which
+    Python's parsers decode to a string that cannot: an exception in a response writer would end the api process.
+    """
 
     def push(self, text: str) -> list[Delta]:
         """Return the deltas that ``text`` completes; text that can still mean several things is held back."""

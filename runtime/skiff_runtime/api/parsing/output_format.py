@@ -25,6 +25,9 @@ from skiff_runtime.vocabulary.tokenizer_files import TokenizerFiles, read_tokeni
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off."""
+_EFFORT: Final = "reasoning_effort"
+_EFFORT_OPTION: Final = "chat_template_kwargs.reasoning_effort"
+"""Name of the switch of an effort that a request sends as an option of the template, without the other hints."""
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 Switch = tuple[str, bool | str]
 """A variable of the template with its value."""
@@ -89,8 +92,24 @@ class OutputFormat:
             value = prompt.template_options.get(name)
             if isinstance(value, bool):
                 return self.reasoning_starts[name, value]
-        effort = prompt.template_hints.get("reasoning_effort")
-        return self.reasoning_starts[None if effort is None else ("reasoning_effort", effort)]
+        if _EFFORT in prompt.template_options and self._reads_effort_option():
+            return self._start_of_effort(_EFFORT_OPTION, prompt.template_options[_EFFORT])
+        return self._start_of_effort(_EFFORT, prompt.template_hints.get(_EFFORT))
+
+    def _reads_effort_option(self) -> bool:
+        """Return whether the effort by itself changes the start: most templates read a switch instead."""
+        assert self.reasoning_starts is not None
+        default = self.reasoning_starts[None]
+        return any(
+            self.reasoning_starts.get((_EFFORT_OPTION, effort), default) is not default
+            for effort in REASONING_EFFORTS
+        )
+
+    def _start_of_effort(self, name: str, effort: Any) -> ReasoningStart:
+        """Return the start for an effort, which is any value of JSON; templates treat an unknown one like none at all."""
+        assert self.reasoning_starts is not None
+        default = self.reasoning_starts[None]
+        return self.reasoning_starts.get((name, effort), default) if isinstance(effort, str) else default
 
 
 def effort_hints(effort: str) -> dict[str, Any]:
@@ -157,7 +176,7 @@ def _find_reasoning_starts(
     template = ChatTemplate(files.template, files.special_tokens)
     switches: list[Switch | None] = [None]
     switches += [(name, value) for name in REASONING_SWITCHES for value in (False, True)]
-    switches += [("reasoning_effort", effort) for effort in REASONING_EFFORTS]
+    switches += [(name, effort) for name in (_EFFORT, _EFFORT_OPTION) for effort in REASONING_EFFORTS]
     return {switch: _find_reasoning_start(template.render, switch, reasoning_format) for switch in switches}
 
 
@@ -167,6 +186,8 @@ def _find_reasoning_start(
     options: dict[str, Any] = {}
     hints: dict[str, Any] = {}
     match switch:
+        case (name, effort) if name == _EFFORT_OPTION:
+            options = {_EFFORT: effort}
         case (_, str(effort)):
             hints = effort_hints(effort)
         case (name, value):

@@ -120,9 +120,12 @@ def _parse_python(text: str) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON can express ``value``. Python's parsers accept NaN and Infinity at any depth."""
+    """Return whether JSON in UTF-8 can express ``value``.
+
+    Python's parsers accept NaN, Infinity and halves of surrogate pairs at any depth.
+    """
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
         return False
     return True

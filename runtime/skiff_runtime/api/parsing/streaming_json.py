@@ -204,9 +204,20 @@ def _decode(text: str) -> Any:
 
 
 def _as_object(value: Any) -> str:
-    """Return the JSON text of arguments that were written as null or as a string; "" where they are no object."""
+    """Return the JSON text of arguments that were written as null or as a string; "" where they are no object.
+
+    The string may have half of a surrogate pair, which no response can carry: such a text is no object either.
+    """
     if value is None:
         return "{}"
-    if isinstance(value, str) and isinstance(_decode(value), dict):
+    if isinstance(value, str) and isinstance(_decode(value), dict) and _is_encodable(value):
         return value
     return ""
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
