@@ -23,6 +23,7 @@ from skiff_runtime.api.parsing.deltas import (
     ReasoningDelta,
     ToolCallDelta,
 )
+from skiff_runtime.api.parsing.json_object import parse_object
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.parsing.output_parser import plan_output
 from skiff_runtime.api.schemas.messages_request import (
@@ -301,7 +302,7 @@ class MessageChoiceFormatter:
             self._extend_block(blocks[-1], delta)
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _parse_arguments(block["input"])
+                block["input"] = _input_json(block["input"])
             elif block["type"] == "thinking":
                 block["signature"] = SIGNATURE
         return {"content": blocks}
@@ -391,13 +392,12 @@ def _tool_use_id(call_id: str) -> str:
     return call_id if rest == call_id else f"toolu_{rest}"
 
 
-def _parse_arguments(arguments: str) -> dict[str, Any]:
-    """Return the arguments as an object; an empty one if ``max_tokens`` cut them short."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {}
+def _input_json(arguments: str) -> msgspec.Raw:
+    """Return the arguments as they are; an empty object if ``max_tokens`` cut them short.
+
+    They are not encoded again, because objects at the limit of nesting can be decoded alone but not within a message.
+    """
+    return msgspec.Raw(b"{}" if parse_object(arguments) is None else arguments.encode())
 
 
 def _format_usage(usage: Usage) -> dict[str, int]:

@@ -4,11 +4,11 @@ A conversation is a list of items; a chat template renders messages. Reasoning, 
 three or more items and one message of the assistant.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from skiff_runtime.api.parsing.json_object import parse_object
 from skiff_runtime.api.schemas.responses_request import (
     ContentPart,
     CustomToolCallItem,
@@ -184,8 +184,5 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 
     The text of a call that was cut short is no JSON object; the model sees it as one argument.
     """
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    value = parse_object(text or "{}")
+    return {"arguments": text} if value is None else value
