@@ -1,6 +1,7 @@
 """Requests of the Responses API: which fields are served, accepted or refused, and the prompt that they become."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -251,6 +252,16 @@ def test_items_become_chat_messages() -> None:
         {"role": "assistant", "content": "No."},
         {"role": "system", "content": "Go on."},
     ]
+
+
+def test_time_for_leading_system_messages_is_linear() -> None:
+    """4,096 messages would take many seconds if each were appended to the text so far."""
+    text = "x" * 2000
+    items = [{"role": "developer", "content": text}] * 4095
+    started = time.process_time()
+    [system, user] = prompt(input=[*items, {"role": "user", "content": "y"}]).messages
+    assert time.process_time() - started < 3
+    assert (len(system["content"]), user["content"]) == (4095 * 2002 - 2, "y")
 
 
 def test_tools_are_offered_as_functions() -> None:

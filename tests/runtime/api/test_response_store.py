@@ -14,10 +14,15 @@ from skiff_runtime.errors import InvalidRequest, ResponseNotFound
 def make_response(
     name: str, parent: StoredResponse | None = None, *, key: bytes = b"", size: int = 0
 ) -> StoredResponse:
-    output = [{"id": f"out-{name}", "text": name.upper() + "x" * size}]
-    body = json.dumps({"output": output}).encode()
+    """Make a response of about ``size`` bytes, all of which are output."""
+    output = {"id": f"out-{name}", "text": name.upper() + "x" * size}
     return StoredResponse(
-        name, key, body, json.dumps([{"id": f"in-{name}"}]).encode(), parent, [f"out-{name}"]
+        name,
+        key,
+        b"{}",
+        json.dumps([{"id": f"in-{name}"}]).encode(),
+        parent,
+        {f"out-{name}": json.dumps(output).encode()},
     )
 
 
@@ -31,7 +36,7 @@ def test_conversation_has_every_item_in_order() -> None:
     store.add(first)
     store.add(make_response("b", store.get("a", b"")))
     assert ids(store.get("b", b"")) == ["in-a", "out-a", "in-b", "out-b"]
-    assert store.get_item("out-a", b"") == {"id": "out-a", "text": "A"}
+    assert store.load_items(["out-a"], b"") == {"out-a": {"id": "out-a", "text": "A"}}
 
 
 def test_response_is_found_with_its_own_key_only() -> None:
@@ -41,7 +46,7 @@ def test_response_is_found_with_its_own_key_only() -> None:
     for attempt in (
         lambda: store.get("a", b"two", param="previous_response_id"),
         lambda: store.get("a", b""),
-        lambda: store.get_item("out-a", b"two"),
+        lambda: store.load_items(["out-a"], b"two"),
         lambda: store.delete("a", b"two"),
     ):
         with pytest.raises(ResponseNotFound):
@@ -50,7 +55,7 @@ def test_response_is_found_with_its_own_key_only() -> None:
     with pytest.raises(ResponseNotFound):
         store.get("a", b"one")
     with pytest.raises(ResponseNotFound):
-        store.get_item("out-a", b"one")
+        store.load_items(["out-a"], b"one")
 
 
 def test_oldest_responses_leave_beyond_the_number() -> None:
@@ -61,7 +66,7 @@ def test_oldest_responses_leave_beyond_the_number() -> None:
     with pytest.raises(ResponseNotFound, match="no response 'a'"):
         store.get("a", b"")
     with pytest.raises(ResponseNotFound):
-        store.get_item("out-a", b"")
+        store.load_items(["out-a"], b"")
 
 
 def test_oldest_responses_leave_beyond_the_bytes() -> None:
@@ -85,7 +90,7 @@ def test_responses_leave_when_they_are_too_old() -> None:
     assert store.get("b", b"").id == "b"
     now = 16.0
     with pytest.raises(ResponseNotFound):
-        store.get_item("out-b", b"")
+        store.load_items(["out-b"], b"")
     assert (len(store), store.total_bytes) == (0, 0)
 
 
@@ -119,6 +124,18 @@ def test_too_long_conversation_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert ids(store.get("a", b"")) == ["in-a", "out-a"]
     with pytest.raises(InvalidRequest, match="begin a new one"):
         store.get("b", b"").load_conversation()
+
+
+def test_references_are_limited_like_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_CONVERSATION_BYTES", 2000)
+    store = ResponseStore()
+    for name in "abc":
+        store.add(make_response(name, size=900))
+    assert list(store.load_items(["out-b", "out-a"], b"")) == ["out-b", "out-a"]
+    with pytest.raises(InvalidRequest, match="referenced twice"):
+        store.load_items(["out-a", "out-a"], b"")
+    with pytest.raises(InvalidRequest, match="reference fewer"):
+        store.load_items(["out-a", "out-b", "out-c"], b"")
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,12 +1,12 @@
 """Store of responses in memory, for ``previous_response_id``, references to items, and GET /v1/responses/{id}.
 
 A stored response has a link to the response that it continues, so a conversation is stored once however long it is. An
-earlier response that has left the store is kept as long as a later one continues it, and its bytes are counted as long.
+earlier response that has left the store stays in memory while a later one continues it, and its bytes count until then.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,10 +23,11 @@ MAX_CONVERSATION_BYTES: Final = 8 << 20
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response and the input that it answers, both as JSON.
+    """A response and the input that it answers, as JSON.
 
-    ``key``: digest of the API key of its request. ``references``: one of the store, and one of each response that
-    continues it.
+    ``key``: digest of the API key of its request. ``body`` is what GET returns. ``output_items`` are its items by id,
+    without log-probabilities, for conversations and references. ``references`` counts the store, while it has the
+    response, and every response that continues it.
     """
 
     id: str
@@ -34,14 +35,19 @@ class StoredResponse:
     body: bytes
     input_items: bytes
     parent: "StoredResponse | None"
-    item_ids: Sequence[str] = ()
+    output_items: Mapping[str, bytes]
     stored_at: float = 0.0
     references: int = field(default=0, repr=False)
 
     @property
+    def conversation_size(self) -> int:
+        """Return the number of bytes that the response adds to a conversation."""
+        return len(self.input_items) + sum(map(len, self.output_items.values()))
+
+    @property
     def size(self) -> int:
         """Return the number of bytes that the response takes."""
-        return len(self.body) + len(self.input_items)
+        return len(self.body) + self.conversation_size
 
     def load_input(self) -> list[dict[str, Any]]:
         """Return the items of the request's own input."""
@@ -50,8 +56,7 @@ class StoredResponse:
 
     def load_output(self) -> list[dict[str, Any]]:
         """Return the items of the response."""
-        items: list[dict[str, Any]] = msgspec.json.decode(self.body)["output"]
-        return items
+        return [msgspec.json.decode(item) for item in self.output_items.values()]
 
     def load_conversation(self) -> list[dict[str, Any]]:
         """Return all items up to the end of this response. Raises ``InvalidRequest`` if they are too many."""
@@ -60,7 +65,7 @@ class StoredResponse:
         size = 0
         while node is not None:
             chain.append(node)
-            size += node.size
+            size += node.conversation_size
             if size > MAX_CONVERSATION_BYTES:
                 raise InvalidRequest(
                     f"the conversation has more than {MAX_CONVERSATION_BYTES} bytes; begin a new one with a shorter input",
@@ -99,7 +104,7 @@ class ResponseStore:
         """Store a response, and remove old ones beyond the limits."""
         response.stored_at = self._clock()
         self._responses[response.id] = response
-        self._items.update(dict.fromkeys(response.item_ids, response))
+        self._items.update(dict.fromkeys(response.output_items, response))
         self._retain(response)
         self._expire()
         while self._responses and (
@@ -119,15 +124,31 @@ class ResponseStore:
             )
         return response
 
-    def get_item(self, item_id: str, key: bytes) -> dict[str, Any]:
-        """Return an item of a stored response's output. Raises ``ResponseNotFound``."""
+    def load_items(self, item_ids: Sequence[str], key: bytes) -> dict[str, dict[str, Any]]:
+        """Return items of the output of stored responses, by id.
+
+        Raises ``ResponseNotFound``, and ``InvalidRequest`` if an id is repeated or the items are too long.
+        """
         self._expire()
-        response = self._items.get(item_id)
-        if response is not None and response.key == key:
-            return next(item for item in response.load_output() if item["id"] == item_id)
-        raise ResponseNotFound(
-            f"there is no item {item_id[:80]!r} in a stored response; send the item itself", param="input"
-        )
+        encoded: dict[str, bytes] = {}
+        size = 0
+        for item_id in item_ids:
+            response = self._items.get(item_id)
+            if response is None or response.key != key:
+                raise ResponseNotFound(
+                    f"there is no item {item_id[:80]!r} in a stored response; send the item itself",
+                    param="input",
+                )
+            if item_id in encoded:
+                raise InvalidRequest(f"the item {item_id!r} is referenced twice", param="input")
+            encoded[item_id] = response.output_items[item_id]
+            size += len(encoded[item_id])
+            if size > MAX_CONVERSATION_BYTES:
+                raise InvalidRequest(
+                    f"the referenced items have more than {MAX_CONVERSATION_BYTES} bytes; reference fewer",
+                    param="input",
+                )
+        return {item_id: msgspec.json.decode(item) for item_id, item in encoded.items()}
 
     def delete(self, response_id: str, key: bytes) -> None:
         """Remove a response. Raises ``ResponseNotFound``."""
@@ -143,7 +164,7 @@ class ResponseStore:
 
     def _remove(self, response: StoredResponse) -> None:
         del self._responses[response.id]
-        for item_id in response.item_ids:
+        for item_id in response.output_items:
             del self._items[item_id]
         self._release(response)
 
