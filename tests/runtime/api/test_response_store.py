@@ -78,6 +78,37 @@ def test_oldest_responses_leave_beyond_the_bytes() -> None:
     assert (len(store), store.total_bytes) == (0, 0)
 
 
+def test_response_beyond_every_conversation_is_not_stored() -> None:
+    store = ResponseStore()
+    store.add(make_response("a"))
+    store.add(make_response("huge", size=response_store.MAX_CONVERSATION_BYTES))
+    assert store.get("a", b"").id == "a"
+    with pytest.raises(ResponseNotFound):
+        store.get("huge", b"")
+
+
+@pytest.mark.parametrize(("limits", "size"), [({"max_responses": 4}, 0), ({"max_bytes": 4500}, 1000)])
+def test_one_key_does_not_displace_the_responses_of_another(limits: dict[str, int], size: int) -> None:
+    store = ResponseStore(**limits)
+    store.add(make_response("a", key=b"one", size=size))
+    for number in range(20):
+        store.add(make_response(f"b{number}", key=b"two", size=size))
+    assert store.get("a", b"one").id == "a"
+    assert [store.get(f"b{number}", b"two").id for number in (17, 18, 19)] == ["b17", "b18", "b19"]
+    assert len(store) == 4
+
+
+def test_of_equal_shares_the_oldest_response_leaves() -> None:
+    now = iter(range(9))
+    store = ResponseStore(max_responses=2, clock=lambda: next(now))
+    for name in "ab":
+        store.add(make_response(name, key=name.encode()))
+    store.add(make_response("c", key=b"c"))
+    assert store.get("b", b"b") and store.get("c", b"c")
+    with pytest.raises(ResponseNotFound):
+        store.get("a", b"a")
+
+
 def test_responses_leave_when_they_are_too_old() -> None:
     now = 0.0
     store = ResponseStore(max_age_seconds=10, clock=lambda: now)
@@ -159,4 +190,5 @@ def test_bytes_are_those_of_the_responses_that_are_reachable(steps: list[tuple[s
                 reachable.add(node)
                 node = node.parent
         assert store.total_bytes == sum(node.size for node in reachable)
+        assert sum(share.num_bytes for share in store._shares.values()) == store.total_bytes
         assert set(store._items) == {f"out-{name}" for name in store._responses}

@@ -75,9 +75,24 @@ class StoredResponse:
         return [item for each in reversed(chain) for item in (*each.load_input(), *each.load_output())]
 
 
-class ResponseStore:
-    """Responses of the last requests, limited in number, bytes and age; the oldest leave first.
+class _Share:
+    """The responses of one API key, the oldest first, and the bytes that they keep in memory."""
 
+    __slots__ = ("num_bytes", "responses")
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    @property
+    def oldest(self) -> StoredResponse:
+        return next(iter(self.responses.values()))
+
+
+class ResponseStore:
+    """Responses of the last requests, limited in number, bytes and age.
+
+    Beyond a limit, the API key that has the most gives up its oldest response, so that no key displaces those of others.
     A response is found with the API key of its own request only.
     """
 
@@ -95,22 +110,27 @@ class ResponseStore:
         self._clock = clock
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[str, StoredResponse] = {}
+        self._shares: dict[bytes, _Share] = {}
         self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def add(self, response: StoredResponse) -> None:
-        """Store a response, and remove old ones beyond the limits."""
+        """Store a response unless it is longer than any conversation, and remove old ones beyond the limits."""
+        if response.size > MAX_CONVERSATION_BYTES:
+            return
         response.stored_at = self._clock()
+        share = self._shares.setdefault(response.key, _Share())
+        share.responses[response.id] = response
         self._responses[response.id] = response
         self._items.update(dict.fromkeys(response.output_items, response))
         self._retain(response)
         self._expire()
-        while self._responses and (
-            len(self._responses) > self._max_responses or self.total_bytes > self._max_bytes
-        ):
-            self._remove(next(iter(self._responses.values())))
+        while len(self._responses) > self._max_responses:
+            self._remove_from_largest(lambda share: len(share.responses))
+        while self._responses and self.total_bytes > self._max_bytes:
+            self._remove_from_largest(lambda share: share.num_bytes)
 
     def get(self, response_id: str, key: bytes, *, param: str | None = None) -> StoredResponse:
         """Return a response. Raises ``ResponseNotFound``; ``param``: the field of the request that has the id."""
@@ -162,11 +182,20 @@ class ResponseStore:
                 return
             self._remove(response)
 
+    def _remove_from_largest(self, size: Callable[[_Share], int]) -> None:
+        """Remove the oldest response of the key with the largest share; of equal ones, that with the oldest response."""
+        largest = max(self._shares.values(), key=lambda share: (size(share), -share.oldest.stored_at))
+        self._remove(largest.oldest)
+
     def _remove(self, response: StoredResponse) -> None:
         del self._responses[response.id]
+        share = self._shares[response.key]
+        del share.responses[response.id]
         for item_id in response.output_items:
             del self._items[item_id]
         self._release(response)
+        if not share.responses:
+            del self._shares[response.key]
 
     def _retain(self, response: StoredResponse) -> None:
         """Add a reference; the first one counts the response, and refers to the one that it continues."""
@@ -176,6 +205,7 @@ class ResponseStore:
             if node.references > 1:
                 return
             self.total_bytes += node.size
+            self._shares[node.key].num_bytes += node.size
             node = node.parent
 
     def _release(self, response: StoredResponse) -> None:
@@ -186,4 +216,5 @@ class ResponseStore:
             if node.references:
                 return
             self.total_bytes -= node.size
+            self._shares[node.key].num_bytes -= node.size
             node = node.parent
