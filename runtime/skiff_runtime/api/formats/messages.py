@@ -24,7 +24,7 @@ from skiff_runtime.api.parsing.deltas import (
     ToolCallDelta,
 )
 from skiff_runtime.api.parsing.json_object import parse_object
-from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.parsing.output_format import OutputFormat, effort_hints
 from skiff_runtime.api.parsing.output_parser import plan_output
 from skiff_runtime.api.schemas.messages_request import (
     MessageParam,
@@ -55,8 +55,6 @@ SIGNATURE: Final = "unsigned"
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code addresses to Anthropic's servers, not to the model. Its value differs from
 one conversation to the next, so that no cached prefix would be found after it."""
-_EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Anthropic's efforts, and the values of ``reasoning_effort`` that chat templates know."""
 _CALL_ID_PREFIX: Final = "call_"
 
 
@@ -91,17 +89,28 @@ def prepare_messages(raw: bytes, model: ServedModel) -> RequestSpec:
 def build_messages_prompt(body: MessagesPromptFields, output_format: OutputFormat) -> ChatPrompt:
     """Return the input of the chat template for ``body``."""
     options = dict(body.chat_template_kwargs or {})
-    if body.thinking is not None and (switch := output_format.reasoning_switch()) is not None:
-        options.setdefault(switch, not isinstance(body.thinking, ThinkingDisabled))
-    if body.output_config is not None and body.output_config.effort is not None:
-        options.setdefault("reasoning_effort", _EFFORTS[body.output_config.effort])
+    effort = _effort_of(body)
+    if (
+        effort is None
+        and body.thinking is not None
+        and (switch := output_format.reasoning_switch()) is not None
+    ):
+        options.setdefault(switch, True)
     return ChatPrompt(
         _Conversation.render(body),
         add_generation_prompt=not body.continues_final_message,
         continue_final_message=body.continues_final_message,
         tools=[tool.to_template() for tool in body.tool_fields().offered_tools] or None,
         template_options=options,
+        template_hints={} if effort is None else effort_hints(effort),
     )
+
+
+def _effort_of(body: MessagesPromptFields) -> str | None:
+    """Return the effort of the reasoning in the words of the other endpoints."""
+    if isinstance(body.thinking, ThinkingDisabled):
+        return "none"
+    return None if body.output_config is None else body.output_config.effort
 
 
 class _Conversation:

@@ -79,7 +79,7 @@ def _refuse_unsupported_block(value: Any) -> Any:
 
 
 def _tag(kind: str) -> Tag:
-    """Return the tag of a union's branch. Validation messages leave out what has a bracket."""
+    """Return the tag of a union's branch. The bracket makes `_simplify_path` drop it from error paths."""
     return Tag(f"block[{kind}]")
 
 
@@ -201,8 +201,16 @@ class MessageParam(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[ContentBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | ContentBlocks)]
 
+    @property
+    def ends_with_text(self) -> bool:
+        """True if the last block is text that an answer can continue."""
+        last = self.content[-1] if self.content else None
+        return isinstance(last, TextBlock) and bool(last.text.strip())
+
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
+        if self.role == "user" and not self.content:
+            raise PydanticCustomError("content", 'a message with the role "user" needs content')
         for block in self.content:
             allowed = isinstance(block, TextBlock)
             if self.role == "user":
@@ -356,7 +364,7 @@ class JsonOutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """`effort` reaches the chat template as `reasoning_effort`; `task_budget` is a hint."""
+    """`effort` means what `reasoning_effort` means on the chat endpoint; `task_budget` is a hint."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutputFormat | None = None
@@ -445,9 +453,7 @@ class MessagesPromptFields(StrictModel):
             )
         if all(message.role == "system" for message in self.messages):
             raise PydanticCustomError("messages", "'messages' needs a message with the role \"user\"")
-        if self.continues_final_message and not any(
-            isinstance(block, TextBlock) and block.text.strip() for block in self.messages[-1].content
-        ):
+        if self.continues_final_message and not self.messages[-1].ends_with_text:
             raise PydanticCustomError(
                 "messages",
                 "the last message is the assistant's, which the answer would continue, but it ends without text; end with "
