@@ -22,7 +22,8 @@ from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import AsgiWriter, Message
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import NO_TOKEN, FinishReason, PoolingKind, PoolingSpec, Usage, Wire
-from skiff_runtime.messages.text_batch import PooledVector, TextBatch
+from skiff_runtime.messages.pooling import PooledVector
+from skiff_runtime.messages.text_batch import TextBatch
 from skiff_runtime.messages.token_batch import StepStats
 from skiff_runtime.metrics.definitions import Metrics
 from skiff_runtime.metrics.labels import Endpoint, Outcome

@@ -1,6 +1,7 @@
 """The store of responses: its limits, and conversations that outlive their first responses."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ def test_response_beyond_every_conversation_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize(("limits", "size"), [({"max_responses": 4}, 0), ({"max_bytes": 4500}, 1000)])
-def test_one_key_does_not_displace_the_responses_of_another(limits: dict[str, int], size: int) -> None:
+def test_one_key_does_not_displace_the_responses_of_another(limits: dict[str, Any], size: int) -> None:
     store = ResponseStore(**limits)
     store.add(make_response("a", key=b"one", size=size))
     for number in range(20):

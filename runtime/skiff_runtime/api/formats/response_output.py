@@ -254,7 +254,7 @@ class _CallItem:
 class OutputBuilder:
     """Builds the output items of one response. ``items`` has those that are complete.
 
-    ``reasoning_tokens``: the tokens whose text is reasoning, the markers around it included as far as their rows go.
+    ``reasoning_tokens``: tokens of the reasoning. A marker counts if its token arrived together with reasoning.
     """
 
     __slots__ = ("_events", "_logprobs", "_open", "_pending_tokens", "_tools", "items", "reasoning_tokens")

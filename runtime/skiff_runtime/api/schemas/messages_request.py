@@ -111,7 +111,7 @@ class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: HintObject = None
-    citations: list[JsonValue] | None = None
+    citations: Annotated[list[JsonValue] | None, Hint("remove it", off=(None, []))] = None
 
 
 class ThinkingBlock(StrictModel):
@@ -238,8 +238,10 @@ class CustomTool(StrictModel):
     input_examples: Annotated[list[dict[str, JsonValue]], Field(max_length=64)] | None = None
     allowed_callers: Annotated[list[str], Field(max_length=16)] | None = None
     cache_control: HintObject = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
+    defer_loading: Annotated[
+        bool | None, Hint("remove it; every tool is offered at once", off=(None, False))
+    ] = None
+    eager_input_streaming: Annotated[bool | None, Hint("remove it", off=(None, False))] = None
 
     @model_validator(mode="after")
     def _check_caller(self) -> Self:
@@ -366,7 +368,9 @@ class JsonOutputFormat(StrictModel):
 class OutputConfig(StrictModel):
     """`effort` means what `reasoning_effort` means on the chat endpoint; `task_budget` is a hint."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None, Hint("use 'chat_template_kwargs'")
+    ] = None
     format: JsonOutputFormat | None = None
     task_budget: HintObject = None
 
