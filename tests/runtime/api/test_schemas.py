@@ -203,7 +203,7 @@ def test_strict_refuses_hints_within_fields(
 
 def test_strict_accepts_an_answer_that_is_sent_back() -> None:
     part = {**TEXT_PART, "annotations": [], "logprobs": []}
-    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+    reasoning: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
     body = {"model": "m", "input": [reasoning, {**ANSWER, "content": [part]}], "include": [LOGPROBS_INCLUDE]}
     parse_body(ResponsesRequest, json.dumps(body).encode(), strict=True)
 

@@ -23,9 +23,9 @@ from skiff_runtime.api.parsing.deltas import (
     ReasoningDelta,
     ToolCallDelta,
 )
-from skiff_runtime.api.parsing.json_object import parse_object
 from skiff_runtime.api.parsing.output_format import OutputFormat, effort_hints
 from skiff_runtime.api.parsing.output_parser import plan_output
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.api.schemas.messages_request import (
     MessageParam,
     MessagesPromptFields,

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from skiff_runtime.api.parsing.json_object import parse_object
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.api.schemas.responses_request import (
     ContentPart,
     CustomToolCallItem,

@@ -16,7 +16,7 @@ from skiff_runtime.api.formats.response_items import (
 )
 from skiff_runtime.api.formats.response_tools import OfferedTool
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from skiff_runtime.api.parsing.json_object import parse_object
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.sse import encode_json
 
 COMPLETED: Final = "completed"

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from skiff_runtime.api.parsing.json_object import parse_object
 from skiff_runtime.api.schemas.field_support import STRICT, Hint, Refused, Support, hint_error, support_of
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.config.limits import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKENS,
