@@ -12,13 +12,21 @@ from frontend import HIDDEN, NAME, TIMEOUT_SECONDS, Echo, Frontend, running_fron
 from openai import OpenAI
 from tiny_models import edit_json
 
+from skiff_runtime.api.dispatch.dispatcher import Dispatcher
+from skiff_runtime.api.dispatch.request_state import RequestMetadata, RequestState
 from skiff_runtime.api.dispatch.response_writers import make_choice_writers
+from skiff_runtime.api.dispatch.service_status import ServiceStatus
 from skiff_runtime.api.formats.embeddings import prepare_embeddings
 from skiff_runtime.api.formats.scores import prepare_rerank, prepare_score
 from skiff_runtime.api.formats.served_model import ServedModel
 from skiff_runtime.api.http.asgi import AsgiWriter, Message
 from skiff_runtime.errors import InvalidRequest
-from skiff_runtime.messages import FinishReason, PoolingKind, PoolingSpec, Usage, Wire
+from skiff_runtime.messages import NO_TOKEN, FinishReason, PoolingKind, PoolingSpec, Usage, Wire
+from skiff_runtime.messages.pooling import PooledVector
+from skiff_runtime.messages.text_batch import TextBatch
+from skiff_runtime.messages.token_batch import StepStats
+from skiff_runtime.metrics.definitions import Metrics
+from skiff_runtime.metrics.labels import Endpoint, Outcome
 from skiff_runtime.models.config import SamplingDefaults
 from skiff_runtime.models.embedding_config import EmbeddingConfig
 
@@ -264,21 +272,54 @@ def test_reranker_reads_both_texts_in_one_prompt() -> None:
     assert "<Query>: r\n<Document>: b" in str(pairs.prompts[1])
 
 
+class _Tokenizer:
+    def send(self, message: object) -> None:
+        """Accept a message, and compute nothing."""
+
+
 @pytest.mark.parametrize(
-    ("finish", "status", "code"),
-    [(FinishReason.TIMEOUT, 408, "request_timeout"), (FinishReason.ABORT, 499, "aborted")],
+    ("finish", "status", "code", "outcome"),
+    [
+        (FinishReason.TIMEOUT, 408, "request_timeout", Outcome.REJECTED),
+        (FinishReason.ABORT, 499, "aborted", Outcome.ABORTED),
+    ],
 )
-def test_request_that_ends_early_fails(finish: FinishReason, status: int, code: str) -> None:
-    """There is no half of a response: the vector of one input is there, and that of the other is not."""
+def test_request_that_ends_early_fails(
+    finish: FinishReason, status: int, code: str, outcome: Outcome
+) -> None:
+    """There is no half of a response: the vector of one input is there, and that of the other is not.
+
+    The log and the metrics agree with the status that the client got.
+    """
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     spec = prepare_embeddings(encode(model=NAME, input=["x", "y"]), served())
-    first, second = make_choice_writers(spec, AsgiWriter(send, on_overflow=lambda: None), [], request_id="r1")
-    first.write_vector(np.ones(HIDDEN, Wire.VECTOR).tobytes())
-    first.finish("", -1, None, FinishReason.STOP, Usage(3, 0, 0))
-    second.finish("", -1, None, finish, Usage(0, 0, 0))
+    writers = make_choice_writers(spec, AsgiWriter(send, on_overflow=lambda: None), [], request_id="r1")
+    service, ended = ServiceStatus(), list[RequestState]()
+    service.mark_ready(kv_tokens=64)
+    metrics = Metrics(
+        in_flight=lambda: 0, connections=lambda: 0, ready=lambda: True, phase_seconds=dict, heartbeats=list
+    )
+    tokenizers: Any = [_Tokenizer()]
+    dispatcher = Dispatcher(tokenizers, capacity=2, status=service, metrics=metrics, on_end=ended.append)
+    request = dispatcher.submit(spec, writers, RequestMetadata(request_id="r1", endpoint=Endpoint.EMBEDDINGS))
+    uids = [request.first_uid, request.first_uid + 1]
+    dispatcher.deliver(
+        TextBatch(
+            np.array(uids, Wire.UID).tobytes(),
+            ["", ""],
+            np.array([NO_TOKEN] * 2, Wire.TOKEN).tobytes(),
+            bytes([FinishReason.STOP, finish]),
+            [Usage(3, 0, 0), Usage(0, 0, 0)],
+            [],
+            StepStats(),
+            pooled=[PooledVector(uids[0], np.ones(HIDDEN, Wire.VECTOR).tobytes())],
+        )
+    )
+    assert ended == [request] and request.outcome() is outcome
+    assert request.log_fields()["status"] == status
     start, body = sent
     assert start["status"] == status and json.loads(body["body"])["error"]["code"] == code

@@ -13,6 +13,11 @@ from anthropic_answers import check_message, check_stream, join_events
 from frontend import CONTEXT, NAME, Frontend, running_frontend, write_model
 from tiny_models import edit_json
 
+from skiff_runtime.api.formats.chat_completions import build_chat_prompt
+from skiff_runtime.api.formats.messages import build_messages_prompt
+from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.schemas.messages_request import MessagesPromptFields
+from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
 from skiff_runtime.errors import InternalError
 from skiff_runtime.messages import NO_TOKEN, FinishReason, GenerateRequest, RequestFailed
 
@@ -189,7 +194,6 @@ def test_answer_continues_the_assistants_last_message(front: Frontend) -> None:
         (None, ""),
         ({"type": "adaptive"}, "<think>"),
         ({"type": "enabled", "budget_tokens": 1024}, "<think>"),
-        ({"type": "disabled"}, "<think></think>"),
     ],
 )
 def test_thinking_sets_the_switch_of_the_template(front: Frontend, thinking: Any, ending: str) -> None:
@@ -197,9 +201,23 @@ def test_thinking_sets_the_switch_of_the_template(front: Frontend, thinking: Any
     assert prompt_of(front, **fields) == f"<user>x<assistant>{ending}"
 
 
-@pytest.mark.parametrize(("effort", "level"), [("low", "low"), ("max", "high")])
-def test_effort_reaches_the_template(front: Frontend, effort: str, level: str) -> None:
-    assert prompt_of(front, output_config={"effort": effort}) == f"<user>x[{level}]<assistant>"
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"output_config": {"effort": "low"}}, "low"),
+        ({"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}}, "max"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}}, "none"),
+    ],
+)
+def test_effort_means_the_same_as_on_chat(front: Frontend, fields: dict[str, Any], effort: str) -> None:
+    ending = "<think></think>" if effort == "none" else "<think>"
+    assert prompt_of(front, **fields) == f"<user>x[{effort}]<assistant>{ending}"
+    chat = ChatCompletionRequest.model_validate({"messages": USER, "model": NAME, "reasoning_effort": effort})
+    body = MessagesPromptFields.model_validate({"messages": USER, "model": NAME, **fields})
+    prompt = build_messages_prompt(body, OutputFormat())
+    assert prompt.template_hints == build_chat_prompt(chat).template_hints
+    assert not prompt.template_options
 
 
 def test_thinking_is_omitted_on_request(front: Frontend) -> None:
@@ -326,6 +344,11 @@ def test_count_is_the_number_of_input_tokens(front: Frontend, client: anthropic.
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "no 'tool_result' blocks"),
         ({"messages": [{"role": "system", "content": "x"}]}, "needs a message with the role \"user\""),
         ({"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "ends without text"),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+            "ends without text",
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, "needs content"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run it in the client"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "have the same name"),
         ({"tools": [{**TOOLS[0], "allowed_callers": ["code_execution_20250825"]}]}, "must contain \"direct\""),

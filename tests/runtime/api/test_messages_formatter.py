@@ -10,6 +10,7 @@ from anthropic_answers import check_message, check_stream, join_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skiff_runtime.api.formats import messages
 from skiff_runtime.api.formats.messages import SIGNATURE, MessageResponseFormatter
 from skiff_runtime.api.formats.request_spec import ChoiceOutput
 from skiff_runtime.api.formats.served_model import ServedModel
@@ -133,6 +134,33 @@ def join_cut(events: list[Any]) -> dict[str, Any]:
         deltas = [event for event in events if event.type != "content_block_delta"]
         kept = [event for event in events if event in deltas or event.delta.type != "input_json_delta"]
         return join_events(kept)
+
+
+def _nested(depth: int) -> str:
+    return f'{{"a": {"[" * depth}{"]" * depth}}}'
+
+
+@pytest.mark.parametrize("depth", [20, 5000])
+def test_nested_arguments_do_not_end_the_process(depth: int) -> None:
+    """Arguments nested too deeply, and those that were cut short, are no arguments."""
+    for arguments in (_nested(depth), _nested(depth)[: depth + 6]):
+        formatter = make_formatter()
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        choice = formatter.make_choice_formatter(0).format_full(
+            ChoiceOutput(text, [], [], [], FinishReason.STOP)
+        )
+        body = formatter.format_full([choice], USAGE)
+        is_whole = depth == 20 and arguments.endswith("}")
+        assert (b'"input":{}' in body) is not is_whole
+
+
+def test_arguments_at_the_limit_of_nesting_are_written() -> None:
+    """There is a depth that can be decoded alone, and not be encoded within a message."""
+    formatter = make_formatter()
+    formatter.make_choice_formatter(0)
+    for depth in range(500, 1100):
+        block = {"type": "tool_use", "input": messages._input_json(_nested(depth))}
+        assert formatter.format_full([{"content": [block]}], USAGE)
 
 
 def test_stream_of_plain_text_fills_a_template() -> None:

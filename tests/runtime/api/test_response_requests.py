@@ -1,6 +1,7 @@
 """Requests of the Responses API: which fields are served, accepted or refused, and the prompt that they become."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from skiff_runtime.api.parsing import hermes
 from skiff_runtime.api.parsing.output_format import OutputFormat
 from skiff_runtime.api.schemas.responses_request import ResponsesRequest
 from skiff_runtime.errors import InvalidRequest, RequestError, ResponseNotFound
-from skiff_runtime.messages import ChatPrompt, FinishReason, GrammarKind, Usage
+from skiff_runtime.messages import ChatPrompt, FinishReason, GrammarKind, TextLogprobs, TokenText, Usage
 from skiff_runtime.models.config import SamplingDefaults
 
 SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
@@ -253,6 +254,16 @@ def test_items_become_chat_messages() -> None:
     ]
 
 
+def test_time_for_leading_system_messages_is_linear() -> None:
+    """4,096 messages would take many seconds if each were appended to the text so far."""
+    text = "x" * 2000
+    items = [{"role": "developer", "content": text}] * 4095
+    started = time.process_time()
+    [system, user] = prompt(input=[*items, {"role": "user", "content": "y"}]).messages
+    assert time.process_time() - started < 3
+    assert (len(system["content"]), user["content"]) == (4095 * 2002 - 2, "y")
+
+
 def test_tools_are_offered_as_functions() -> None:
     """Web search is accepted and not offered, because no tool is run here."""
     found = prompt(tools=[NOW, SEARCH, PATCH, AGENTS]).tools
@@ -359,6 +370,22 @@ def test_item_is_referred_to_by_its_id() -> None:
         assert found[0] == {"role": "assistant", "content": "two"}
     with pytest.raises(ResponseNotFound, match="send the item itself"):
         prepare(store, input=[reference], key=b"other")
+
+
+def test_logprobs_are_shown_and_are_no_part_of_the_conversation() -> None:
+    store = ResponseStore()
+    spec, token = prepare(store, top_logprobs=1), TokenText(5, b"two", -1.0)
+    choice: Any = spec.formatter.make_choice_formatter(0)
+    choice.format_delta("two", 5, TextLogprobs(0, token, [token]))
+    choice.format_closing(FinishReason.STOP)
+    response = check_response(spec.formatter.format_full([], Usage(1, 1, 0)))
+    [part] = response["output"][0]["content"]
+    assert part["logprobs"]
+    stored = store.get(response["id"], b"")
+    assert json.loads(stored.body)["output"] == response["output"]
+    [item] = stored.load_output()
+    assert item["content"] == [{**part, "logprobs": []}]
+    assert store.load_items([item["id"]], b"") == {item["id"]: item}
 
 
 def test_response_of_another_key_or_that_was_not_stored_is_not_found() -> None:

@@ -8,12 +8,14 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
 from skiff_runtime.api.schemas.field_support import Support, support_of
+from skiff_runtime.api.schemas.messages_request import MessagesRequest
 from skiff_runtime.api.schemas.request_bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
     StrictModel,
 )
+from skiff_runtime.api.schemas.responses_request import LOGPROBS_INCLUDE, ResponsesRequest
 from skiff_runtime.api.schemas.validation import parse_body
 from skiff_runtime.errors import InvalidRequest
 
@@ -146,6 +148,64 @@ def test_unsupported_fields_are_refused_by_name(kind: type[StrictModel], field: 
     assert error.message.startswith(f"'{field}' is not supported: ")
     assert (error.code, error.param) == ("unsupported_parameter", field)
     accept(kind, {**BODIES[kind], field: None})
+
+
+TEXT_PART: dict[str, Any] = {"type": "output_text", "text": "x"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": [TEXT_PART]}
+RESPONSES_FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
+CLAUDE_TOOL: dict[str, Any] = {"name": "f", "input_schema": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ResponsesRequest, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (ResponsesRequest, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        (ResponsesRequest, {"reasoning": {"generate_summary": "auto"}}, "reasoning.generate_summary"),
+        (ResponsesRequest, {"reasoning": {"context": "auto"}}, "reasoning.context"),
+        (ResponsesRequest, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (ResponsesRequest, {"include": [LOGPROBS_INCLUDE, "reasoning.encrypted_content"]}, "include[1]"),
+        (
+            ResponsesRequest,
+            {"tools": [{**RESPONSES_FUNCTION, "defer_loading": True}]},
+            "tools[0].defer_loading",
+        ),
+        (ResponsesRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (ResponsesRequest, {"input": [{**ANSWER, "phase": "commentary"}]}, "input[0].phase"),
+        (
+            ResponsesRequest,
+            {"input": [{**ANSWER, "content": [{**TEXT_PART, "annotations": [{"type": "x"}]}]}]},
+            "input[0].content[0].annotations",
+        ),
+        (MessagesRequest, {"output_config": {"effort": "low"}}, "output_config.effort"),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}]},
+            "messages[0].content[0].citations",
+        ),
+        (MessagesRequest, {"tools": [{**CLAUDE_TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        (
+            MessagesRequest,
+            {"tools": [{**CLAUDE_TOOL, "eager_input_streaming": True}]},
+            "tools[0].eager_input_streaming",
+        ),
+    ],
+)
+def test_strict_refuses_hints_within_fields(
+    kind: type[StrictModel], fields: dict[str, Any], param: str
+) -> None:
+    base = {"input": "x"} if kind is ResponsesRequest else {"messages": CHAT["messages"], "max_tokens": 5}
+    body = {"model": "m", **base, **fields}
+    accept(kind, body)
+    error = refuse(kind, json.dumps(body).encode(), strict=True)
+    assert (error.code, error.param) == ("unsupported_parameter", param)
+
+
+def test_strict_accepts_an_answer_that_is_sent_back() -> None:
+    part = {**TEXT_PART, "annotations": [], "logprobs": []}
+    reasoning: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+    body = {"model": "m", "input": [reasoning, {**ANSWER, "content": [part]}], "include": [LOGPROBS_INCLUDE]}
+    parse_body(ResponsesRequest, json.dumps(body).encode(), strict=True)
 
 
 def test_limits_of_hints_are_those_of_openai() -> None:

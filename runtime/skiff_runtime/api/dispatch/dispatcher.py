@@ -219,7 +219,9 @@ class Dispatcher:
             if usage is None:
                 choice.writer.write(text, token, logprobs)
             else:
-                choice.writer.finish(text, token, logprobs, FinishReason(finish), usage)
+                failure = choice.writer.finish(text, token, logprobs, FinishReason(finish), usage)
+                if failure is not None:
+                    choice.request.record_failure(failure)
                 self._finish(choice.request, uid, FinishReason(finish), usage)
         for failure in batch.failed:
             self.fail(failure)

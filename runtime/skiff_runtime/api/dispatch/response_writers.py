@@ -49,8 +49,8 @@ class ChoiceWriter(Protocol):
 
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
-    ) -> None:
-        """Write the last row."""
+    ) -> RequestFailed | None:
+        """Write the last row. Returns the error that was written instead, if a part of the response would be no use."""
         ...
 
     def fail(self, error: RequestFailed) -> None:
@@ -300,12 +300,14 @@ class VectorChoiceWriter:
 
     def finish(
         self, text: str, token: int, logprobs: TextLogprobs | None, finish: FinishReason, usage: Usage
-    ) -> None:
+    ) -> RequestFailed | None:
         if not self._vector:
-            self._response.fail(_incomplete(finish))
-            return
+            error = _incomplete(finish)
+            self._response.fail(error)
+            return error
         output = ChoiceOutput("", [], [], [], finish, self._vector)
         self._response.finish_json_choice(self._index, self._formatter.format_full(output), usage)
+        return None
 
     def fail(self, error: RequestFailed) -> None:
         self._response.fail(error)

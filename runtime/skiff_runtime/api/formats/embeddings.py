@@ -23,7 +23,7 @@ NO_SAMPLING: Final = SamplingSpec(max_tokens=0, seed=0)
 
 def prepare_embeddings(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
-    body = parse_body(EmbeddingRequest, raw)
+    body = parse_body(EmbeddingRequest, raw, strict=model.is_strict)
     model.check_model_name(body.model)
     pooling = model.make_embedding_spec()
     embedding = model.embedding

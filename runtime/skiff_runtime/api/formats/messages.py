@@ -23,8 +23,9 @@ from skiff_runtime.api.parsing.deltas import (
     ReasoningDelta,
     ToolCallDelta,
 )
-from skiff_runtime.api.parsing.output_format import OutputFormat
+from skiff_runtime.api.parsing.output_format import OutputFormat, effort_hints
 from skiff_runtime.api.parsing.output_parser import plan_output
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.api.schemas.messages_request import (
     MessageParam,
     MessagesPromptFields,
@@ -54,8 +55,6 @@ SIGNATURE: Final = "unsigned"
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code addresses to Anthropic's servers, not to the model. Its value differs from
 one conversation to the next, so that no cached prefix would be found after it."""
-_EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Anthropic's efforts, and the values of ``reasoning_effort`` that chat templates know."""
 _CALL_ID_PREFIX: Final = "call_"
 
 
@@ -90,17 +89,28 @@ def prepare_messages(raw: bytes, model: ServedModel) -> RequestSpec:
 def build_messages_prompt(body: MessagesPromptFields, output_format: OutputFormat) -> ChatPrompt:
     """Return the input of the chat template for ``body``."""
     options = dict(body.chat_template_kwargs or {})
-    if body.thinking is not None and (switch := output_format.reasoning_switch()) is not None:
-        options.setdefault(switch, not isinstance(body.thinking, ThinkingDisabled))
-    if body.output_config is not None and body.output_config.effort is not None:
-        options.setdefault("reasoning_effort", _EFFORTS[body.output_config.effort])
+    effort = _effort_of(body)
+    if (
+        effort is None
+        and body.thinking is not None
+        and (switch := output_format.reasoning_switch()) is not None
+    ):
+        options.setdefault(switch, True)
     return ChatPrompt(
         _Conversation.render(body),
         add_generation_prompt=not body.continues_final_message,
         continue_final_message=body.continues_final_message,
         tools=[tool.to_template() for tool in body.tool_fields().offered_tools] or None,
         template_options=options,
+        template_hints={} if effort is None else effort_hints(effort),
     )
+
+
+def _effort_of(body: MessagesPromptFields) -> str | None:
+    """Return the effort of the reasoning in the words of the other endpoints."""
+    if isinstance(body.thinking, ThinkingDisabled):
+        return "none"
+    return None if body.output_config is None else body.output_config.effort
 
 
 class _Conversation:
@@ -301,7 +311,7 @@ class MessageChoiceFormatter:
             self._extend_block(blocks[-1], delta)
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _parse_arguments(block["input"])
+                block["input"] = _input_json(block["input"])
             elif block["type"] == "thinking":
                 block["signature"] = SIGNATURE
         return {"content": blocks}
@@ -391,13 +401,12 @@ def _tool_use_id(call_id: str) -> str:
     return call_id if rest == call_id else f"toolu_{rest}"
 
 
-def _parse_arguments(arguments: str) -> dict[str, Any]:
-    """Return the arguments as an object; an empty one if ``max_tokens`` cut them short."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {}
+def _input_json(arguments: str) -> msgspec.Raw:
+    """Return the arguments as they are; an empty object if ``max_tokens`` cut them short.
+
+    They are not encoded again, because objects at the limit of nesting can be decoded alone but not within a message.
+    """
+    return msgspec.Raw(b"{}" if parse_object(arguments) is None else arguments.encode())
 
 
 def _format_usage(usage: Usage) -> dict[str, int]:

@@ -107,8 +107,8 @@ class ResponseFormatter(Protocol):
 class RequestSpec:
     """One validated request: ``copies`` choices for each of its prompts, numbered prompt by prompt.
 
-    ``is_incremental``: the formatter gets each row as it comes also where the response is not streamed. ``user`` is the
-    end user that the client names, for the log. The request shares cached prefixes only with requests
+    ``is_incremental``: rows go to the formatter one by one even without streaming, so one code path builds both responses.
+    ``user`` is the end user that the client names, for the log. The request shares cached prefixes only with requests
     that have the same ``cache_salt``. With ``pooling`` each prompt yields a vector, and nothing is generated.
     """
 

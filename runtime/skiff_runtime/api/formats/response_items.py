@@ -4,11 +4,11 @@ A conversation is a list of items; a chat template renders messages. Reasoning, 
 three or more items and one message of the assistant.
 """
 
-import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.api.schemas.responses_request import (
     ContentPart,
     CustomToolCallItem,
@@ -38,12 +38,16 @@ def offered_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else namespace + NAMESPACE_SEPARATOR + name
 
 
-def normalize_input(items: Sequence[InputItem], load_item: Callable[[str], Item]) -> list[Item]:
+def normalize_input(
+    items: Sequence[InputItem], load_items: Callable[[Sequence[str]], Mapping[str, Item]]
+) -> list[Item]:
     """Return input items as they are stored: with an id and a status, and references replaced by their items.
 
-    ``load_item`` returns the stored item of an id, and raises ``RequestError`` for an unknown one.
+    ``load_items`` returns the stored items by id, and raises ``RequestError`` for an unknown or repeated one.
     """
-    return [load_item(item.id) if isinstance(item, ItemReference) else _normalize(item) for item in items]
+    ids = [item.id for item in items if isinstance(item, ItemReference)]
+    stored = load_items(ids) if ids else {}
+    return [stored[item.id] if isinstance(item, ItemReference) else _normalize(item) for item in items]
 
 
 def _normalize(item: InputItem) -> Item:
@@ -101,6 +105,13 @@ def format_output_text(text: str, logprobs: Sequence[Any] = ()) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
+def without_logprobs(item: Item) -> Item:
+    """Return an item of the output without log-probabilities, which are no part of a conversation."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
 def build_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation.
 
@@ -111,14 +122,16 @@ def build_messages(instructions: str | None, items: Iterable[Item]) -> list[dict
         builder.add_message("system", instructions)
     for item in items:
         builder.add(item)
-    return builder.messages
+    return builder.finish()
 
 
 class _MessageBuilder:
     """Collects messages. ``_turn`` is the assistant's message that the next item may belong to."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._leading: list[str] = []
+        """Texts of the system before the first message of another role. Joined once, so that the time is linear."""
+        self._messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] | None = None
 
     def add(self, item: Item) -> None:
@@ -135,7 +148,7 @@ class _MessageBuilder:
                 self._add_call(item, {CUSTOM_TOOL_INPUT: item["input"]})
             case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
-                self.messages.append(
+                self._messages.append(
                     {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
                 )
 
@@ -149,15 +162,20 @@ class _MessageBuilder:
             return
         self._turn = None
         role = "system" if role == "developer" else role
-        is_leading = all(message["role"] == "system" for message in self.messages)
-        if role == "system" and self.messages and is_leading:
-            self.messages[-1]["content"] += "\n\n" + text
+        if role == "system" and not self._messages:
+            self._leading.append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": text})
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        if not self._leading:
+            return self._messages
+        return [{"role": "system", "content": "\n\n".join(self._leading)}, *self._messages]
 
     def _begin_turn(self) -> dict[str, Any]:
         self._turn = {"role": "assistant", "content": ""}
-        self.messages.append(self._turn)
+        self._messages.append(self._turn)
         return self._turn
 
     def _add_reasoning(self, item: Item) -> None:
@@ -184,8 +202,5 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 
     The text of a call that was cut short is no JSON object; the model sees it as one argument.
     """
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+    value = parse_object(text or "{}")
+    return {"arguments": text} if value is None else value

@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import msgspec
-
 from skiff_runtime.api.formats.response_items import (
     CUSTOM_TOOL_INPUT,
     Item,
@@ -18,6 +16,7 @@ from skiff_runtime.api.formats.response_items import (
 )
 from skiff_runtime.api.formats.response_tools import OfferedTool
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.sse import encode_json
 
 COMPLETED: Final = "completed"
@@ -227,7 +226,7 @@ class _CallItem:
 
     def close(self, status: str) -> tuple[Item, bytes]:
         arguments = "".join(self._arguments)
-        value = _parse_object(arguments)
+        value = parse_object(arguments)
         if value is not None:
             status = COMPLETED
         events = self._events
@@ -252,17 +251,10 @@ class _CallItem:
         return {**self._call, field: text, "status": status}
 
 
-def _parse_object(text: str) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
-        return None
-
-
 class OutputBuilder:
     """Builds the output items of one response. ``items`` has those that are complete.
 
-    ``reasoning_tokens``: the tokens whose text is reasoning, the markers around it included as far as their rows go.
+    ``reasoning_tokens``: tokens of the reasoning. A marker counts if its token arrived together with reasoning.
     """
 
     __slots__ = ("_events", "_logprobs", "_open", "_pending_tokens", "_tools", "items", "reasoning_tokens")

@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from skiff_runtime.api.formats.logprobs import format_chat_logprobs
 from skiff_runtime.api.formats.openai_errors import OpenAIErrorFormatter
 from skiff_runtime.api.formats.request_spec import ChoiceOutput, RequestSpec
-from skiff_runtime.api.formats.response_items import Item, build_messages, make_id, normalize_input
+from skiff_runtime.api.formats.response_items import (
+    Item,
+    build_messages,
+    make_id,
+    normalize_input,
+    without_logprobs,
+)
 from skiff_runtime.api.formats.response_output import (
     COMPLETED,
     IN_PROGRESS,
@@ -63,7 +69,7 @@ def prepare_response(
     parent = None
     if body.previous_response_id is not None:
         parent = store.get(body.previous_response_id, key, param="previous_response_id")
-    items = normalize_input(body.input, lambda item_id: store.get_item(item_id, key))
+    items = normalize_input(body.input, lambda item_ids: store.load_items(item_ids, key))
     messages = build_messages(
         body.instructions, items if parent is None else [*parent.load_conversation(), *items]
     )
@@ -85,8 +91,8 @@ def prepare_response(
     def keep(response: bytes, output: Sequence[Item]) -> None:
         """Store the response, unless the request declines that."""
         if body.store is not False:
-            item_ids = [item["id"] for item in output]
-            store.add(StoredResponse(response_id, key, response, encode_json(items), parent, item_ids))
+            output_items = {item["id"]: encode_json(without_logprobs(item)) for item in output}
+            store.add(StoredResponse(response_id, key, response, encode_json(items), parent, output_items))
 
     return RequestSpec(
         prompts=[prompt],

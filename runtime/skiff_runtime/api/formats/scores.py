@@ -24,7 +24,7 @@ from skiff_runtime.sse import encode_json
 
 def prepare_rerank(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
-    body = parse_body(RerankRequest, raw)
+    body = parse_body(RerankRequest, raw, strict=model.is_strict)
     documents = body.texts()
     scorer = _make_scorer(model, body, 1, len(documents))
     formatter = RerankResponseFormatter(
@@ -38,7 +38,7 @@ def prepare_rerank(raw: bytes, model: ServedModel) -> RequestSpec:
 
 def prepare_score(raw: bytes, model: ServedModel) -> RequestSpec:
     """Validate a request body. Raises ``RequestError``."""
-    body = parse_body(ScoreRequest, raw)
+    body = parse_body(ScoreRequest, raw, strict=model.is_strict)
     first, second = body.pairs()
     scorer = _make_scorer(model, body, len(first), len(second))
     return _make_spec(body, model, scorer, first, second, ScoreResponseFormatter(model.name, scorer))

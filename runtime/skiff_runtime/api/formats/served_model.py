@@ -27,8 +27,8 @@ class ServedModel:
     """The model's name, limits and defaults.
 
     ``fingerprint`` is the ``system_fingerprint`` of responses: equal where version, model and configuration are equal.
-    ``is_strict``: requests may not send hints. ``rerank_template`` names the prompt by which pairs of texts are judged; without one, scores are similarities of
-    embeddings. A model that is ``embedding_only`` does not generate.
+    ``is_strict``: hints are refused. ``rerank_template``: the prompt with which a reranker judges a pair; None scores by
+    the similarity of embeddings. ``embedding_only``: the model has no output head.
     """
 
     name: str

@@ -18,7 +18,7 @@ class VectorResponseFormatter(OpenAIErrorFormatter, ABC):
 
     @abstractmethod
     def format_vector(self, index: int, vector: Vector) -> dict[str, Any]:
-        """Return what ``format_full`` needs of the vector of choice ``index``, as it arrives."""
+        """Return the fields of choice ``index`` for ``format_full``; called once its vector has arrived."""
 
     @abstractmethod
     def format_full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:

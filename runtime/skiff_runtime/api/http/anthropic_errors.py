@@ -26,7 +26,7 @@ _TYPES: Final = {
 
 
 _UNSUPPORTED_THREAD: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""``details`` by which Anthropic's tool runner, which asks for a stored thread first, goes on without one."""
+"""``error.details`` that makes Anthropic's tool runner retry without a stored thread."""
 
 
 def anthropic_error(error: RequestError | RequestFailed, request_id: str) -> dict[str, object]:

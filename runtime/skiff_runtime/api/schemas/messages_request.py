@@ -79,7 +79,7 @@ def _refuse_unsupported_block(value: Any) -> Any:
 
 
 def _tag(kind: str) -> Tag:
-    """Return the tag of a union's branch. Validation messages leave out what has a bracket."""
+    """Return the tag of a union's branch. The bracket makes `_simplify_path` drop it from error paths."""
     return Tag(f"block[{kind}]")
 
 
@@ -111,7 +111,7 @@ class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: HintObject = None
-    citations: list[JsonValue] | None = None
+    citations: Annotated[list[JsonValue] | None, Hint("remove it", off=(None, []))] = None
 
 
 class ThinkingBlock(StrictModel):
@@ -201,8 +201,16 @@ class MessageParam(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[ContentBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | ContentBlocks)]
 
+    @property
+    def ends_with_text(self) -> bool:
+        """True if the last block is text that an answer can continue."""
+        last = self.content[-1] if self.content else None
+        return isinstance(last, TextBlock) and bool(last.text.strip())
+
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
+        if self.role == "user" and not self.content:
+            raise PydanticCustomError("content", 'a message with the role "user" needs content')
         for block in self.content:
             allowed = isinstance(block, TextBlock)
             if self.role == "user":
@@ -230,8 +238,10 @@ class CustomTool(StrictModel):
     input_examples: Annotated[list[dict[str, JsonValue]], Field(max_length=64)] | None = None
     allowed_callers: Annotated[list[str], Field(max_length=16)] | None = None
     cache_control: HintObject = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
+    defer_loading: Annotated[
+        bool | None, Hint("remove it; every tool is offered at once", off=(None, False))
+    ] = None
+    eager_input_streaming: Annotated[bool | None, Hint("remove it", off=(None, False))] = None
 
     @model_validator(mode="after")
     def _check_caller(self) -> Self:
@@ -356,9 +366,11 @@ class JsonOutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """`effort` reaches the chat template as `reasoning_effort`; `task_budget` is a hint."""
+    """`effort` means what `reasoning_effort` means on the chat endpoint; `task_budget` is a hint."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None, Hint("use 'chat_template_kwargs'")
+    ] = None
     format: JsonOutputFormat | None = None
     task_budget: HintObject = None
 
@@ -445,9 +457,7 @@ class MessagesPromptFields(StrictModel):
             )
         if all(message.role == "system" for message in self.messages):
             raise PydanticCustomError("messages", "'messages' needs a message with the role \"user\"")
-        if self.continues_final_message and not any(
-            isinstance(block, TextBlock) and block.text.strip() for block in self.messages[-1].content
-        ):
+        if self.continues_final_message and not self.messages[-1].ends_with_text:
             raise PydanticCustomError(
                 "messages",
                 "the last message is the assistant's, which the answer would continue, but it ends without text; end with "

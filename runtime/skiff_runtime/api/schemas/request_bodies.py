@@ -7,7 +7,6 @@ that ask for nothing. Unknown fields are rejected too, so that no parameter is i
 The docstrings of these classes are descriptions in the OpenAPI document.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -23,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.schemas.field_support import STRICT, Hint, Refused, Support, hint_error, support_of
+from skiff_runtime.api.schemas.json_object import parse_object
 from skiff_runtime.config.limits import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKENS,
@@ -322,7 +322,7 @@ class AllowedToolsChoice(StrictModel):
 class AssistantFunctionCall(StrictModel):
     """The function that an earlier message called. `arguments` is a JSON object as text; "" means no arguments.
 
-    Other text, such as that of a call that was cut short, is shown to the model as an object with this one member.
+    Text that is no JSON object is shown to the model as `{"arguments": TEXT}`.
     """
 
     name: FunctionName
@@ -332,23 +332,14 @@ class AssistantFunctionCall(StrictModel):
 
     @model_validator(mode="after")
     def _check_arguments(self, info: ValidationInfo) -> Self:
-        if info.context is STRICT and _parse_object(self.arguments) is None:
+        if info.context is STRICT and parse_object(self.arguments or "{}") is None:
             raise PydanticCustomError("arguments", "'arguments' must be a JSON object written as text")
         return self
 
     def parse_arguments(self) -> dict[str, Any]:
         """Return the arguments as an object, which is what chat templates expect."""
-        value = _parse_object(self.arguments)
+        value = parse_object(self.arguments or "{}")
         return {"arguments": self.arguments} if value is None else value
-
-
-def _parse_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that ``text`` is, {} for "", and None for any other text."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 class AssistantToolCall(StrictModel):

@@ -37,8 +37,11 @@ LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Annotated[str, Field(max_length=32)]
-Ignored = Annotated[JsonValue, Field(description="Accepted, and without effect.")]
-IgnoredField = Annotated[Ignored | None, Hint("remove it")]
+Ignored = Annotated[
+    JsonValue,
+    Hint("remove it", off=(None, False, [], {})),
+    Field(description="Accepted, and without effect."),
+]
 Kind = Callable[[Any], str | None]
 
 
@@ -71,10 +74,10 @@ class ResponseTextPart(StrictModel):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Ignored | None = None
-    logprobs: Ignored | None = None
-    parsed: Ignored | None = None
-    prompt_cache_breakpoint: Ignored | None = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
 
 
 class RefusalPart(StrictModel):
@@ -115,7 +118,7 @@ class MessageItem(StrictModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     status: Status | None = None
-    phase: Ignored | None = None
+    phase: Ignored = None
 
 
 class FunctionCallItem(StrictModel):
@@ -128,9 +131,9 @@ class FunctionCallItem(StrictModel):
     namespace: FunctionName | None = None
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARACTERS)]
     status: Status | None = None
-    async_: Annotated[Ignored | None, Field(alias="async")] = None
-    caller: Ignored | None = None
-    created_by: Ignored | None = None
+    async_: Annotated[Ignored, Field(alias="async")] = None
+    caller: Ignored = None
+    created_by: Ignored = None
 
 
 class FunctionCallOutputItem(StrictModel):
@@ -143,8 +146,8 @@ class FunctionCallOutputItem(StrictModel):
     name: FunctionName | None = None
     namespace: FunctionName | None = None
     status: Status | None = None
-    caller: Ignored | None = None
-    created_by: Ignored | None = None
+    caller: Ignored = None
+    created_by: Ignored = None
 
 
 class CustomToolCallItem(StrictModel):
@@ -157,9 +160,9 @@ class CustomToolCallItem(StrictModel):
     namespace: FunctionName | None = None
     input: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARACTERS)]
     status: Status | None = None
-    async_: Annotated[Ignored | None, Field(alias="async")] = None
-    caller: Ignored | None = None
-    created_by: Ignored | None = None
+    async_: Annotated[Ignored, Field(alias="async")] = None
+    caller: Ignored = None
+    created_by: Ignored = None
 
 
 class CustomToolCallOutputItem(StrictModel):
@@ -171,8 +174,8 @@ class CustomToolCallOutputItem(StrictModel):
     output: Content
     name: FunctionName | None = None
     status: Status | None = None
-    caller: Ignored | None = None
-    created_by: Ignored | None = None
+    caller: Ignored = None
+    created_by: Ignored = None
 
 
 class SummaryPart(StrictModel):
@@ -196,7 +199,7 @@ class ReasoningItem(StrictModel):
     id: ItemId | None = None
     summary: Annotated[list[SummaryPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None = None
-    encrypted_content: Ignored | None = None
+    encrypted_content: Ignored = None
     status: Status | None = None
 
 
@@ -262,9 +265,9 @@ class ResponsesFunctionTool(StrictModel):
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
-    allowed_callers: Ignored | None = None
-    defer_loading: Ignored | None = None
-    output_schema: Ignored | None = None
+    allowed_callers: Ignored = None
+    defer_loading: Ignored = None
+    output_schema: Ignored = None
 
 
 class CustomToolTextFormat(StrictModel):
@@ -281,8 +284,8 @@ class CustomTool(StrictModel):
     description: Annotated[str, Field(max_length=1 << 16)] | None = None
     format: CustomToolTextFormat | None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
-    allowed_callers: Ignored | None = None
-    defer_loading: Ignored | None = None
+    allowed_callers: Ignored = None
+    defer_loading: Ignored = None
 
 
 class NamespaceTool(StrictModel):
@@ -307,11 +310,16 @@ class NamespaceTool(StrictModel):
 
 
 class WebSearchTool(StrictModel):
-    """Web search, which some clients always offer. It is accepted, and not offered to the model."""
+    """Web search, which some clients always offer. It is accepted, and not offered to the model.
+
+    Its other fields are not checked.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Annotated[str, Field(pattern=r"^web_search")]
+    type: Annotated[
+        str, Field(pattern=r"^web_search"), Hint("remove it; this server runs no tools itself", off=())
+    ]
 
 
 _WEB_SEARCH: Final = (
@@ -409,7 +417,9 @@ class TextConfig(StrictModel):
         ]
         | None
     ) = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Hint('use "medium"', off=(None, "medium"))
+    ] = None
 
 
 class ReasoningConfig(StrictModel):
@@ -418,10 +428,15 @@ class ReasoningConfig(StrictModel):
     Reasoning is returned as it is, so a `summary` has no effect.
     """
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed", "none"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Ignored | None = None
+    effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+        Hint("use 'chat_template_kwargs'"),
+    ] = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed", "none"] | None, Hint("remove it", off=(None, "none"))
+    ] = None
+    generate_summary: Annotated[Literal["auto", "concise", "detailed"] | None, Hint("remove it")] = None
+    context: Ignored = None
     mode: Annotated[Literal["standard"] | None, Refused('remove it, or use "standard"')] = None
 
 
@@ -455,7 +470,16 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningConfig | None = None
     top_logprobs: NumLogprobs | None = None
     include: (
-        Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES, fail_fast=True)]
+        Annotated[
+            list[
+                Annotated[
+                    str,
+                    Field(max_length=128),
+                    Hint("remove it; this server has no such output", off=(LOGPROBS_INCLUDE,)),
+                ]
+            ],
+            Field(max_length=MAX_INCLUDES, fail_fast=True),
+        ]
         | None
     ) = None
     previous_response_id: ItemId | None = None
@@ -475,15 +499,15 @@ class ResponsesRequest(SamplingFields):
         | None
     ) = None
 
-    client_metadata: IgnoredField = None
+    client_metadata: Ignored = None
     max_tool_calls: Annotated[
         Annotated[int, Field(ge=0)] | None, Hint("remove it; the client runs all tools")
     ] = None
     prompt_cache_key: Annotated[
         Annotated[str, Field(max_length=512)] | None, Hint("remove it; prefixes are cached without it")
     ] = None
-    prompt_cache_options: IgnoredField = None
-    prompt_cache_retention: IgnoredField = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
     safety_identifier: Annotated[Annotated[str, Field(max_length=512)] | None, Hint("use 'user'")] = None
     service_tier: Annotated[
         Annotated[str, Field(max_length=64)] | None,
