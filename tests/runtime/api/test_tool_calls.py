@@ -298,7 +298,7 @@ def test_reasoning_starts_as_the_rendered_prompt_ends(tmp_path: Path, template: 
     )
     output_format = OutputFormat.from_launch(launch)
     chat_template = ChatTemplate(template, {})
-    hints: dict[str, Any] = ({}, effort_hints("none"), effort_hints("low"))
+    hints: tuple[dict[str, Any], ...] = ({}, effort_hints("none"), effort_hints("low"))
     efforts: tuple[object, ...] = ("none", "low", "utmost", 3, ["none"], None)
     options = ({}, *({"reasoning_effort": effort} for effort in efforts))
     for hint, option in product(hints, options):
