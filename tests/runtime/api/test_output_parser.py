@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -227,6 +228,27 @@ def test_arguments_are_streamed(kind: str) -> None:
     pieces = ('{"zone"', ': "K', 'öln"') if kind in ("hermes", "llama3", "mistral") else ('"K', "ö", "ln")
     deltas = [parser.push(piece) for piece in pieces]
     assert all(deltas), deltas
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "end"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"zone": "', '"}}</tool_call>'),
+        ("pythonic", '[now(zone="', '")]'),
+        ("hermes", '<tool_call>{"name": "now", "other": "', '"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "other": "', '"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "', '": 1}</tool_call>'),
+    ],
+)  # fmt: skip
+def test_time_of_a_long_call_is_linear(kind: str, begin: str, end: str) -> None:
+    def parse_seconds(length: int) -> float:
+        parser, text = make_parser_of(kind)(), begin + "x" * length + end
+        started = time.process_time()
+        parser.push(text)
+        return time.process_time() - started
+
+    short, long = (min(parse_seconds(length) for _ in range(2)) for length in (20_000, 400_000))
+    assert long < 4 * 20 * short
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from skiff_runtime.api.parsing.llama3 import LLAMA3
 from skiff_runtime.api.parsing.mistral import JSON_LIST, MISTRAL, MISTRAL_V11
 from skiff_runtime.api.parsing.output_format import select_reasoning_format, select_tool_call_format
 from skiff_runtime.api.parsing.output_parser import ChatOutputParser
+from skiff_runtime.api.parsing.parameter_types import ANY, find_types
 from skiff_runtime.api.parsing.pythonic import PYTHONIC
 from skiff_runtime.api.parsing.qwen3_coder import QWEN3_CODER
 from skiff_runtime.api.parsing.reasoning_parser import (
@@ -133,6 +134,8 @@ MANY = {f"p{index}": {"type": "integer"} for index in range(9)}
         ({"properties": {}, "additionalProperties": {"type": "integer"}}, False, False),
         ({"properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}]}, False, False),
         ({"properties": {}, "required": ["a"]}, False, False),
+        ({"properties": {"a": {"type": "integer"}}, "required": [[]]}, False, False),
+        ({"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 2}}}, True, True),
     ],
 )  # fmt: skip
 def test_tools_that_a_format_cannot_express(
@@ -150,6 +153,44 @@ def test_tools_that_a_format_cannot_express(
                 arguments = "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta))
                 Draft202012Validator(tools[0].parameters).validate(json.loads(arguments))
             assert texts
+
+
+@pytest.mark.parametrize(
+    ("num_members", "required", "in_xml", "in_python"),
+    [(5, ["p0"], True, True), (5, [], True, False), (500, ["p0"], False, False)],
+)
+def test_definitions_are_not_repeated_beyond_the_size_of_a_grammar(
+    num_members: int, required: list[str], in_xml: bool, in_python: bool
+) -> None:
+    definition = {"type": "integer", "description": "x" * 90_000}
+    properties = {f"p{index}": {"$ref": "#/$defs/a"} for index in range(num_members)}
+    parameters = {
+        "type": "object", "properties": properties, "required": required, "$defs": {"a": definition}
+    }  # fmt: skip
+    tools = [ToolSchema("now", parameters)]
+    assert (QWEN3_CODER.can_express(tools), PYTHONIC.can_express(tools)) == (in_xml, in_python)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [{"minLength": -5}, {"maxLength": -1}, {"minLength": 3, "maxLength": 2}, {"minLength": True}, {"maxLength": "9"}],
+    ids=str,
+)  # fmt: skip
+def test_invalid_lengths_are_left_to_the_compiler_of_schemas(lengths: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", **lengths}}}
+    assert not QWEN3_CODER.can_express([ToolSchema("now", parameters)])
+
+
+def test_types_of_broad_and_recursive_schemas_are_found_in_bounded_time() -> None:
+    recursive = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"} for _ in range(200)]}}}
+    assert find_types(recursive["$defs"]["a"], recursive) == ANY
+    shared = {"$defs": {"0": {"type": "array"}}}
+    for index in range(7):
+        parts = [{"$ref": f"#/$defs/{index}"} for _ in range(100)]
+        shared["$defs"][str(index + 1)] = {"anyOf": parts}  # type: ignore[dict-item]
+    assert find_types(shared["$defs"]["7"], shared) == {"array"}
+    assert find_types({"anyOf": [{"type": "array"} for _ in range(100)]}, {}) == {"array"}
+    assert find_types({"anyOf": [{"type": "array"} for _ in range(10_000)]}, {}) == ANY
 
 
 @pytest.mark.parametrize("start", [ReasoningStart.INSIDE, ReasoningStart.OPTIONAL])

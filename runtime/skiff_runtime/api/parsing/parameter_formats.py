@@ -7,9 +7,11 @@ called in JSON instead.
 import json
 import keyword
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Final
 
 from skiff_runtime.api.parsing.parameter_types import STRING, find_types
+from skiff_runtime.grammar.spec import MAX_SOURCE_BYTES
 
 TagFormat = dict[str, Any]
 """A part of a structural tag of xgrammar."""
@@ -24,7 +26,7 @@ _MAX_LENGTH: Final = 1000
 """Longer bounds of a string make too large a grammar."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 _MAX_OPTIONAL_FIRST: Final = 8
-"""Optional keyword arguments of a tool without required ones: their number of orders of beginnings is quadratic."""
+"""Any optional argument may come first, so a grammar without required ones grows with the square of their number."""
 
 
 def json_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
@@ -35,7 +37,7 @@ def json_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
 def xml_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
     """Return the format of ``<parameter=key>`` elements, each on lines of its own."""
     members = _split_members(parameters)
-    if members is None:
+    if members is None or _is_too_large(members, parameters):
         return None
     elements: list[TagFormat] = []
     for name, schema, is_required in members:
@@ -58,13 +60,16 @@ def python_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
     members = _split_members(parameters)
     if members is None or any(not name.isidentifier() or keyword.iskeyword(name) for name, *_ in members):
         return None
+    has_required = any(needed for _, _, needed in members)
+    if not has_required and len(members) > _MAX_OPTIONAL_FIRST:
+        return None
+    if _is_too_large(members, parameters, copies=1 if has_required else len(members)):
+        return None
     required = [_python_member(name, schema, parameters) for name, schema, needed in members if needed]
     optional = [_python_member(name, schema, parameters) for name, schema, needed in members if not needed]
     if required:
         rest = [sequence([constant(", "), member]) for member in required[1:]]
         return sequence([required[0], *rest, *_optional_rest(optional)])
-    if len(optional) > _MAX_OPTIONAL_FIRST:
-        return None
     beginnings = [
         sequence([member, *_optional_rest(optional[index + 1 :])]) for index, member in enumerate(optional)
     ]
@@ -79,12 +84,26 @@ def _split_members(parameters: Mapping[str, Any]) -> list[tuple[str, Any, bool]]
     if (
         not isinstance(properties, Mapping)
         or not isinstance(required, list)
+        or not all(isinstance(name, str) for name in required)
         or isinstance(additional, Mapping)
     ):
         return None
     if not parameters.keys() <= _ROOT_KEYWORDS or not all(name in properties for name in required):
         return None
     return [(name, schema, name in required) for name, schema in properties.items()]
+
+
+def _is_too_large(
+    members: list[tuple[str, Any, bool]], parameters: Mapping[str, Any], copies: int = 1
+) -> bool:
+    """Return whether the grammar is larger than it may be: each parameter with references repeats the definitions.
+
+    The size is found before the grammar is built, which may be hundreds of times as large as ``parameters``.
+    """
+    definitions = len(json.dumps([parameters.get(name) for name in _DEFINITIONS]))
+    schemas = [json.dumps(schema) for _, schema, _ in members]
+    size = sum(len(schema) + ("$ref" in schema) * definitions for schema in schemas)
+    return copies * size > MAX_SOURCE_BYTES
 
 
 def _xml_value(schema: Any, root: Mapping[str, Any]) -> TagFormat | None:
@@ -107,9 +126,9 @@ def _xml_value(schema: Any, root: Mapping[str, Any]) -> TagFormat | None:
 def _bounded_text(schema: Mapping[str, Any]) -> TagFormat | None:
     """Return the format of a line of a bounded length, and the newline after it."""
     shortest, longest = (schema.get(name, default) for name, default in _LENGTHS.items())
-    if not isinstance(shortest, int) or not isinstance(longest, int | None):
+    if type(shortest) is not int or type(longest) not in (int, NoneType):  # a boolean is no length
         return None
-    if shortest > _MAX_LENGTH or (longest or 0) > _MAX_LENGTH:
+    if not 0 <= shortest <= (_MAX_LENGTH if longest is None else longest) <= _MAX_LENGTH:
         return None
     pattern = f"[^<\\n]{{{shortest},{'' if longest is None else longest}}}"
     return sequence([{"type": "regex", "pattern": pattern}, constant("\n")])

@@ -10,6 +10,7 @@ ANY: Final = frozenset(("null", "boolean", "integer", "number", "string", "array
 STRING: Final = frozenset(("string",))
 _MAX_DEPTH: Final = 16
 """References and combinations that are nested more deeply leave a type open."""
+_MAX_VISITS: Final = 1000
 _MAX_WORD_CHARACTERS: Final = 4096
 _MAX_PYTHON_CHARACTERS: Final = 1 << 16
 _PYTHON_WORDS: Final[dict[str, Any]] = {
@@ -18,28 +19,50 @@ _PYTHON_WORDS: Final[dict[str, Any]] = {
 _INVALID: Final = object()
 
 
-def find_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def find_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types of the values that ``schema`` allows; ``root`` is the schema that its references refer to."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return ANY
-    found = ANY
-    match schema.get("type"):
-        case str(name):
-            found = frozenset((name,))
-        case [*names] if names:
-            found = frozenset(name for name in names if isinstance(name, str))
-    if isinstance(schema.get("enum"), list):
-        found &= _types_of(schema["enum"])
-    if "const" in schema:
-        found &= _types_of([schema["const"]])
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            found &= frozenset().union(*(find_types(part, root, depth + 1) for part in schema[keyword]))
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        found &= find_types(part, root, depth + 1)
-    if "$ref" in schema:
-        found &= find_types(_resolve(schema["$ref"], root), root, depth + 1)
-    return found
+    return _TypeFinder(root).find(schema)
+
+
+class _TypeFinder:
+    """Finds types in bounded time: each schema is visited once, and schemas beyond ``_MAX_VISITS`` leave a type open."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._found: dict[int, frozenset[str]] = {}
+        """Types by the schema's ``id``."""
+
+    def find(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return ANY
+        if (known := self._found.get(id(schema))) is not None:
+            return known
+        if len(self._found) >= _MAX_VISITS:
+            return ANY
+        self._found[id(schema)] = ANY  # what a schema that refers to itself contributes to its own types
+        found = self._find_own(schema, depth)
+        self._found[id(schema)] = found
+        return found
+
+    def _find_own(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        found = ANY
+        match schema.get("type"):
+            case str(name):
+                found = frozenset((name,))
+            case [*names] if names:
+                found = frozenset(name for name in names if isinstance(name, str))
+        if isinstance(schema.get("enum"), list):
+            found &= _types_of(schema["enum"])
+        if "const" in schema:
+            found &= _types_of([schema["const"]])
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                found &= frozenset().union(*(self.find(part, depth + 1) for part in schema[keyword]))
+        for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            found &= self.find(part, depth + 1)
+        if "$ref" in schema:
+            found &= self.find(_resolve(schema["$ref"], self._root), depth + 1)
+        return found
 
 
 def _types_of(values: Iterable[Any]) -> frozenset[str]:

@@ -126,7 +126,8 @@ class PythonCallReader:
         self.raw = ""
         self.is_known = self.is_done = self.is_broken = False
         self._names = names
-        self._arguments = ""
+        self._arguments: list[str] = []
+        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._brackets: list[str] = []
         self._separator = ""
         """The text that separates the next member from the one before it."""
@@ -152,7 +153,8 @@ class PythonCallReader:
 
     def take_arguments(self) -> str:
         """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text, self._arguments = self._arguments, ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
         return text
 
     def _read_name(self, character: str) -> bool:
@@ -166,7 +168,7 @@ class PythonCallReader:
         return True
 
     def _open(self, bracket: str) -> None:
-        self._arguments += "[" if bracket == "[" else "{"
+        self._arguments.append("[" if bracket == "[" else "{")
         self._brackets.append(bracket)
         self._separator = ""
         self._state = self._read_member
@@ -179,11 +181,11 @@ class PythonCallReader:
         if character == _CLOSERS[bracket]:
             self._close()
         elif bracket == "[":
-            self._arguments += self._separator
+            self._arguments.append(self._separator)
             self._state = self._read_value
             return False
         elif bracket == "{" and character in "\"'":
-            self._arguments += self._separator
+            self._arguments.append(self._separator)
             self._string, self._state = StringLiteralReader(character), self._read_string_key
         elif bracket == "(" and character in _NAME_CHARACTERS:
             self._word, self._state = character, self._read_key
@@ -195,7 +197,7 @@ class PythonCallReader:
         if character in _NAME_CHARACTERS and len(self._word) < _MAX_HEAD_CHARACTERS:
             self._word += character
             return True
-        self._arguments += f"{self._separator}{json.dumps(self._word)}: "
+        self._arguments.append(f"{self._separator}{json.dumps(self._word)}: ")
         self._word, self._state = "", self._read_equals
         return False
 
@@ -210,7 +212,7 @@ class PythonCallReader:
     def _read_string_key(self, character: str) -> bool:
         belongs = self._read_string(character)
         if self._string is None:
-            self._arguments += ": "
+            self._arguments.append(": ")
             self._state = self._read_colon
         return belongs
 
@@ -246,7 +248,7 @@ class PythonCallReader:
     def _read_string(self, character: str) -> bool:
         assert self._string is not None
         text, belongs = self._string.push(character)
-        self._arguments += text
+        self._arguments.append(text)
         if self._string.is_done:
             self._string = None
         return belongs
@@ -258,7 +260,7 @@ class PythonCallReader:
         value = word_to_json(self._word)
         if value is None:
             return self._break_without_value()
-        self._arguments += value
+        self._arguments.append(value)
         self.is_known, self._word, self._state = True, "", self._read_comma
         return False
 
@@ -274,18 +276,18 @@ class PythonCallReader:
         return True
 
     def _close(self) -> None:
-        self._arguments += _JSON_CLOSERS[self._brackets.pop()]
+        self._arguments.append(_JSON_CLOSERS[self._brackets.pop()])
         self._state = self._read_comma
         if not self._brackets:
             self.is_known = self.is_done = True
 
     def _break_without_value(self) -> bool:
-        self._arguments += "null"
+        self._arguments.append("null")
         return self._break_complete()
 
     def _break_complete(self) -> bool:
         """End the reading, because the character cannot continue the call; complete the arguments to valid JSON."""
-        self._arguments += "".join(_JSON_CLOSERS[bracket] for bracket in reversed(self._brackets))
+        self._arguments.append("".join(_JSON_CLOSERS[bracket] for bracket in reversed(self._brackets)))
         self.is_broken = True
         return True
 

@@ -36,7 +36,8 @@ class XmlCallReader:
         self._options = options
         self._read = ""
         self._buffer = ""
-        self._arguments = ""
+        self._arguments: list[str] = []
+        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._num_parameters = 0
         self._types = STRING
         self._value: list[str] = []
@@ -67,7 +68,8 @@ class XmlCallReader:
 
     def take_arguments(self) -> str:
         """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text, self._arguments = self._arguments, ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
         return text
 
     def _read_opening(self) -> bool:
@@ -102,14 +104,14 @@ class XmlCallReader:
         self.is_done, self.is_broken = marker is not None, marker is None
         if marker == END_FUNCTION:
             self._buffer = self._buffer[len(END_FUNCTION) :]
-        self._arguments += "}" if self._num_parameters else "{}"
+        self._arguments.append("}" if self._num_parameters else "{}")
         return True
 
     def _read_key(self) -> bool:
         key = self._take_name()
         if key is None:
             if self.is_broken and self.is_known:
-                self._arguments += "}"
+                self._arguments.append("}")
             return False
         assert self.name is not None
         schema = self._options.schemas.get(self.name, {})
@@ -117,8 +119,8 @@ class XmlCallReader:
         member = properties.get(key) if isinstance(properties, Mapping) else None
         # A parameter that the schema does not mention is text, as in the reference implementation of the format.
         self._types = STRING if member is None else find_types(member, schema)
-        self._arguments += ", " if self._num_parameters else "{"
-        self._arguments += json.dumps(key, ensure_ascii=False) + ": "
+        self._arguments.append(", " if self._num_parameters else "{")
+        self._arguments.append(json.dumps(key, ensure_ascii=False) + ": ")
         self._num_parameters += 1
         self._value, self._newline = [], ""
         self._is_streamed = self._is_begun = False
@@ -140,12 +142,12 @@ class XmlCallReader:
         self._newline = "\n" if text.endswith("\n") else ""
         text = text.removesuffix("\n")
         if self._is_streamed:
-            self._arguments += json.dumps(text, ensure_ascii=False)[1:-1]
+            self._arguments.append(json.dumps(text, ensure_ascii=False)[1:-1])
         elif text:
             self._value.append(text)
             self._is_streamed = self._types <= _STRING_OR_NULL and self._is_certainly_string()
             if self._is_streamed:
-                self._arguments += json.dumps("".join(self._value), ensure_ascii=False)[:-1]
+                self._arguments.append(json.dumps("".join(self._value), ensure_ascii=False)[:-1])
 
     def _is_certainly_string(self) -> bool:
         """Return whether the value so far cannot become ``null``, if the parameter may be that."""
@@ -154,9 +156,9 @@ class XmlCallReader:
 
     def _end_value(self) -> None:
         if self._is_streamed:
-            self._arguments += '"'
+            self._arguments.append('"')
         else:
-            self._arguments += to_json("".join(self._value), self._types)
+            self._arguments.append(to_json("".join(self._value), self._types))
 
     def _take_name(self) -> str | None:
         """Take the name up to ``>``. It is None while it is incomplete, or where ``is_broken`` because it is none."""

@@ -95,8 +95,10 @@ class ToolCallReader:
         self._has_arguments = False
         self._state = "start"  # start, member, key, colon, value, after
         self._key = ""
-        self._text = ""
-        self._arguments = ""
+        self._text: list[str] = []
+        """Characters of a key, or of a value that is not streamed."""
+        self._arguments: list[str] = []
+        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._value = JsonValueScanner()
 
     @staticmethod
@@ -123,7 +125,8 @@ class ToolCallReader:
 
     def take_arguments(self) -> str:
         """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text, self._arguments = self._arguments, ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
         return text
 
     def _push(self, character: str) -> None:
@@ -140,10 +143,10 @@ class ToolCallReader:
             case "start", "{":
                 self._state = "member"
             case "member", '"':
-                self._state, self._key, self._value = "key", '"', JsonValueScanner()
+                self._state, self._text, self._value = "key", ['"'], JsonValueScanner()
                 self._value.push(character)
             case "colon", ":":
-                self._state, self._text, self._value = "value", "", JsonValueScanner()
+                self._state, self._text, self._value = "value", [], JsonValueScanner()
             case "after", ",":
                 self._state = "member"
             case "after", "}":
@@ -153,9 +156,9 @@ class ToolCallReader:
 
     def _push_key(self, character: str) -> None:
         self._value.push(character)
-        self._key += character
+        self._text.append(character)
         if self._value.is_done:
-            self._state, self._key = "colon", str(_decode(self._key))
+            self._state, self._key = "colon", str(_decode("".join(self._text)))
 
     def _push_value(self, character: str) -> None:
         if character in JSON_WHITESPACE and not self._value.first:
@@ -164,11 +167,11 @@ class ToolCallReader:
         # Arguments that are an object are streamed as they come; any other value is decoded at its end.
         is_streamed = self._key in _ARGUMENT_KEYS and self._value.first == "{"
         if belongs and is_streamed:
-            self._arguments += character
+            self._arguments.append(character)
             self._has_arguments = True
             self.is_known = self.name is not None
         elif belongs:
-            self._text += character
+            self._text.append(character)
         self.is_broken = self._value.is_broken or (self._arguments_only and not is_streamed)
         if self._value.is_done:
             self._end_value(is_streamed=is_streamed)
@@ -179,20 +182,21 @@ class ToolCallReader:
         self._state = "after"
         self.is_done = self._arguments_only
         if self._key == "name":
-            name = _decode(self._text)
+            name = _decode("".join(self._text))
             self.name = name if isinstance(name, str) and name in self._names else None
             self.is_broken = self.name is None
             self.is_known = self.name is not None and bool(self._arguments)
         elif self._key in _ARGUMENT_KEYS and not is_streamed:
-            self._arguments = _as_object(_decode(self._text))
-            self._has_arguments = bool(self._arguments)
+            arguments = _as_object(_decode("".join(self._text)))
+            self._arguments = [arguments] if arguments else []
+            self._has_arguments = bool(arguments)
             self.is_broken = not self._has_arguments
 
     def _end_call(self) -> None:
         self.is_known = self.is_done = self.name is not None
         self.is_broken = not self.is_known
         if not self._has_arguments:
-            self._arguments = "{}"
+            self._arguments = ["{}"]
 
 
 def _decode(text: str) -> Any:
