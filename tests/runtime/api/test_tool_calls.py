@@ -298,9 +298,9 @@ def test_reasoning_starts_as_the_rendered_prompt_ends(tmp_path: Path, template: 
     )
     output_format = OutputFormat.from_launch(launch)
     chat_template = ChatTemplate(template, {})
-    hints = ({}, effort_hints("none"), effort_hints("low"))
+    hints: tuple[dict[str, Any], ...] = ({}, effort_hints("none"), effort_hints("low"))
     efforts: tuple[object, ...] = ("none", "low", "utmost", 3, ["none"], None)
-    options = ({}, *({"reasoning_effort": effort} for effort in efforts))
+    options: tuple[dict[str, Any], ...] = ({}, *({"reasoning_effort": effort} for effort in efforts))
     for hint, option in product(hints, options):
         prompt = ChatPrompt(MESSAGES, template_options=option, template_hints=hint)
         expected = output_format.reasoning_format.detect_start(chat_template.render(prompt))
