@@ -474,6 +474,15 @@ def test_tools_that_the_format_cannot_express_are_called_in_json(tool_call_forma
         plan(tool_call_format, tools=[strict])
 
 
+@pytest.mark.parametrize("fields", [{"strict": True}, {}], ids=["strict", "required"])
+def test_tool_that_is_larger_than_a_grammar_is_refused_for_its_size(fields: dict[str, Any]) -> None:
+    properties = {"a": {"type": "integer", "description": "x" * 600_000}}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters, **fields}}
+    with pytest.raises(InvalidRequest, match="bytes, more than 524288; use a smaller one"):
+        plan(QWEN3_CODER, tools=[tool], **({} if fields else {"tool_choice": "required"}))
+
+
 def test_reasoning_between_special_tokens_is_divided_from_the_content() -> None:
     planned = plan(None)
     assert planned.keeps_special_tokens
