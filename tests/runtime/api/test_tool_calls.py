@@ -300,7 +300,7 @@ def test_reasoning_starts_as_the_rendered_prompt_ends(tmp_path: Path, template: 
     chat_template = ChatTemplate(template, {})
     hints: tuple[dict[str, Any], ...] = ({}, effort_hints("none"), effort_hints("low"))
     efforts: tuple[object, ...] = ("none", "low", "utmost", 3, ["none"], None)
-    options = ({}, *({"reasoning_effort": effort} for effort in efforts))
+    options: tuple[dict[str, Any], ...] = ({}, *({"reasoning_effort": effort} for effort in efforts))
     for hint, option in product(hints, options):
         prompt = ChatPrompt(MESSAGES, template_options=option, template_hints=hint)
         expected = output_format.reasoning_format.detect_start(chat_template.render(prompt))
@@ -472,6 +472,15 @@ def test_tools_that_the_format_cannot_express_are_called_in_json(tool_call_forma
     strict = {"type": "function", "function": {**ANY_OBJECT["function"], "strict": True}}
     with pytest.raises(InvalidRequest, match=r"cannot enforce|no marker begins a call"):
         plan(tool_call_format, tools=[strict])
+
+
+@pytest.mark.parametrize("fields", [{"strict": True}, {}], ids=["strict", "required"])
+def test_tool_that_is_larger_than_a_grammar_is_refused_for_its_size(fields: dict[str, Any]) -> None:
+    properties = {"a": {"type": "integer", "description": "x" * 600_000}}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters, **fields}}
+    with pytest.raises(InvalidRequest, match="bytes, more than 524288; use a smaller one"):
+        plan(QWEN3_CODER, tools=[tool], **({} if fields else {"tool_choice": "required"}))
 
 
 def test_reasoning_between_special_tokens_is_divided_from_the_content() -> None:

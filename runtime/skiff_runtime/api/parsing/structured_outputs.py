@@ -136,6 +136,9 @@ def constrain_tool_calls(
         return structural_tag_grammar(tool_call_format.calls_format(schemas, parallel=parallel), "tools")
     if grammar is None and not any(tool.function.strict for tool in tools):
         return None
+    for schema in schemas:
+        # Refused for its size, not for the format, which cannot express a schema that is too large for any grammar.
+        json_schema_grammar(schema.parameters, "tools")
     if not tool_call_format.can_be_enforced(special_tokens):
         raise InvalidRequest(
             f"this model writes tool calls in the format {tool_call_format.name}, with special tokens that a grammar "
