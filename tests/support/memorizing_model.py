@@ -35,7 +35,7 @@ _OPENING: Final = {role: f"<|{role}|>" for role in _ROLES}
 _CLOSING: Final = {role: f"<|/{role}|>" for role in _ROLES}
 _BOS: Final = "<|begin|>"
 _SUFFIXES: Final = ("", "", "", "\n", '"', '"}', '"]', "\n\n", "'", "}", ".", ")", "\n```", "</output>")
-"""What clients write after a tool's result; the model has seen all of them."""
+"""Texts that clients write after a tool's result; the model has seen all of them."""
 _ROWS: Final = 24
 _ROW_TOKENS: Final = 224
 _MAX_STEPS: Final = 500
@@ -72,7 +72,7 @@ _CHAT_TEMPLATE: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the model writes after a last message of ``role`` that ends with ``ends``."""
+    """The model's output after a last message of ``role`` that ends with ``ends``."""
 
     role: str
     ends: str

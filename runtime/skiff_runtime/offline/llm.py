@@ -153,7 +153,7 @@ class LLM:
 
         Args:
             inputs: one input, or several.
-            dimensions: cut the vectors to so many numbers (Matryoshka), before they are normalized.
+            dimensions: cut the vectors to this many numbers (Matryoshka), before they are normalized.
             normalize: scale the vectors to length 1 (default: as the model's sentence-transformers files say; True
                 without these).
             prompt_name: the model's prompt that precedes each text, such as "query" (default: the model's default).

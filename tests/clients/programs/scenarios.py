@@ -22,9 +22,9 @@ ANSWER = "pod"
 """A word of the demo model's answer."""
 WEATHER_QUESTION = "What is the weather in Paris?"
 WEATHER = "18 degrees"
-"""What the weather tool answers."""
+"""Result of the weather tool."""
 WEATHER_ANSWER = "It is 18 degrees in Paris."
-"""What the model says after this result of the tool, and after no other."""
+"""The model's answer to this result of the tool, and to no other."""
 COMMAND_SECONDS = 150
 
 

@@ -110,7 +110,7 @@ def test_processors_equal_those_of_transformers() -> None:
 
 
 def test_bad_words_equal_those_of_transformers() -> None:
-    """Where the output alone contains the beginnings of the words."""
+    """Bad words match where the output alone contains their beginnings."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
     words = ((8,), (9, 2), (4, 9, 3), (5, 9, 6), (9, 8), (2, 9), (7, 4, 9, 2))
     masked = NoBadWordsLogitsProcessor([list(word) for word in words])(

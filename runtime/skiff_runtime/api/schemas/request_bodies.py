@@ -256,7 +256,7 @@ CacheControl = Annotated[
     Hint("remove it; prefixes are cached without it"),
 ]
 ParsedByClient = Annotated[JsonValue, Hint("remove it; it repeats the text beside it")]
-"""What the helpers of OpenAI's client add to an answer that is sent back."""
+"""Added by the helpers of OpenAI's client to an answer that is sent back."""
 ProviderFields = Annotated[
     Annotated[HintObject, Field(max_length=MAX_HINT_FIELDS)] | None, Hint("remove it", off=(None, {}))
 ]
