@@ -133,6 +133,7 @@ MANY = {f"p{index}": {"type": "integer"} for index in range(9)}
         ({"properties": {}, "additionalProperties": {"type": "integer"}}, False, False),
         ({"properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}]}, False, False),
         ({"properties": {}, "required": ["a"]}, False, False),
+        ({"properties": MANY, "$defs": {"x": {"enum": ["x" * 20_000]}}}, False, False),
     ],
 )  # fmt: skip
 def test_tools_that_a_format_cannot_express(

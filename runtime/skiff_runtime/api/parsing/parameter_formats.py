@@ -22,9 +22,11 @@ _ANNOTATIONS: Final = frozenset(
 _LENGTHS: Final = {"minLength": 0, "maxLength": None}
 _MAX_LENGTH: Final = 1000
 """Longer bounds of a string make too large a grammar."""
+_MAX_COPIED_CHARACTERS: Final = 1 << 17
+"""Definitions are copied for each parameter, and optional keyword arguments for each that the call can begin with."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 _MAX_OPTIONAL_FIRST: Final = 8
-"""Optional keyword arguments of a tool without required ones: their number of orders of beginnings is quadratic."""
+"""Optional keyword arguments of a tool without required ones: the call can begin with each of them."""
 
 
 def json_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
@@ -63,7 +65,7 @@ def python_parameters(parameters: Mapping[str, Any]) -> TagFormat | None:
     if required:
         rest = [sequence([constant(", "), member]) for member in required[1:]]
         return sequence([required[0], *rest, *_optional_rest(optional)])
-    if len(optional) > _MAX_OPTIONAL_FIRST:
+    if len(optional) > _MAX_OPTIONAL_FIRST or len(json.dumps(optional)) > _MAX_COPIED_CHARACTERS:
         return None
     beginnings = [
         sequence([member, *_optional_rest(optional[index + 1 :])]) for index, member in enumerate(optional)
@@ -83,6 +85,9 @@ def _split_members(parameters: Mapping[str, Any]) -> list[tuple[str, Any, bool]]
     ):
         return None
     if not parameters.keys() <= _ROOT_KEYWORDS or not all(name in properties for name in required):
+        return None
+    definitions = sum(len(json.dumps(parameters[name])) for name in _DEFINITIONS if name in parameters)
+    if definitions * len(properties) > _MAX_COPIED_CHARACTERS:
         return None
     return [(name, schema, name in required) for name, schema in properties.items()]
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 ANY: Final = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 STRING: Final = frozenset(("string",))
-_MAX_DEPTH: Final = 16
-"""References and combinations that are nested more deeply leave a type open."""
+_MAX_NODES: Final = 200
+"""Subschemas, counted each time they are read; a type that needs more of them is left open."""
 _MAX_WORD_CHARACTERS: Final = 4096
 _MAX_PYTHON_CHARACTERS: Final = 1 << 16
 _PYTHON_WORDS: Final[dict[str, Any]] = {
@@ -18,28 +18,40 @@ _PYTHON_WORDS: Final[dict[str, Any]] = {
 _INVALID: Final = object()
 
 
-def find_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def find_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types of the values that ``schema`` allows; ``root`` is the schema that its references refer to."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return ANY
-    found = ANY
-    match schema.get("type"):
-        case str(name):
-            found = frozenset((name,))
-        case [*names] if names:
-            found = frozenset(name for name in names if isinstance(name, str))
-    if isinstance(schema.get("enum"), list):
-        found &= _types_of(schema["enum"])
-    if "const" in schema:
-        found &= _types_of([schema["const"]])
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            found &= frozenset().union(*(find_types(part, root, depth + 1) for part in schema[keyword]))
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        found &= find_types(part, root, depth + 1)
-    if "$ref" in schema:
-        found &= find_types(_resolve(schema["$ref"], root), root, depth + 1)
-    return found
+    return _TypeFinder(root).find(schema)
+
+
+class _TypeFinder:
+    """Finds types in at most ``_MAX_NODES`` subschemas, because references to each other could make them endless."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._nodes_left = _MAX_NODES
+
+    def find(self, schema: Any) -> frozenset[str]:
+        self._nodes_left -= 1
+        if not isinstance(schema, Mapping) or self._nodes_left < 0:
+            return ANY
+        found = ANY
+        match schema.get("type"):
+            case str(name):
+                found = frozenset((name,))
+            case [*names] if names:
+                found = frozenset(name for name in names if isinstance(name, str))
+        if isinstance(schema.get("enum"), list):
+            found &= _types_of(schema["enum"])
+        if "const" in schema:
+            found &= _types_of([schema["const"]])
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                found &= frozenset().union(*map(self.find, schema[keyword]))
+        for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            found &= self.find(part)
+        if "$ref" in schema:
+            found &= self.find(_resolve(schema["$ref"], self._root))
+        return found
 
 
 def _types_of(values: Iterable[Any]) -> frozenset[str]:
