@@ -17,6 +17,7 @@ from skiff_runtime.api.parsing.hermes import HermesParser
 from skiff_runtime.api.parsing.llama3 import Llama3Parser
 from skiff_runtime.api.parsing.mistral import JsonListParser, MistralParser
 from skiff_runtime.api.parsing.output_parser import ChatOutputParser
+from skiff_runtime.api.parsing.parameter_types import ANY, find_types
 from skiff_runtime.api.parsing.pythonic import PythonicParser
 from skiff_runtime.api.parsing.qwen3_coder import Qwen3CoderParser
 from skiff_runtime.api.parsing.reasoning_parser import (
@@ -414,6 +415,13 @@ def test_text_and_json_in_xml_become_json(zone: str, values: list[object]) -> No
     message = parse_in_every_cut(make_parser_of("qwen3_coder"), text)
     [(_, arguments)] = message.calls
     assert json.loads(arguments) == {"zone": zone, "ref": values}
+
+
+def test_types_of_schemas_that_refer_to_each_other_are_found_in_bounded_time() -> None:
+    loops = {
+        f"t{index}": {"anyOf": [{"$ref": f"#/$defs/t{each}"} for each in range(20)]} for index in range(20)
+    }
+    assert find_types({"$ref": "#/$defs/t0"}, {"$defs": loops}) == ANY
 
 
 BREAKING_FRAGMENTS = {

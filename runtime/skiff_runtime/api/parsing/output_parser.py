@@ -81,20 +81,23 @@ def plan_output(
     if tool_call_format is not None:
         grammar = constrain_tool_calls(body, tools, tool_call_format, grammar, special_tokens)
     start = output_format.reasoning_start(prompt)
-    reasoning_format = None if start is None else output_format.reasoning_format
     if grammar is not None and start is not None:
         grammar = allow_reasoning_before(grammar, start, output_format.reasoning_format, special_tokens)
-    markers = {*(() if tool_call_format is None else tool_call_format.markers)}
-    markers |= {*(() if reasoning_format is None else reasoning_format.markers)}
+    if tool_call_format is None and start is None:
+        return OutputPlan(grammar, None, keeps_special_tokens=False)
+    markers = set(() if tool_call_format is None else tool_call_format.markers)
+    make_reasoning_parser = None
+    if start is not None:
+        markers.update(output_format.reasoning_format.markers)
+        make_reasoning_parser = partial(ReasoningParser, start, output_format.reasoning_format)
     keeps_special_tokens = not special_tokens.isdisjoint(markers)
+    if tool_call_format is None and not keeps_special_tokens:
+        make_parser = _make_parser_of(make_reasoning_parser, None, includes_reasoning)
+        return OutputPlan(grammar, make_parser, keeps_special_tokens)
     dropped = tuple(sorted(special_tokens - markers))
-    make_reasoning_parser = (
-        None if start is None else partial(ReasoningParser, start, output_format.reasoning_format)
-    )
     if tool_call_format is None:
-        # Special tokens that were kept for the markers of the reasoning are dropped from the content here.
-        content = ToolCallOptions(frozenset(), special_tokens=dropped)
-        make_content_parser = partial(ContentParser, content) if keeps_special_tokens else None
+        # Special tokens that are kept for the markers of the reasoning are dropped from the content here.
+        make_content_parser = partial(ContentParser, ToolCallOptions(frozenset(), special_tokens=dropped))
         make_parser = _make_parser_of(make_reasoning_parser, make_content_parser, includes_reasoning)
         return OutputPlan(grammar, make_parser, keeps_special_tokens)
     is_single = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedToolChoice)
