@@ -54,7 +54,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """Makes environments on first use. ``published_before``: the time as of which dependencies are resolved."""
+    """Makes environments on first use. ``published_before``: only dependencies published before this time are installed."""
 
     published_before: str
     uv_version: str

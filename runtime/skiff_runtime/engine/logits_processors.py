@@ -228,8 +228,8 @@ class LogitsProcessors:
 def _pack_bad_words(row: int, words: _BadWords, length: int, first_end: int) -> NDArray[np.int64]:
     """Pack the bad words of one row as int64[W, 3 + length].
 
-    Columns: the row, the index of the last token among those of all rows, of which this row's begin at ``first_end``, the
-    position of the first output token, and the tokens before the last one.
+    Columns: the row; the index of the word's last token in the list of all rows' last tokens, where those of this row begin
+    at ``first_end``; the position of the first output token; the tokens before the last one.
     """
     count, own = words.prefixes.shape
     packed = np.full((count, 3 + length), _NO_TOKEN, np.int64)

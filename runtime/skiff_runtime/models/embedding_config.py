@@ -34,7 +34,7 @@ _MODE_FLAGS: Final = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""The older form of a pooling configuration: one flag for each mode, of which several may be set."""
+"""The older form of a pooling configuration: a flag for each mode. Several flags may be set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from skiff_runtime.errors import InvalidRequest, ResponseNotFound
 def make_response(
     name: str, parent: StoredResponse | None = None, *, key: bytes = b"", size: int = 0
 ) -> StoredResponse:
-    """Make a response of about ``size`` bytes, all of which are output."""
+    """Make a response of about ``size`` bytes, all in its output."""
     output = {"id": f"out-{name}", "text": name.upper() + "x" * size}
     return StoredResponse(
         name,

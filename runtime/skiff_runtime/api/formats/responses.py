@@ -315,7 +315,7 @@ def _format_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
 
 
 def _error_code(status: int) -> str:
-    """Return the code of a response's error, of which OpenAI's API knows a few only."""
+    """Return the code of a response's error; OpenAI's API knows only a few."""
     if status == QueueFull.status:
         return "rate_limit_exceeded"
     return "invalid_prompt" if status < 500 else "server_error"

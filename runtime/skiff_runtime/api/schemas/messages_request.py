@@ -16,11 +16,11 @@ from pydantic_core import PydanticCustomError
 
 from skiff_runtime.api.schemas.field_support import Hint, Refused
 from skiff_runtime.api.schemas.request_bodies import (
-    MAX_CHAT_TEMPLATE_KWARGS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_PRIORITY,
     MAX_SALT_CHARACTERS,
+    ChatTemplateKwargs,
     FunctionDefinition,
     FunctionTool,
     NamedFunction,
@@ -52,9 +52,9 @@ recognized by the ends of their names."""
 _SERVER_TOOL_BLOCKS: Final = ("server_tool_use", "mcp_tool_use")
 _SERVER_TOOL_RESULT: Final = "_tool_result"
 
-HintObject = Annotated[dict[str, JsonValue] | None, Hint("remove it")]
+IgnoredObject = Annotated[dict[str, JsonValue] | None, Hint("remove it")]
 """An object without effect here, such as ``cache_control``: prefixes are cached without marks."""
-HintText = Annotated[Annotated[str, Field(max_length=512)] | None, Hint("remove it")]
+IgnoredText = Annotated[Annotated[str, Field(max_length=512)] | None, Hint("remove it")]
 
 
 def _type_of(value: Any) -> Any:
@@ -110,7 +110,7 @@ class TextBlock(StrictModel):
 
     type: Literal["text"]
     text: str
-    cache_control: HintObject = None
+    cache_control: IgnoredObject = None
     citations: Annotated[list[JsonValue] | None, Hint("remove it", off=(None, []))] = None
 
 
@@ -136,8 +136,8 @@ class ToolUseBlock(StrictModel):
     id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Annotated[str, Field(min_length=1, max_length=128)]
     input: dict[str, JsonValue]
-    cache_control: HintObject = None
-    caller: HintObject = None
+    cache_control: IgnoredObject = None
+    caller: IgnoredObject = None
     toolset_name: Annotated[None, Refused("remove it; toolsets run on Anthropic's servers only")] = None
 
     def to_template(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ToolResultBlock(StrictModel):
         _TextBlocks | None, BeforeValidator(_as_blocks, json_schema_input_type=str | _TextBlocks | None)
     ] = None
     is_error: bool | None = None
-    cache_control: HintObject = None
+    cache_control: IgnoredObject = None
     toolset_name: Annotated[None, Refused("remove it; toolsets run on Anthropic's servers only")] = None
 
     def to_template(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class CustomTool(StrictModel):
     strict: bool | None = None
     input_examples: Annotated[list[dict[str, JsonValue]], Field(max_length=64)] | None = None
     allowed_callers: Annotated[list[str], Field(max_length=16)] | None = None
-    cache_control: HintObject = None
+    cache_control: IgnoredObject = None
     defer_loading: Annotated[
         bool | None, Hint("remove it; every tool is offered at once", off=(None, False))
     ] = None
@@ -332,7 +332,7 @@ class ThinkingEnabled(StrictModel):
         Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS)] | None, Hint("remove it; use 'max_tokens'")
     ] = None
     display: ThinkingDisplay | None = None
-    block_binding: HintObject = None
+    block_binding: IgnoredObject = None
 
 
 class ThinkingAdaptive(StrictModel):
@@ -340,7 +340,7 @@ class ThinkingAdaptive(StrictModel):
 
     type: Literal["adaptive", "between_tools"]
     display: ThinkingDisplay | None = None
-    block_binding: HintObject = None
+    block_binding: IgnoredObject = None
 
 
 class ThinkingDisabled(StrictModel):
@@ -372,7 +372,7 @@ class OutputConfig(StrictModel):
         Literal["low", "medium", "high", "xhigh", "max"] | None, Hint("use 'chat_template_kwargs'")
     ] = None
     format: JsonOutputFormat | None = None
-    task_budget: HintObject = None
+    task_budget: IgnoredObject = None
 
 
 class ContextManagement(StrictModel):
@@ -417,20 +417,15 @@ class MessagesPromptFields(StrictModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutputFormat | None = None
-    chat_template_kwargs: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=MAX_CHAT_TEMPLATE_KWARGS)
-        ]
-        | None
-    ) = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
 
-    cache_control: HintObject = None
+    cache_control: IgnoredObject = None
     context_management: Annotated[
         ContextManagement | None, Hint("remove it; shorten the conversation in the client")
     ] = None
     speed: Annotated[Literal["standard", "fast"] | None, Hint("remove it")] = None
-    user_profile_id: HintText = None
-    workspace_id: HintText = None
+    user_profile_id: IgnoredText = None
+    workspace_id: IgnoredText = None
 
     billing_policy: Annotated[None, Refused("remove it; nothing is billed")] = None
     compaction: Annotated[None, Refused("remove it; shorten the conversation in the client")] = None
@@ -516,7 +511,7 @@ class MessagesRequest(MessagesPromptFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     metadata: Metadata | None = None
 
-    diagnostics: HintObject = None
+    diagnostics: IgnoredObject = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Hint("remove it; use 'priority'")] = None
 
     container: Annotated[None, Refused("remove it; no code is executed here")] = None

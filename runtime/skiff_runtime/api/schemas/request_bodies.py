@@ -172,7 +172,7 @@ GuidedChoice = Annotated[
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's constraints on the output, of which exactly one is given."""
+    """vLLM's constraints on the output. A request gives exactly one of them."""
 
     json_value: Annotated[JsonSchema | GrammarSource | None, Field(alias="json")] = None
     regex: GrammarSource | None = None
@@ -214,7 +214,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredOutputFields(StrictModel):
-    """Constraints on the output, of which a request may use one.
+    """Constraints on the output. A request may use one of them.
 
     `structured_outputs` and the older `guided_` fields have vLLM's names, `regex` and `ebnf` SGLang's.
     """
@@ -246,6 +246,13 @@ class StructuredOutputFields(StrictModel):
 _CONSTRAINTS: Final = tuple(
     name for name, field in StructuredOutputFields.model_fields.items() if support_of(field) is Support.SERVED
 )
+
+
+# The variables of a chat template
+
+ChatTemplateKwargs = Annotated[
+    dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=MAX_CHAT_TEMPLATE_KWARGS)
+]
 
 
 # Hints that messages, tools and bodies share
@@ -698,12 +705,7 @@ class ChatCompletionRequest(OpenAIRequestFields, ToolFields):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=MAX_CHAT_TEMPLATE_KWARGS)
-        ]
-        | None
-    ) = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
 
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,

@@ -15,10 +15,10 @@ from pydantic_core import PydanticCustomError
 from skiff_runtime.api.schemas.field_support import Hint, Refused
 from skiff_runtime.api.schemas.request_bodies import (
     MAX_ARGUMENT_CHARACTERS,
-    MAX_CHAT_TEMPLATE_KWARGS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    ChatTemplateKwargs,
     FunctionName,
     JsonObjectFormat,
     JsonSchema,
@@ -353,7 +353,7 @@ class AllowedTool(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """Restricts the model to some of the `tools`, of which it may (`auto`) or must (`required`) call one."""
+    """Restricts the model to some of the `tools`. It may (`auto`) or must (`required`) call one of these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -492,12 +492,7 @@ class ResponsesRequest(SamplingFields):
         | None
     ) = None
     stream_options: ResponsesStreamOptions | None = None
-    chat_template_kwargs: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=MAX_CHAT_TEMPLATE_KWARGS)
-        ]
-        | None
-    ) = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
 
     client_metadata: Ignored = None
     max_tool_calls: Annotated[
