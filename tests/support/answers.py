@@ -1,4 +1,4 @@
-"""Responses of the three generation endpoints, streamed or not, in one form that can be compared."""
+"""Responses of all endpoints that compute, streamed or not, in one form that can be compared."""
 
 import json
 import math
@@ -8,12 +8,25 @@ from typing import Any, Final
 from raw_http import Reply
 
 LOGPROB_TOLERANCE: Final = 2e-3
-"""In nats. Float32 sums in another order differ by a thousandth of this."""
+"""In nats, and for embeddings and scores. Float32 sums in another order differ by a thousandth of this."""
+_LAST_EVENTS: Final = {"response.completed", "response.incomplete", "response.failed", "message_stop"}
+_MESSAGE_EVENTS: Final = {
+    "message",
+    "message_start",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+}
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice. ``logprobs``: one for each token; ``tops``: the sorted top log-probabilities of each position."""
+    """One choice. ``logprobs``: one for each token; ``tops``: the sorted top log-probabilities of each position.
+
+    ``numbers``: the embedding of one input, or the score of one document.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -21,6 +34,7 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -62,10 +76,10 @@ def read_answer(reply: Reply) -> Answer:
 
 
 def _read_stream(answer: Answer, reply: Reply) -> None:
-    """Parse a stream. One that ends neither with [DONE] nor with an error was cut."""
+    """Parse a stream. One that ends neither with its last event nor with an error was cut."""
     done = False
-    for line in reply.body.decode(errors="replace").split("\n\n"):
-        data = line.removeprefix("data: ").strip()
+    for block in reply.body.decode(errors="replace").split("\n\n"):
+        data = block.rpartition("data: ")[2].strip() if block.startswith("event: ") else block[6:].strip()
         if data == "[DONE]":
             done = True
         elif data:
@@ -75,16 +89,30 @@ def _read_stream(answer: Answer, reply: Reply) -> None:
                 answer.cut = True
                 return
             assert not done, f"an event after the end: {data[:200]}"
+            done = event.get("type") in _LAST_EVENTS
             _take(answer, event)
     answer.cut = not (reply.whole and (done or answer.error is not None))
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:
-    if "error" in event:
-        answer.error = event["error"]["message"]
-        answer.code = event["error"]["code"]
+    """Add a response or an event of a stream to the answer."""
+    kind = event.get("type", event.get("object"))
+    if (error := event.get("error")) is not None:
+        answer.error, answer.code = error["message"], error.get("code")
         answer.ends += 1
-        return
+    elif kind == "response":
+        _take_response(answer, event)
+    elif isinstance(kind, str) and kind.startswith("response."):
+        _take_response_event(answer, event)
+    elif kind in _MESSAGE_EVENTS:
+        _take_message_event(answer, event)
+    elif kind == "list" or "results" in event:
+        _take_numbers(answer, event)
+    else:
+        _take_choices(answer, event)
+
+
+def _take_choices(answer: Answer, event: dict[str, Any]) -> None:
     for choice in event.get("choices", [event]):
         _take_choice(answer, choice)
     if usage := event.get("usage"):
@@ -101,6 +129,51 @@ def _take_choice(answer: Answer, fields: dict[str, Any]) -> None:
     if fields.get("finish_reason") is not None:
         choice.finish = fields["finish_reason"]
         answer.ends += 1
+
+
+def _take_response_event(answer: Answer, event: dict[str, Any]) -> None:
+    """Collect the text of an event of the Responses API; the last event repeats it, and has all other parts."""
+    if event["type"] == "response.output_text.delta":
+        answer.choices.setdefault(0, Choice()).text += event["delta"]
+    elif event["type"] in _LAST_EVENTS:
+        streamed = answer.choices.pop(0, Choice()).text
+        _take(answer, event["response"])
+        if answer.error is None:
+            assert answer.choices[0].text == streamed, "the deltas are not the text"
+
+
+def _take_response(answer: Answer, response: dict[str, Any]) -> None:
+    choice = answer.choices.setdefault(0, Choice())
+    for item in response["output"]:
+        for part in item["content"]:
+            choice.text += part["text"]
+            _take_logprobs(choice, {"content": part.get("logprobs", [])})
+    choice.finish = (response["incomplete_details"] or {"reason": response["status"]})["reason"]
+    usage = response["usage"]
+    answer.usage = (usage["input_tokens"], usage["output_tokens"])
+    answer.ends += 1
+
+
+def _take_message_event(answer: Answer, event: dict[str, Any]) -> None:
+    """Parse an event of the Messages API, or a whole message, which has the parts of all events."""
+    choice = answer.choices.setdefault(0, Choice())
+    parts = [event.get("content_block"), event.get("delta"), *event.get("content", ())]
+    choice.text += "".join(part.get("text", "") for part in parts if part is not None)
+    ending = event if event["type"] == "message" else event.get("delta", {})
+    if ending.get("stop_reason") is not None:
+        choice.finish = f"{ending['stop_reason']} {ending['stop_sequence']}"
+        usage = event["usage"]
+        answer.usage = (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"])
+        answer.ends += 1
+
+
+def _take_numbers(answer: Answer, response: dict[str, Any]) -> None:
+    """Parse embeddings, scores, or the results of reranking, whose order near ties may change."""
+    for each in response.get("data") or response["results"]:
+        vector = each.get("embedding", [each.get("score", each.get("relevance_score"))])
+        answer.choices[each["index"]] = Choice(finish="computed", numbers=vector)
+        answer.ends += 1
+    answer.usage = (response["usage"]["prompt_tokens"], 0)
 
 
 def _take_logprobs(choice: Choice, fields: Any) -> None:
@@ -137,11 +210,12 @@ def difference(alone: Answer, busy: Answer) -> str | None:
 
 
 def unlike_logprobs(one: Choice, other: Choice, *, before: int | None = None) -> str | None:
-    """Describe log-probabilities of two choices that differ, in the prompt or before index ``before``; None if none do."""
+    """Describe numbers of two choices that differ, log-probabilities only before index ``before``; None if none do."""
     pairs = (
         ("logprobs", [one.logprobs[:before]], [other.logprobs[:before]]),
         ("top logprobs", one.tops[:before], other.tops[:before]),
         ("prompt logprobs", [one.prompt_logprobs], [other.prompt_logprobs]),
+        ("numbers", [one.numbers], [other.numbers]),
     )
     for name, some, others in pairs:
         if not _close(some, others):

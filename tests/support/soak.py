@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from answers import Answer, difference, read_answer
 from raw_http import Address, RawConnection, Reply, post
-from soak_requests import Question, malformed, questions, too_long
+from soak_requests import MESSAGES, Question, malformed, questions, too_long
 
 CONCURRENCY: Final = 64
 DISCONNECTS: Final = 0.10
@@ -119,7 +119,10 @@ class Soak:
             question = too_long(self._draw)
             stream = self._draw.random() < 0.5
             line.send(post(question.path, question.make_body(stream=stream)))
-            self._check_refusal("too_long", await line.reply(), code="context_length_exceeded")
+            code = (
+                None if question.path == MESSAGES else "context_length_exceeded"
+            )  # Anthropic's have no code
+            self._check_refusal("too_long", await line.reply(), code=code)
         elif draw < DISCONNECTS + TOO_LONG + MALFORMED:
             path, body = malformed(self._draw)
             line.send(post(path, body))
@@ -133,9 +136,7 @@ class Soak:
     async def _disconnect(self, line: RawConnection) -> None:
         """Disconnect at a random moment: within the body, while waiting, or in the middle of the answer."""
         question = self._draw.choice(self._questions)
-        body = question.make_body(stream=self._draw.random() < 0.7)
-        if "response_format" not in body and "guided_choice" not in body:
-            body = {**body, "max_tokens": LONG_ANSWER, "ignore_eos": True}
+        body = question.make_long_body(LONG_ANSWER, stream=self._draw.random() < 0.7)
         request = post(question.path, body)
         moment = self._draw.randrange(3)
         line.send(request if moment else request[: self._draw.randrange(1, len(request))])
@@ -153,7 +154,7 @@ class Soak:
             self.outcome.record("wrong_answers", self.outcome.wrong, f"{question}: {differing}")
 
     def _check_refusal(self, kind: str, reply: Reply, *, code: str | None) -> None:
-        """Check that a refusal is a 400 with OpenAI's error object."""
+        """Check that a refusal is a 400 with the error object of its API."""
         answer = read_answer(reply)
         if answer.status == 400 and answer.terminal and code in (None, answer.code):
             self.outcome.counts[kind] += 1

@@ -49,11 +49,14 @@ async def ask(client: AsyncOpenAI, number: int, tokens: int) -> int:
     return int(usage.completion_tokens)
 
 
-async def wait_all_running(service: Service) -> None:
-    def running() -> bool:
-        return service.metric("skiff_requests_running") == CLIENTS
+async def wait_all_accepted(service: Service) -> None:
+    """Wait until every client's request runs, or has finished: a slow machine may finish one before it begins the next."""
 
-    await asyncio.to_thread(wait_until, running)
+    def accepted() -> bool:
+        finished = service.metric('skiff_finished_requests_total{finish_reason="length"}')
+        return service.metric("skiff_requests_running") + finished == CLIENTS
+
+    await asyncio.to_thread(wait_until, accepted)
 
 
 def make_client(service: Service) -> AsyncOpenAI:
@@ -67,7 +70,7 @@ def test_killed_child_ends_the_service_and_every_client_gets_an_error(model: Pat
     async def scenario(service: Service) -> list[Any]:
         async with make_client(service) as client:
             requests = [asyncio.ensure_future(ask(client, number, 2000)) for number in range(CLIENTS)]
-            await wait_all_running(service)
+            await wait_all_accepted(service)
             service.children[victim].kill()
             return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), HANG_SECONDS)
 
@@ -101,7 +104,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
     async def scenario(service: Service) -> list[int]:
         async with make_client(service) as client:
             requests = [asyncio.ensure_future(ask(client, *each)) for each in enumerate(OUTPUTS)]
-            await wait_all_running(service)
+            await wait_all_accepted(service)
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: is_draining(service))
             with pytest.raises(APIStatusError) as caught:
