@@ -99,7 +99,7 @@ def _responses_question(draw: random.Random, text: str, number: int) -> Question
         "model": MODEL,
         "input": [*_draw_system(draw), {"role": "user", "content": text}],
         "max_output_tokens": 12 if "text" in kind else draw.randint(1, MAX_ANSWER_TOKENS),
-        "store": draw.random() < 0.5,
+        "store": draw.random() < 0.1,
         "top_logprobs": draw.randint(0, 4),
     }
     return Question(RESPONSES, {**body, **kind})
