@@ -88,6 +88,12 @@ class Config:
         '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768} serves factor times as many '
         "tokens (default: the model's own)",
     )
+    chat_template: str | None = option(
+        None,
+        "Model",
+        "file with a chat template in Jinja, used instead of the model's own, such as one that shows tools "
+        "(default: the model's own)",
+    )
 
     host: str = option("127.0.0.1", "Server", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = option(API_PORT, "Server", "port to listen on; 0: any free port, which is logged")

@@ -11,7 +11,7 @@ from skiff_runtime.config import AUTO, Config, Device, Dtype, Quantization
 from skiff_runtime.config.api_keys import read_api_keys
 from skiff_runtime.config.cache_dirs import default_cache_dir, tokenizer_cache_dirs
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
-from skiff_runtime.errors import ConfigError
+from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.gguf.header import SUFFIX, is_gguf
 from skiff_runtime.gguf.selection import find_gguf
 from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
@@ -51,6 +51,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         model, tokenizer_path=find_or_convert_tokenizer(model.path, tokenizer_cache_dirs(config.download_dir))
     )
     _check_pooling(config, model)
+    chat_template = _find_chat_template(config)
     if config.load_format == "safetensors" and is_gguf(model.path):
         raise ConfigError(f"--load-format safetensors: {model.path} is a GGUF file; omit the option")
     device = _choose_device(config)
@@ -64,6 +65,7 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
         dtype=_choose_dtype(config, model, device),
         quantization=choose_quantization(config, model),
         max_model_len=_choose_max_model_len(config, model),
+        chat_template=chat_template,
         served_model_name=config.served_model_name or _default_name(config.model),
         kernel_cache_dir=config.kernel_cache_dir or str(default_cache_dir() / "kernels"),
         cpu_threads=config.cpu_threads or max(1, available_cores() // config.tp_size),
@@ -100,6 +102,24 @@ def locate(config: Config) -> Path:
             f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
         )
     return find_gguf(Path(uri))
+
+
+def _find_chat_template(config: Config) -> str | None:
+    """Return the absolute path of the user's chat template, which must compile; None if there is none."""
+    if config.chat_template is None:
+        return None
+    # Imported here because jinja2 takes 2 MiB, which most supervisors save.
+    from skiff_runtime.vocabulary.chat_template import ChatTemplate
+    from skiff_runtime.vocabulary.tokenizer_files import read_template
+
+    path = Path(config.chat_template).absolute()
+    try:
+        template = ChatTemplate(read_template(path), {})
+    except ModelError as error:
+        raise ConfigError(f"--chat-template: {error}") from None
+    if not template.is_usable:
+        raise ConfigError(f"--chat-template {path}: {template.fault}")
+    return str(path)
 
 
 def _default_name(uri: str) -> str:

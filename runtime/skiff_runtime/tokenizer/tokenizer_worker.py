@@ -101,7 +101,9 @@ def _uids_of(message: TokenizeRequest | EncodeRequest | DecodeRequest) -> range:
 
 def load_prompt_builder(launch: Launch) -> PromptBuilder:
     """Load the model's tokenizer and chat template. Raises ``ModelError``."""
-    files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
+    files = read_tokenizer_files(
+        launch.model.path, launch.model.tokenizer_path, chat_template=launch.config.chat_template
+    )
     template = ChatTemplate(files.template, files.special_tokens)
     if not template.is_usable:
         log.warning("chat_disabled", reason=template.fault)

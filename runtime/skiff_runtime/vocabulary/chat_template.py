@@ -88,7 +88,7 @@ class ChatTemplate:
         if prompt.tools and not self.shows_tools:
             raise InvalidRequest(
                 "the model's chat template does not show tools to the model, so it could not call them; remove 'tools', or "
-                "serve the model with a chat template that renders them",
+                "start the server with --chat-template and a template that renders them",
                 param="tools",
                 code="unsupported_parameter",
             )

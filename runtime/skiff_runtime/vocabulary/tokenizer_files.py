@@ -37,11 +37,13 @@ class TokenizerFiles:
     tokenizer_class: str = DEFAULT_CLASS
 
 
-def read_tokenizer_files(directory: Path, converted: Path | None = None) -> TokenizerFiles:
+def read_tokenizer_files(
+    directory: Path, converted: Path | None = None, *, chat_template: str | None = None
+) -> TokenizerFiles:
     """Read the tokenizer files of ``directory``. Raises ``ModelError`` that names the file and the fault.
 
     ``converted`` is the directory of tokenizer.json, if it is another one; where ``directory`` is a GGUF file, it holds
-    the template and the special tokens as well.
+    the template and the special tokens as well. ``chat_template`` is the file of a template to use instead.
     """
     if converted is not None and directory.is_file():
         directory = converted
@@ -53,7 +55,9 @@ def read_tokenizer_files(directory: Path, converted: Path | None = None) -> Toke
         special_tokens = _read_special_tokens(converted, converted_config) | special_tokens
     return TokenizerFiles(
         tokenizer=_find_tokenizer(converted or directory),
-        template=_read_template(directory, config),
+        template=_read_template(directory, config)
+        if chat_template is None
+        else read_template(Path(chat_template)),
         special_tokens=special_tokens,
         tokenizer_class=str(config.get("tokenizer_class") or DEFAULT_CLASS),
     )
@@ -71,15 +75,22 @@ def _find_tokenizer(directory: Path) -> Path:
     return path
 
 
+def read_template(path: Path) -> str:
+    """Read a chat template. Raises ``ModelError`` that names the file and the fault."""
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not valid UTF-8: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES >> 20} MiB")
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} is not valid UTF-8: {error}") from None
+        return read_template(path)
     source = directory / "tokenizer_config.json"
     template = config.get("chat_template")
     if isinstance(template, list):

@@ -24,6 +24,7 @@ from skiff_runtime.api.parsing.reasoning_parser import ReasoningStart
 from skiff_runtime.api.parsing.structured_outputs import build_response_grammar
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat
 from skiff_runtime.api.schemas.request_bodies import ChatCompletionRequest
+from skiff_runtime.config import Config
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import ChatPrompt, FinishReason, GenerateRequest
 from skiff_runtime.vocabulary.chat_template import ChatTemplate
@@ -294,7 +295,7 @@ def test_reasoning_starts_as_the_rendered_prompt_ends(tmp_path: Path, template: 
     edit_json(model / "tokenizer_config.json", chat_template=template)
     launch: Any = SimpleNamespace(
         model=SimpleNamespace(path=model, tokenizer_path=None),
-        config=SimpleNamespace(reasoning_parser="auto", tool_call_parser="auto"),
+        config=Config(model=str(model)),
     )
     output_format = OutputFormat.from_launch(launch)
     chat_template = ChatTemplate(template, {})
@@ -379,13 +380,15 @@ MISTRAL_CALL = '[TOOL_CALLS] [{"name": "now", "arguments": {"zone": "Köln"}}]'
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """A model whose marker of calls is a special token."""
+    """A model whose marker of calls is a special token, with a chat template that is not its own."""
     model = write_model(tmp_path_factory.mktemp("model"))
     tokenizer = (model / "tokenizer.json").read_text().replace("<|system|>", "[TOOL_CALLS]")
     (model / "tokenizer.json").write_text(tokenizer.replace("<|user|>", "[INST]"))
     template = "{% if tools %}{{ tools | tojson }}{% endif %}[INST]{{ messages[-1].content }}{% if 0 %}[TOOL_CALLS]{% endif %}"
-    edit_json(model / "tokenizer_config.json", chat_template=template)
-    with running_frontend(model) as front:
+    own = model.parent / "template.jinja"
+    own.write_text(template)
+    with running_frontend(model, chat_template=str(own)) as front:
+        assert front.get("/tokenizer_info").json()["chat_template"] == template
         yield front
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from tiny_tokenizer import write_tokenizer
 
-from skiff_runtime.errors import ModelError
+from skiff_runtime.config import Config
+from skiff_runtime.errors import ConfigError, ModelError
+from skiff_runtime.processes.resolve import resolve
 from skiff_runtime.vocabulary.byte_level import read_byte_level_decoder
 from skiff_runtime.vocabulary.encoder import load_tokenizer
 from skiff_runtime.vocabulary.tokenizer_files import read_tokenizer_files
@@ -48,6 +50,25 @@ def test_malformed_config_is_named_in_the_error(tmp_path: Path, name: str, text:
     (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=says):
         read_tokenizer_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "template.jinja cannot be read: No such file or directory"),
+        (b"\xff", "template.jinja is not valid UTF-8"),
+        (b"{% for m in messages %}", "template.jinja: .*malformed: line 1"),
+        (b"x" * ((1 << 20) + 1), "template.jinja is larger than 1 MiB"),
+    ],
+)
+def test_chat_template_of_the_user_is_checked_before_the_start(
+    tmp_path: Path, content: bytes | None, says: str
+) -> None:
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="--chat-template.*" + says):
+        resolve(Config(chat_template=str(path)))
 
 
 def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ class OutputFormat:
     @classmethod
     def from_launch(cls, launch: Launch) -> Self:
         """Detect the format from the model's files and the options of a launch."""
-        files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
+        files = read_tokenizer_files(
+            launch.model.path, launch.model.tokenizer_path, chat_template=launch.config.chat_template
+        )
         config = launch.config
         reasoning_format = select_reasoning_format(config.reasoning_parser, files.template)
         return cls(

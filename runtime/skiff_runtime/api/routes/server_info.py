@@ -120,7 +120,9 @@ def make_server_info_routes(launch: Launch, model: ServedModel, status: ServiceS
 
         The files are read again, on a thread: few services are ever asked, and a template may be large.
         """
-        files = read_tokenizer_files(launch.model.path, launch.model.tokenizer_path)
+        files = read_tokenizer_files(
+            launch.model.path, launch.model.tokenizer_path, chat_template=launch.config.chat_template
+        )
         return TokenizerInfo(
             tokenizer_class=files.tokenizer_class,
             model_max_length=model.max_model_len,

@@ -721,7 +721,9 @@ class ChatCompletionRequest(OpenAIRequestFields, ToolFields):
     stream_reasoning: Annotated[Literal[True] | None, Refused("use 'include_reasoning'")] = None
 
     audio: Annotated[None, Refused("remove it; only text is generated")] = None
-    chat_template: Annotated[None, Refused("remove it; the model's own is used")] = None
+    chat_template: Annotated[
+        None, Refused("remove it; start the server with --chat-template to replace the model's own")
+    ] = None
     documents: Annotated[NullOrEmpty, Refused("write them into a message")] = None
     echo: Annotated[Literal[False] | None, Refused("use /v1/completions")] = None
     function_call: Annotated[Literal["none"] | None, Refused("remove it; use 'tools'")] = None
