@@ -6,8 +6,10 @@ from typing import Final
 
 import shtab
 
+from skiff_runtime.config.arguments import field_choices
+
 _PATH_FIELDS: Final = frozenset(
-    {"model", "download_dir", "kernel_cache_dir", "api_key_file", "admin_api_key_file"}
+    {"model", "chat_template", "download_dir", "kernel_cache_dir", "api_key_file", "admin_api_key_file"}
 )
 """Options of ``skiff serve`` whose values may be paths; those of other commands have the type ``Path``."""
 
@@ -19,7 +21,7 @@ def write_completion(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _declare_values(parser: argparse.ArgumentParser) -> None:
-    """Declare for shtab the values that each option accepts: files, or the choices that its placeholder lists.
+    """Declare for shtab the values that each option accepts: files, or the choices of a field of ``Config``.
 
     The parser itself does not check the choices of a configuration field, because a variable may set it too.
     """
@@ -30,4 +32,4 @@ def _declare_values(parser: argparse.ArgumentParser) -> None:
         elif action.type is Path or action.dest in _PATH_FIELDS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif action.choices is None and isinstance(action.metavar, str) and action.metavar.startswith("{"):
-            action.choices = action.metavar.strip("{}").split(",")
+            action.choices = field_choices(action.dest)

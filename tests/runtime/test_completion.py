@@ -58,6 +58,7 @@ def complete(script: Path, line: str) -> set[str]:
         ("skiff serve --tensor", {"--tensor-parallel-size"}),
         ("skiff serve --tokenizer-backend ", {"auto", "tokenizers", "fastokens"}),
         ("skiff serve --tokenizer-backend fas", {"fastokens"}),
+        ("skiff serve --attention-backend flash", {"flashinfer", "flashinfer,triton"}),
         ("skiff bench ser", {"serve"}),
         ("skiff bench serve --num-pro", {"--num-prompts"}),
         ("skiff bench prefill-interference --chunk", {"--chunk-sizes"}),

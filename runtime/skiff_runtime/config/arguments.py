@@ -150,6 +150,11 @@ def parse(name: str, text: str, source: str) -> Any:
         raise ConfigError(f"{source} must be {wanted}, not {text!r}") from None
 
 
+def field_choices(name: str) -> tuple[str, ...]:
+    """Return the values that a field of ``Config`` accepts; empty unless they are listed."""
+    return _kind(name)[1]
+
+
 def _kind(name: str) -> tuple[type, tuple[str, ...]]:
     """Return a field's scalar type (tuple for a repeatable one), and its choices if it is a Literal."""
     hint = _HINTS[name]

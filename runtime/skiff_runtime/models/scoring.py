@@ -15,7 +15,7 @@ from skiff_runtime.config import AUTO, Config
 from skiff_runtime.errors import InvalidRequest
 from skiff_runtime.messages import PoolingKind, PoolingSpec
 from skiff_runtime.models.config import ModelConfig
-from skiff_runtime.models.embedding_config import Vector
+from skiff_runtime.models.embedding_config import EmbeddingConfig, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,12 @@ class Scorer:
             return None
         return PoolingSpec(PoolingKind.LOGITS, labels=(self.template.negative, self.template.positive))
 
-    def make_prompts(self, first: Sequence[str], second: Sequence[str]) -> list[str]:
-        """Return the prompts of all pairs."""
+    def make_prompts(
+        self, first: Sequence[str], second: Sequence[str], embedding: EmbeddingConfig
+    ) -> list[str | list[int]]:
+        """Return the prompts of all pairs. Texts to embed follow the default prompt of ``embedding``, as in its own API."""
         if self.template is None:
-            return [*first, *second]
+            return [embedding.add_prompt(text, None) for text in (*first, *second)]
         queries = first if len(first) == self.count else [first[0]] * self.count
         return [self.template.render(self.instruction, *pair) for pair in zip(queries, second, strict=True)]
 

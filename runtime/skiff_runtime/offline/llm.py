@@ -183,7 +183,7 @@ class LLM:
             raise InvalidRequest(f"{len(queries)} queries cannot be paired with {len(texts)} documents")
         scorer = Scorer.make(self._rerank_template, instruct, num_first=len(queries), count=len(texts))
         pooling = scorer.pooling or self._embedding.make_pooling_spec()
-        prompts: list[Prompt] = [*scorer.make_prompts(queries, texts)]
+        prompts = scorer.make_prompts(queries, texts, self._embedding)
         vectors = self._pool(prompts, pooling, add_special_tokens=scorer.template is None)
         return scorer.compute_scores(vectors)
 

@@ -223,6 +223,8 @@ def test_default_prompt_precedes_texts() -> None:
     assert spec.prompts == ["the boat", [5]]
     named = prepare_embeddings(encode(model=NAME, input="boat", prompt_name="query"), served())
     assert named.prompts == ["find boat"] and named.pooling == PoolingSpec(PoolingKind.LAST)
+    scored = prepare_score(encode(text_1="boat", text_2=["pod", "node"]), served())
+    assert scored.prompts == ["the boat", "the pod", "the node"]
 
 
 def test_shared_fields_reach_the_request() -> None:

@@ -98,9 +98,10 @@ class RequestState:
             self.failure = failure
 
     def record_finish(self, uid: int, finish: FinishReason, usage: Usage) -> None:
-        """Record how choice ``uid`` finished, and its token counts."""
+        """Record how choice ``uid`` finished, and its token counts. A request of which one was aborted counts as aborted."""
         self._usages[uid - self.first_uid] = usage
-        self.finish = finish
+        if self.finish is not FinishReason.ABORT:
+            self.finish = finish
 
     def outcome(self) -> Outcome:
         """Return how the request ended."""

@@ -60,7 +60,7 @@ def _make_spec(
     # An embedding model whose own pooling is not supported refuses here.
     pooling = scorer.pooling or model.make_embedding_spec()
     return RequestSpec(
-        prompts=scorer.make_prompts(first, second),
+        prompts=scorer.make_prompts(first, second, model.embedding),
         sampling=NO_SAMPLING,
         text=TextOptions(),
         formatter=formatter,
