@@ -25,6 +25,7 @@ EncodeText = Callable[[str, bool], NDArray[np.int64]]
 NUM_MIXTURES: Final = 400
 MAX_MIXTURE_PIECES: Final = 12
 _SEED: Final = 0
+_MAX_LOGGED_CHARACTERS: Final = 200
 
 
 def choose_encoder(backend: TokenizerBackend, path: Path, tokenizer: Tokenizer) -> EncodeText:
@@ -75,17 +76,38 @@ def _load_fastokens(path: Path, tokenizer: Tokenizer) -> EncodeText:
 
     try:
         fast = fastokens.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+    except BaseException as error:  # noqa: BLE001 (see _raise_unless_fault)
+        _raise_unless_fault(error)
         raise _Rejected(f"cannot read this tokenizer: {error}") from None
 
-    def encode(text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+    def encode_fast(text: str, add_special_tokens: bool) -> NDArray[np.int64]:
         ids, _ = fast.encode_batch_flat([text], add_special_tokens)
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
 
-    text = _find_difference(encode, tokenizer)
+    text = _find_difference(encode_fast, tokenizer)
     if text is not None:
         raise _Rejected(f"encodes {text[:80]!r} differently")
+    reference = reference_encoder(tokenizer)
+
+    def encode(text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+        try:
+            return encode_fast(text, add_special_tokens)
+        except BaseException as error:  # noqa: BLE001 (see _raise_unless_fault)
+            # The probe texts did not show this fault. It must neither fail the request nor end the process.
+            _raise_unless_fault(error)
+            log.warning("fastokens_failed", error=str(error)[:_MAX_LOGGED_CHARACTERS], characters=len(text))
+            return reference(text, add_special_tokens)
+
     return encode
+
+
+def _raise_unless_fault(error: BaseException) -> None:
+    """Raise ``error`` again unless it is a fault of fastokens: an exception, or a panic of its Rust code.
+
+    The class of a panic derives from ``BaseException``, and PyO3 exports it under no name.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 def reference_encoder(tokenizer: Tokenizer) -> EncodeText:
@@ -106,7 +128,8 @@ def _find_difference(encode: EncodeText, tokenizer: Tokenizer) -> str | None:
         for special in (False, True):
             try:
                 same = np.array_equal(encode(text, special), reference(text, special))
-            except Exception:  # noqa: BLE001 (one of the two cannot encode it)
+            except BaseException as error:  # noqa: BLE001 (see _raise_unless_fault)
+                _raise_unless_fault(error)
                 return text
             if not same:
                 return text

@@ -4,7 +4,9 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import fastokens
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,3 +92,29 @@ def test_missing_package_is_an_error_only_where_it_was_requested(
         choose_encoder("fastokens", DEMO, TOKENIZER)
     level, text = choose(caplog, "auto", DEMO)
     assert level == "INFO" and "backend=tokenizers" in text and "not installed" in text
+
+
+class PanicException(BaseException):
+    """A panic of Rust code."""
+
+
+class FragileTokenizer:
+    """fastokens with a fault that the probe texts do not show."""
+
+    def __init__(self, path: str) -> None:
+        self._tokenizer = fastokens.Tokenizer.from_file(path)
+
+    def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> object:
+        if "fragile" in texts[0]:
+            raise PanicException("index out of bounds")
+        return self._tokenizer.encode_batch_flat(texts, add_special_tokens)
+
+
+def test_panic_of_fastokens_neither_fails_the_request_nor_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = SimpleNamespace(Tokenizer=SimpleNamespace(from_file=FragileTokenizer))
+    monkeypatch.setitem(sys.modules, "fastokens", module)
+    encode = choose_encoder("fastokens", DEMO, TOKENIZER)
+    assert np.array_equal(encode("a fragile pod", True), reference_encoder(TOKENIZER)("a fragile pod", True))
+    assert 'fastokens_failed error="index out of bounds" characters=13' in caplog.text
