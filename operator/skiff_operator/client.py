@@ -154,7 +154,21 @@ class Client:
         query: dict[str, str] | None = None,
         content_type: str = _JSON,
     ) -> dict[str, Any]:
-        """Send one request and return the decoded response.
+        """Send one request and return the decoded response. Raises like `send`."""
+        data = await self.send(method, path, body, query=query, content_type=content_type)
+        answer: dict[str, Any] = msgspec.json.decode(data)
+        return answer
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Body | None = None,
+        *,
+        query: dict[str, str] | None = None,
+        content_type: str = _JSON,
+    ) -> bytes:
+        """Send one request and return the response's body.
 
         Raises:
             ApiUnavailable: no response; `ApiBusy`: the server asks to retry later.
@@ -178,8 +192,7 @@ class Client:
         metrics.api_requests.labels(method, str(response.status)).inc()
         if response.status >= 400:
             raise _error(response.status, f"{method} {path}", data)
-        answer: dict[str, Any] = msgspec.json.decode(data)
-        return answer
+        return bytes(data)
 
 
 def _error(status: int, request: str, data: bytes) -> OperatorError:
