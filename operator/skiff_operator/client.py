@@ -38,6 +38,7 @@ PAGE: Final = 100
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
 _APPLY: Final = "application/apply-patch+yaml"
 _JSON: Final = "application/json"
+MERGE_PATCH: Final = "application/merge-patch+json"
 _JSON_PATCH: Final = "application/json-patch+json"
 _BUSY: Final = (429, 500, 502, 503, 504)
 _MALFORMED: Final = "failed to create typed patch object"
