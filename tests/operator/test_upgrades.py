@@ -109,7 +109,7 @@ def test_a_newer_operator_changes_pods_with_their_spec_or_on_request_only(
 def test_an_edit_takes_the_present_template(api: ApiServer, start: Start, newer: Callable[[], None]) -> None:
     first = start("first")
     first.start()
-    awkward = [{"name": "AWKWARD", "value": "<a&b> \x7f\x85 é \u2028 🙂 \ufeff \"quoted\" \\n: #"}]
+    awkward = [{"name": "AWKWARD", "value": '<a&b> \x7f\x85 é \u2028 🙂 \ufeff "quoted" \\n: #'}]
     create(api, runtime={"device": "cpu", "env": awkward})
     old = template(api)["metadata"]["labels"][REVISION]
     newer()
