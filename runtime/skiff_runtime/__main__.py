@@ -5,7 +5,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from skiff_runtime import log
 from skiff_runtime.config.arguments import Parser, add_config_arguments, build_config
@@ -13,7 +13,13 @@ from skiff_runtime.contract import COMMAND_FETCH, COMMAND_SERVE, EXIT_FETCH_FAIL
 from skiff_runtime.errors import ConfigError, FetchError, SkiffError
 from skiff_runtime.version import __version__
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
+
 Command = Callable[[argparse.Namespace], int]
+
+_PLUGIN_GROUP: Final = "skiff.commands"
+"""The entry points of commands of other packages: a function of (argv, prog) for each name."""
 
 _RENAMED_BENCHMARKS: Final = {"gaps": "prefill-interference"}
 _BENCHMARKS: Final = {
@@ -56,7 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command of ``argv`` and return its exit code. Errors become one line on stderr."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _make_parser(words).parse_args(words)
+        parser = _make_parser(words)
+        if words and not words[0].startswith("-") and words[0] not in _commands(parser):
+            for plugin in _plugins().select(name=words[0]):
+                return _run_plugin(plugin, words)
+        arguments = parser.parse_args(words)
         command: Command = arguments.command
         return command(arguments)
     except FetchError as error:
@@ -65,6 +75,30 @@ def main(argv: list[str] | None = None) -> int:
         return _print_error(error, EXIT_USAGE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _commands(parser: Parser) -> set[str]:
+    """Return the names of the commands of this module."""
+    subparsers = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    return {name for each in subparsers for name in each.choices}
+
+
+def _plugins() -> "EntryPoints":
+    """Return the commands of other packages. Importing the library takes 30 ms, so `serve` does without it."""
+    from importlib.metadata import entry_points
+
+    return entry_points(group=_PLUGIN_GROUP)
+
+
+def _run_plugin(plugin: "EntryPoint", words: list[str]) -> int:
+    """Run a command of another package with the whole command line; it prints its own errors."""
+    try:
+        command: Callable[[list[str], str], int] = plugin.load()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{plugin.name}: {error.name} is not installed; pip install 'skiff[operator]'"
+        ) from error
+    return command(words, "skiff")
 
 
 def _print_error(error: SkiffError, code: int) -> int:
@@ -76,6 +110,8 @@ def _make_parser(words: list[str] | None) -> Parser:
     """Return the parser for a command line; None: with the flags of every command, which imports all their modules."""
     first, second = (None, None) if words is None else (words[:1], words[1:2])
     parser = Parser(prog="skiff", description="Serve large language models, and chat with them.")
+    if first in (["-h"], ["--help"]) and (names := sorted(_plugins().names)):
+        parser.epilog = f"commands for Kubernetes, with the operator extra: {', '.join(names)}"
     parser.add_argument("--version", action="version", version=f"skiff {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = commands.add_parser(

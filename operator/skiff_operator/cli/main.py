@@ -1,0 +1,75 @@
+"""The entry point of the commands: `kubectl-skiff`, which kubectl runs as `kubectl skiff`, and the runtime's `skiff`.
+
+Only the module of the given command is imported. Exit codes are kubectl's: 0, and 1 for any error.
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn, cast
+
+from skiff_operator.errors import OperatorError
+
+COMMANDS: Final = {
+    "rollout": ("skiff_operator.cli.rollout", "manage the rollouts of an InferenceService"),
+}
+"""Module and summary of each command. The entry points in pyproject.toml have the same names."""
+
+_DESCRIPTION: Final = "Manage the InferenceServices of a Kubernetes cluster."
+
+
+class UsageError(OperatorError):
+    """The command line is invalid."""
+
+    reason = "UsageError"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `UsageError` instead of exiting, and accepts no abbreviated flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options, "allow_abbrev": False}
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Report an invalid command line."""
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "kubectl skiff") -> int:
+    """Run the command of `argv`, of a program with the name `prog`, and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = make_parser(words[:1], prog).parse_args(words)
+        command = cast(Callable[[argparse.Namespace], int], arguments.command)
+        return command(arguments)
+    except ModuleNotFoundError as error:
+        print(f"{prog}: {error.name} is not installed; pip install 'skiff[operator]'", file=sys.stderr)
+    except OperatorError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, such as `head`, has left
+        sys.stderr.close()
+    return 1
+
+
+def make_parser(words: Sequence[str], prog: str) -> Parser:
+    """Return the parser, with the arguments of the command that `words` begin with."""
+    parser = Parser(prog=prog, description=_DESCRIPTION)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if words[:1] == [name]:
+            loaded = importlib.import_module(module)
+            command.description = loaded.__doc__
+            loaded.add_arguments(command)
+            command.set_defaults(command=loaded.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
