@@ -1,7 +1,8 @@
-"""The API server over HTTP: the kubernetes package's asyncio client, with plain dicts and short timeouts.
+"""The API server over HTTP: plain dicts, short timeouts, and the credentials of the kubernetes package.
 
-Connections, TLS and credentials are the package's; its generated models are not used, because they cost ten times
-as much CPU as the JSON itself. Errors are translated to those of `errors`.
+Loading and renewing credentials and the TLS settings are the package's. Its requests are not used: the generated models
+cost ten times as much CPU as the JSON itself, and its REST client a third of a request. Errors are translated to those
+of `errors`.
 """
 
 from collections.abc import AsyncIterator
@@ -11,8 +12,8 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 from kubernetes.aio import config
-from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
 from skiff_operator import metrics
 from skiff_operator.errors import (
@@ -66,15 +67,23 @@ class Client:
 
     def __init__(self, configuration: Configuration, *, connections: int) -> None:
         """Open at most `connections` at a time."""
-        configuration.connection_pool_maxsize = connections
-        # By default each request looks up netrc and proxies in a thread; `configuration` holds them already.
-        configuration.client_session_kwargs = {"trust_env": False}
-        self._api = ApiClient(configuration)
-        self._agent = f"{FIELD_MANAGER}/skiff"
+        self._configuration = configuration
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+        self._options: dict[str, Any] = {
+            option: value
+            for option, value in (
+                ("proxy", configuration.proxy),
+                ("proxy_headers", configuration.proxy_headers),
+                ("server_hostname", configuration.tls_server_name),
+            )
+            if value
+        }
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._api.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def list(
         self, kind: Kind, namespace: str | None, *, selector: str
@@ -161,17 +170,18 @@ class Client:
             ApiConflict: the object has changed meanwhile.
             ApiRefused: any other unsuccessful response.
         """
-        configuration = self._api.configuration
+        configuration = self._configuration
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        headers = {"Content-Type": content_type, "Accept": _JSON, "User-Agent": self._agent}
+        headers = {"Content-Type": content_type}
+        content = None if body is None else msgspec.json.encode(body)
         try:
             token = await configuration.get_api_key_with_prefix("BearerToken")
             if token:
                 headers["Authorization"] = token
-            response = await self._api.rest_client.request(
-                method, url, headers=headers, body=body, _request_timeout=_TIMEOUT
-            )
-            data = await response.read()
+            async with self._pool().request(
+                method, url, data=content, headers=headers, **self._options
+            ) as response:
+                data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             metrics.api_requests.labels(method, "none").inc()
             raise ApiUnavailable(f"{method} {path}: {error!r}") from error
@@ -180,6 +190,19 @@ class Client:
             raise _error(response.status, f"{method} {path}", data)
         answer: dict[str, Any] = msgspec.json.decode(data)
         return answer
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """Return the session, made on first use because it belongs to the running event loop."""
+        if self._session is None:
+            context = RESTClientObject(self._configuration).ssl_context
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, ssl=context),
+                timeout=_TIMEOUT,
+                # By default each request looks up netrc and proxies in a thread; the configuration holds them already.
+                trust_env=False,
+                headers={"Accept": _JSON, "User-Agent": f"{FIELD_MANAGER}/skiff"},
+            )
+        return self._session
 
 
 def _error(status: int, request: str, data: bytes) -> OperatorError:
