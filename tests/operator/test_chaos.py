@@ -23,7 +23,7 @@ from skiff_operator.settings import Settings, from_arguments
 
 SEED: Final = int(os.environ.get("SKIFF_TEST_SEED", "0"))
 FULL_SECONDS: Final = float(os.environ.get("SKIFF_TEST_CHAOS_SECONDS", "1800"))
-EDIT_SECONDS: Final = 0.15
+EDIT_SECONDS: Final = 0.1
 RESTART_EVERY_SECONDS: Final = 60.0
 CONVERGE_SECONDS: Final = 120.0
 FLAGS: Final = (

@@ -44,11 +44,11 @@ WATCH_SECONDS: Final = 4.0
 
 @dataclass
 class ChaosProxy(FaultProxy):
-    """Disturbs while `active`; counts in `forwarded` what reached the API server, by method, and in `disturbed` what it did."""
+    """Disturbs while `active`; counts in `succeeded` requests that the API server fulfilled, by method, and in `disturbed` what it did."""
 
     seed: int = 0
     active: bool = False
-    forwarded: Counter[str] = field(default_factory=Counter)
+    succeeded: Counter[str] = field(default_factory=Counter)
     disturbed: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class ChaosProxy(FaultProxy):
 
     @property
     def writes(self) -> int:
-        """Writes that reached the API server, without renewals of the Lease."""
-        return sum(self.forwarded[method] for method in WRITES)
+        """Writes that the API server fulfilled, without renewals of the Lease."""
+        return sum(self.succeeded[method] for method in WRITES)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Pass on or disturb a request; one that cannot be completed ends in a reset connection."""
@@ -72,8 +72,7 @@ class ChaosProxy(FaultProxy):
         if "/leases" in request.raw_path:
             return await super()._answer(request)
         if not self.active:
-            self.forwarded[request.method] += 1
-            return await super()._answer(request)
+            return await self._pass(request)
         if self._random.random() < LATE:
             self.disturbed["late"] += 1
             await asyncio.sleep(self._random.uniform(0, LATEST_SECONDS))
@@ -81,11 +80,14 @@ class ChaosProxy(FaultProxy):
             return await self._disturb_watch(request)
         if self._random.random() < REFUSED:
             return self._refuse(self._refusal_of(request))
-        lost = self._random.random() < LOST
-        self.forwarded[request.method] += 1
-        if lost:
+        if self._random.random() < LOST:
             return await self._lose(request)
-        return await super()._answer(request)
+        return await self._pass(request)
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        response = await super()._answer(request)
+        self.succeeded[request.method] += response.status < 400
+        return response
 
     async def _disturb_watch(self, request: web.Request) -> web.StreamResponse:
         if self._random.random() < WATCH_REFUSED:
@@ -136,5 +138,6 @@ class ChaosProxy(FaultProxy):
             request.method, f"{self._server}{request.raw_path}", headers=self._headers(request), data=body
         ) as reply:
             await reply.read()
+            self.succeeded[request.method] += reply.status < 400
         self._reset(request)
         return web.Response()
