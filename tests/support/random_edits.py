@@ -110,7 +110,7 @@ class RandomEdits:
         body = self._api.get("inferenceservices", old)
         self._api.delete("inferenceservices", old)
         body["metadata"] = {"name": new}
-        del body["status"]
+        body.pop("status", None)
         self._api.create("inferenceservices", body)
 
     def _edit_child(self) -> None:
