@@ -5,7 +5,7 @@ cost ten times as much CPU as the JSON itself, and its REST client a third of a 
 of `errors`.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -187,7 +187,7 @@ class Client:
             raise ApiUnavailable(f"{method} {path}: {error!r}") from error
         metrics.api_requests.labels(method, str(response.status)).inc()
         if response.status >= 400:
-            raise _error(response.status, f"{method} {path}", data)
+            raise _error(response.status, f"{method} {path}", data, retry_after_seconds(response.headers))
         answer: dict[str, Any] = msgspec.json.decode(data)
         return answer
 
@@ -205,7 +205,13 @@ class Client:
         return self._session
 
 
-def _error(status: int, request: str, data: bytes) -> OperatorError:
+def retry_after_seconds(headers: Mapping[str, str]) -> float:
+    """Return the seconds of a Retry-After header; 0 when it is absent or names a date."""
+    text = headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def _error(status: int, request: str, data: bytes, retry_after: float) -> OperatorError:
     """Map a response to an error by its code and the reason of its Status: a 409 covers conflicts of several kinds."""
     try:
         answer: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
@@ -213,7 +219,8 @@ def _error(status: int, request: str, data: bytes) -> OperatorError:
         answer = {}
     text = str(answer.get("message", data[:300].decode(errors="replace")))
     if status in _BUSY and _MALFORMED not in text:
-        return (ApiFailed if status == 500 else ApiBusy)(f"{request}: {status}: {text}")
+        error = ApiFailed if status == 500 else ApiBusy
+        return error(f"{request}: {status}: {text}", retry_after_seconds=retry_after)
     reason = answer.get("reason")
     if status == 409 and reason == "Conflict":
         return ApiConflict(text)

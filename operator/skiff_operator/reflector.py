@@ -25,6 +25,7 @@ from kopf._cogs.clients import api, errors, watching
 from kopf._cogs.structs import references
 from kopf._core.reactor import queueing
 
+from skiff_operator.client import retry_after_seconds
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.log import logger
@@ -313,7 +314,7 @@ class Reflector:
     async def _pause(self, error: Exception) -> None:
         """Report a failure and wait."""
         answered = isinstance(error, errors.APIError)
-        asked = _retry_after(error) if answered else 0.0
+        asked = retry_after_seconds(error.headers) if isinstance(error, errors.APIError) else 0.0
         delay = min(max(self._delay(), asked), self._last_delay)
         self._handler.streams.failed(self._stream, str(error) or repr(error), answered=answered)
         extra = {"stream": str(self._stream), "error": repr(error), "retry_seconds": f"{delay:.1f}"}
@@ -344,12 +345,6 @@ def _require_kinds(found: set[Any]) -> None:
             raise OperatorError(
                 f"the API server does not know {kind.plural}.{kind.group or kind.version}{advice}"
             )
-
-
-def _retry_after(error: errors.APIError) -> float:
-    """Return the seconds of a Retry-After header; 0 when it is absent or names a date."""
-    text = error.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
 
 
 def _parameters(name: str) -> set[str]:
