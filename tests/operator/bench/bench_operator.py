@@ -69,16 +69,24 @@ def cpu_seconds(operator: OperatorProcess) -> float:
 
 
 def settle(
-    operator: OperatorProcess, total: int, *, ready: str = "False", timeout_seconds: float = 180.0
+    operator: OperatorProcess,
+    total: int,
+    *,
+    ready: str = "False",
+    timeout_seconds: float = 180.0,
+    every_seconds: float = 1.0,
 ) -> None:
-    """Wait until every object has its status, with `ready` as its condition Ready, and nothing is queued."""
+    """Wait until every object has its status, with `ready` as its condition Ready, and nothing is queued.
+
+    Each look costs the operator a scrape: 8 ms of CPU for a thousand objects.
+    """
 
     def settled() -> bool:
         values = operator.metrics()
         known = values[f"skiff_operator_objects{{condition=Ready,status={ready}}}"]
         return known == total and values["skiff_operator_queue_depth"] == 0
 
-    eventually(settled, f"{total} statuses written", timeout_seconds, every_seconds=1.0)
+    eventually(settled, f"{total} statuses written", timeout_seconds, every_seconds=every_seconds)
     time.sleep(1.0)
 
 

@@ -29,6 +29,7 @@ from operator_process import LEASE_NAMESPACE, OperatorProcess  # noqa: E402
 
 PODS_PER_NODE = 250
 READY_SECONDS = 3_600.0
+LOOK_SECONDS = 10.0
 
 
 @dataclasses.dataclass
@@ -71,7 +72,7 @@ def burst(kubeconfig: Path, operator: OperatorProcess, result: Result) -> None:
     names = [f"burst-{number:04d}" for number in range(result.objects)]
     started = time.perf_counter()
     asyncio.run(create_all(kubeconfig, NAMESPACE, names, rate=None))
-    settle(operator, result.objects, ready="True", timeout_seconds=READY_SECONDS)
+    settle(operator, result.objects, ready="True", timeout_seconds=READY_SECONDS, every_seconds=LOOK_SECONDS)
     result.ready_seconds = time.perf_counter() - started
     result.cpu_ms_per_object = (cpu_seconds(operator) - cpu) * 1e3 / result.objects
     result.requests_per_object = (sum(operator.requests().values()) - requests) / result.objects
