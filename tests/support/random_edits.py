@@ -4,6 +4,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -58,15 +59,7 @@ class RandomEdits:
     def edit(self) -> None:
         """Make one edit."""
         action = self._random.choices(list(self._actions), weights=list(self._actions.values()))[0]
-        try:
-            action()
-        except Refused as refused:
-            if refused.status not in (404, 409, 429, 500, 503):
-                raise
-        except httpx.HTTPError:
-            pass  # the API server restarts
-        else:
-            self.made[action.__name__.strip("_")] += 1
+        self.made[action.__name__.strip("_")] += self._succeeds(action)
 
     def assert_foreign_untouched(self) -> None:
         """Fail unless the objects of others are what they were."""
@@ -75,7 +68,19 @@ class RandomEdits:
     def serve_all(self) -> None:
         """Play the kubelet of every InferenceService."""
         for name in NAMES:
-            self._serve(name)
+            self._succeeds(partial(self._serve, name))
+
+    def _succeeds(self, action: Callable[[], object]) -> bool:
+        """Try an edit; False when its object is gone or changed, or the API server is busy or restarts."""
+        try:
+            action()
+        except Refused as refused:
+            if refused.status not in (404, 409, 429, 500, 503):
+                raise
+            return False
+        except httpx.HTTPError:
+            return False
+        return True
 
     def _create(self) -> None:
         name = self._random.choice(NAMES)
