@@ -27,7 +27,7 @@ TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharde
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ bench: setup ## Front-process overhead and radix tree, on CPU
 
 bench-operator: setup ## The operator at 1, 100 and 1,000 InferenceServices
 	$(BIN)/python tests/operator/bench/bench_operator.py
+
+bench-operator-pods: setup ## The operator at 1,000 and 5,000 InferenceServices whose pods are Ready, on nodes faked by kwok: half an hour
+	$(BIN)/python tests/operator/bench/bench_ready_pods.py
 
 clean: ## Remove the virtual environments, the caches of the clone, and the test cluster with all that was built for it
 	$(CLUSTER) down --purge

@@ -1,20 +1,21 @@
-"""The API server over HTTP: the kubernetes package's asyncio client, with plain dicts and short timeouts.
+"""The API server over HTTP: plain dicts, short timeouts, and the credentials of the kubernetes package.
 
-Connections, TLS and credentials are the package's; its generated models are not used, because they cost ten times
-as much CPU as the JSON itself. Errors are translated to those of `errors`.
+Loading and renewing credentials and the TLS settings are the package's. Its requests are not used: the generated models
+cost ten times as much CPU as the JSON itself, and its REST client a third of a request. Errors are translated to those
+of `errors`.
 """
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 from kubernetes.aio import config
-from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
 from skiff_operator import metrics
 from skiff_operator.errors import (
@@ -72,15 +73,23 @@ class Client:
 
     def __init__(self, configuration: Configuration, *, connections: int) -> None:
         """Open at most `connections` at a time."""
-        configuration.connection_pool_maxsize = connections
-        # By default each request looks up netrc and proxies in a thread; `configuration` holds them already.
-        configuration.client_session_kwargs = {"trust_env": False}
-        self._api = ApiClient(configuration)
-        self._agent = f"{FIELD_MANAGER}/skiff"
+        self._configuration = configuration
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+        self._options: dict[str, Any] = {
+            option: value
+            for option, value in (
+                ("proxy", configuration.proxy),
+                ("proxy_headers", configuration.proxy_headers),
+                ("server_hostname", configuration.tls_server_name),
+            )
+            if value
+        }
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._api.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def list(
         self, kind: Kind, namespace: str | None, *, selector: str
@@ -186,24 +195,38 @@ class Client:
             ApiConflict: the object has changed meanwhile.
             ApiRefused: any other unsuccessful response.
         """
-        configuration = self._api.configuration
+        configuration = self._configuration
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        headers = {"Content-Type": content_type, "Accept": _JSON, "User-Agent": self._agent}
+        headers = {"Content-Type": content_type}
+        content = body.encode() if isinstance(body, str) else None if body is None else msgspec.json.encode(body)
         try:
             token = await configuration.get_api_key_with_prefix("BearerToken")
             if token:
                 headers["Authorization"] = token
-            response = await self._api.rest_client.request(
-                method, url, headers=headers, body=body, _request_timeout=_TIMEOUT
-            )
-            data = await response.read()
+            async with self._pool().request(
+                method, url, data=content, headers=headers, **self._options
+            ) as response:
+                data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             metrics.api_requests.labels(method, "none").inc()
             raise ApiUnavailable(f"{method} {path}: {error!r}") from error
         metrics.api_requests.labels(method, str(response.status)).inc()
         if response.status >= 400:
-            raise _error(response.status, f"{method} {path}", data)
+            raise _error(response.status, f"{method} {path}", data, retry_after_seconds(response.headers))
         return bytes(data)
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """Return the session, made on first use because it belongs to the running event loop."""
+        if self._session is None:
+            context = RESTClientObject(self._configuration).ssl_context
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, ssl=context),
+                timeout=_TIMEOUT,
+                # By default each request looks up netrc and proxies in a thread; the configuration holds them already.
+                trust_env=False,
+                headers={"Accept": _JSON, "User-Agent": f"{FIELD_MANAGER}/skiff"},
+            )
+        return self._session
 
 
 def _yaml(body: dict[str, Any]) -> str:
@@ -215,7 +238,13 @@ def _yaml(body: dict[str, Any]) -> str:
     return _ESCAPED_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
-def _error(status: int, request: str, data: bytes) -> OperatorError:
+def retry_after_seconds(headers: Mapping[str, str]) -> float:
+    """Return the seconds of a Retry-After header; 0 when it is absent or names a date."""
+    text = headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def _error(status: int, request: str, data: bytes, retry_after: float) -> OperatorError:
     """Map a response to an error by its code and the reason of its Status: a 409 covers conflicts of several kinds."""
     try:
         answer: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
@@ -223,7 +252,8 @@ def _error(status: int, request: str, data: bytes) -> OperatorError:
         answer = {}
     text = str(answer.get("message", data[:300].decode(errors="replace")))
     if status in _BUSY and _MALFORMED not in text:
-        return (ApiFailed if status == 500 else ApiBusy)(f"{request}: {status}: {text}")
+        error = ApiFailed if status == 500 else ApiBusy
+        return error(f"{request}: {status}: {text}", retry_after_seconds=retry_after)
     reason = answer.get("reason")
     if status == 409 and reason == "Conflict":
         return ApiConflict(text)

@@ -100,7 +100,7 @@ class Controller:
             outcome = await self._reconciler.reconcile(key)
         except Retryable as error:
             logger.warning("reconcile will be retried", extra={**extra, "error": str(error)})
-            self._queue.done(key, failed=True)
+            self._queue.done(key, failed=True, retry_after_seconds=error.retry_after_seconds)
             return "retry"
         except OperatorError as error:
             logger.error("reconcile was refused", extra={**extra, "error": str(error)})

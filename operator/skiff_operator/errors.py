@@ -8,9 +8,10 @@ class OperatorError(Exception):
 
 
 class Retryable(OperatorError):
-    """The same work may succeed later without any change."""
+    """The same work may succeed later without any change, `retry_after_seconds` from now at the earliest."""
 
     reason = "TemporaryError"
+    retry_after_seconds = 0.0
 
 
 class Permanent(OperatorError):
@@ -39,6 +40,10 @@ class ApiUnavailable(Retryable):
 
 class ApiBusy(ApiUnavailable):
     """The API server asked to retry one request later; others may succeed."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ApiFailed(ApiBusy):

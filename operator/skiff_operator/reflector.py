@@ -10,21 +10,22 @@ other than 410 in the stream ends the process.
 import asyncio
 import contextlib
 import inspect
-import json
 import logging
 import pkgutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import aiohttp
 import kopf
-from kopf._cogs.clients import api, errors, fetching, watching
+import msgspec
+from kopf._cogs.clients import api, errors, watching
 from kopf._cogs.structs import references
 from kopf._core.reactor import queueing
 
+from skiff_operator.client import retry_after_seconds
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE
 from skiff_operator.log import logger
@@ -32,8 +33,7 @@ from skiff_operator.watch_streams import WATCHED, EventHandler, StreamKey
 
 BORROWED: Final = {
     "kopf._cogs.clients.watching.infinite_watch": {"settings", "resource", "namespace", "operator_paused"},
-    "kopf._cogs.clients.fetching.fetch_objs": {"settings", "resource", "namespace", "logger"},
-    "kopf._cogs.clients.api.request": {"method", "url", "settings", "timeout", "logger"},
+    "kopf._cogs.clients.api.request": {"method", "url", "settings", "timeout", "headers", "logger"},
     "kopf._cogs.clients.api.iter_jsonlines": {"content"},
     "kopf._cogs.structs.references.Resource.get_url": {"namespace", "params"},
 }
@@ -43,7 +43,10 @@ FIRST_RETRY_SECONDS: Final = 0.1
 LAST_RETRY_SECONDS: Final = 30.0
 _STABLE_SECONDS: Final = 5.0
 _GONE: Final = 410
-_FAILURES: Final = (errors.APIError, aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
+_FAILURES: Final = (errors.APIError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError)
+
+_UNCOMPRESSED: Final = {"Accept-Encoding": "identity"}
+"""Unpacking a large list costs more CPU, here and in the API server, than it saves network."""
 
 _requests = logging.getLogger("skiff_operator.requests")
 _requests.setLevel(logging.CRITICAL)  # kopf logs each failed request, and the reflector reports it, too
@@ -136,6 +139,45 @@ def _reflected(handler: EventHandler) -> Iterator[None]:
         watching.infinite_watch = original
 
 
+_EncodedObject = dict[str, msgspec.Raw]
+"""An object whose fields are not decoded yet."""
+
+
+class _WatchEvent(msgspec.Struct):
+    """One line of a watch."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
+    object: _EncodedObject
+
+
+class _ListMeta(msgspec.Struct, rename={"resource_version": "resourceVersion", "token": "continue"}):
+    """The metadata of one page of a list; `token` is empty on the last one."""
+
+    resource_version: str
+    token: str = ""
+
+
+class _Page(msgspec.Struct):
+    """One page of a list."""
+
+    metadata: _ListMeta
+    items: list[_EncodedObject] | None = None
+
+
+_WATCH_EVENT: Final = msgspec.json.Decoder(_WatchEvent)
+_PAGE: Final = msgspec.json.Decoder(_Page)
+_FIELDS: Final = msgspec.json.Decoder(_EncodedObject)
+_ANY: Final = msgspec.json.Decoder()
+
+
+def decode_object(encoded: _EncodedObject) -> dict[str, Any]:
+    """Decode an object of a list or a watch without its `managedFields`, half of its size, which no event is read for."""
+    obj = {field: _ANY.decode(raw) for field, raw in encoded.items() if field != "metadata"}
+    metadata = _FIELDS.decode(encoded.get("metadata", b"{}"))
+    obj["metadata"] = {field: _ANY.decode(raw) for field, raw in metadata.items() if field != "managedFields"}
+    return obj
+
+
 class Reflector:
     """One stream: a list, watch requests from its resource version on, and a new list when that is too old.
 
@@ -176,21 +218,20 @@ class Reflector:
     async def _list(self) -> str:
         """List all objects page by page; return the resource version of the list."""
         shown: set[str] = set()
-        resource_version = ""
-        pages = fetching.fetch_objs(
-            settings=self._settings,
-            resource=self._resource,
-            namespace=self._stream.namespace,
-            logger=_requests,
-        )
-        async with contextlib.aclosing(pages):
-            async for objects, listed_at in pages:
-                self._handler.streams.heard(self._stream)
-                for obj in objects:
-                    shown.add(obj["metadata"]["uid"])
-                    self._handler.on_event(self._stream.kind, "LISTED", obj)
-                resource_version = listed_at
-                del objects  # or else two pages would be in memory while the next one is read
+        kind = self._stream.kind
+        identity = {"apiVersion": kind.api_version, "kind": kind.name}  # the items of a list lack both
+        params = {"limit": str(self._watching.chunk_size), "labelSelector": self._selector}
+        while True:
+            page = await self._page({name: text for name, text in params.items() if text})
+            self._handler.streams.heard(self._stream)
+            for item in page.items or ():
+                obj = identity | decode_object(item)
+                shown.add(obj["metadata"]["uid"])
+                self._handler.on_event(kind, "LISTED", obj)
+            resource_version, params["continue"] = page.metadata.resource_version, page.metadata.token
+            del page  # or else two pages would be in memory while the next one is read
+            if not params["continue"]:
+                break
         self._handler.on_listed(self._stream, shown, int(resource_version))
         return resource_version
 
@@ -204,10 +245,10 @@ class Reflector:
             began = time.monotonic()
             failure: Exception | None = None
             try:
-                async with await self._request(resource_version) as response:
+                async with await self._open_watch(resource_version) as response:
                     self._handler.streams.heard(self._stream)
                     async for line in api.iter_jsonlines(response.content):
-                        resource_version = self._take(json.loads(line))
+                        resource_version = self._take(_WATCH_EVENT.decode(line))
             except aiohttp.SocketTimeoutError:
                 pass  # either nothing happened or the connection is dead: only a new request can tell
             except _FAILURES as error:
@@ -221,41 +262,59 @@ class Reflector:
             else:
                 await self._pause(failure)
 
-    async def _request(self, resource_version: str) -> aiohttp.ClientResponse:
+    async def _page(self, params: dict[str, str]) -> "_Page":
+        """Request one page of the list."""
+        networking = self._settings.networking
+        timeout = aiohttp.ClientTimeout(
+            total=networking.request_timeout, sock_connect=networking.connect_timeout
+        )
+        async with await self._request(params, timeout) as response:
+            return _PAGE.decode(await response.read())
+
+    async def _open_watch(self, resource_version: str) -> aiohttp.ClientResponse:
         params = {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
             "timeoutSeconds": str(self._watching.server_timeout),
-            "labelSelector": ",".join(self._watching.label_selectors.collect(self._resource)),
+            "labelSelector": self._selector,
         }
         timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=self._watching.connect_timeout,
             sock_read=self._watching.inactivity_timeout,
         )
+        return await self._request(params, timeout)
+
+    async def _request(
+        self, params: dict[str, str], timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
         url = self._resource.get_url(namespace=self._stream.namespace, params=params)
         reply: aiohttp.ClientResponse = await api.request(
-            "get", url, settings=self._settings, timeout=timeout, logger=_requests
+            "get", url, settings=self._settings, timeout=timeout, headers=_UNCOMPRESSED, logger=_requests
         )
         return reply
 
-    def _take(self, event: dict[str, Any]) -> str:
+    @property
+    def _selector(self) -> str:
+        return ",".join(self._watching.label_selectors.collect(self._resource))
+
+    def _take(self, event: "_WatchEvent") -> str:
         """Pass on an event, and return the resource version to go on from."""
-        name, obj = event["type"], event["object"]
-        if name == "ERROR":
+        obj = decode_object(event.object)
+        if event.type == "ERROR":
             raise StreamError(obj.get("message", str(obj)), status=obj.get("code", 0))
         self._handler.streams.heard(self._stream)
         self._failures = 0
-        if name in ("ADDED", "MODIFIED", "DELETED"):
-            self._handler.on_event(self._stream.kind, name, obj)
+        if event.type != "BOOKMARK":
+            self._handler.on_event(self._stream.kind, event.type, obj)
         resource_version: str = obj["metadata"]["resourceVersion"]
         return resource_version
 
     async def _pause(self, error: Exception) -> None:
         """Report a failure and wait."""
         answered = isinstance(error, errors.APIError)
-        asked = _retry_after(error) if answered else 0.0
+        asked = retry_after_seconds(error.headers) if isinstance(error, errors.APIError) else 0.0
         delay = min(max(self._delay(), asked), self._last_delay)
         self._handler.streams.failed(self._stream, str(error) or repr(error), answered=answered)
         extra = {"stream": str(self._stream), "error": repr(error), "retry_seconds": f"{delay:.1f}"}
@@ -286,12 +345,6 @@ def _require_kinds(found: set[Any]) -> None:
             raise OperatorError(
                 f"the API server does not know {kind.plural}.{kind.group or kind.version}{advice}"
             )
-
-
-def _retry_after(error: errors.APIError) -> float:
-    """Return the seconds of a Retry-After header; 0 when it is absent or names a date."""
-    text = error.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
 
 
 def _parameters(name: str) -> set[str]:

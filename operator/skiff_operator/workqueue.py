@@ -7,7 +7,8 @@ status, and yet no entry starves behind a stream of more urgent work.
 
 A key that failed backs off: it is due again after 1 s, 2 s, 4 s, up to 5 min. An event about it (`add`) makes it due
 at once, for one attempt that neither shortens nor lengthens the backoff; the periodic resync (`refresh`) leaves it
-alone. Success ends the backoff, and so does `forget` when the spec changed.
+alone. Success ends the backoff, and so does `forget` when the spec changed. A pause that the API server demands
+(Retry-After) delays events, too.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ class _Entry:
 class _Backoff:
     failures: int
     retry_at: float
+    not_before: float
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Schedule:
     def add(self, key: Key, stage: Stage, now: float, delay_seconds: float = 0.0) -> None:
         """Add `key`. A key that is already there keeps one entry, with the earlier time and the more urgent stage."""
         due = now + delay_seconds
+        if key in self._backoffs:
+            due = max(due, self._backoffs[key].not_before)
         if key in self._running:
             again = self._running[key]
             self._running[key] = _earlier(again, due, stage)
@@ -92,28 +96,38 @@ class Schedule:
                 return key
         return None
 
-    def finish(self, key: Key, now: float, *, failed: bool = False, partial: bool = False) -> None:
+    def finish(
+        self,
+        key: Key,
+        now: float,
+        *,
+        failed: bool = False,
+        partial: bool = False,
+        retry_after_seconds: float = 0.0,
+    ) -> None:
         """Give `key` back. A failed key is due again after its backoff; success ends the backoff.
 
         `partial`: this attempt succeeded, but the step that failed before may be still ahead, so the backoff stays.
+        `retry_after_seconds`: the API server demands this pause, which events do not shorten either.
         """
         again = self._running.pop(key)
         if failed:
-            again = _earlier(again, self._retry_at(key, now), Stage.CHILDREN)
+            not_before = now + min(retry_after_seconds, LAST_RETRY_SECONDS)
+            again = _earlier(again, self._retry_at(key, now, not_before), Stage.CHILDREN)
         elif not partial:
             self.forget(key)
         if again is not None:
             self.add(key, again.stage, again.due)
 
-    def _retry_at(self, key: Key, now: float) -> float:
+    def _retry_at(self, key: Key, now: float, not_before: float) -> float:
         """Return when a failed key is due; the backoff grows only by a failure after its time was over."""
         known = self._backoffs.get(key)
-        if known is not None and now < known.retry_at:
-            return known.retry_at
-        failures = 0 if known is None else known.failures
-        delay = min(FIRST_RETRY_SECONDS * 2.0 ** min(failures, 20), LAST_RETRY_SECONDS)
-        self._backoffs[key] = _Backoff(failures + 1, now + delay)
-        return now + delay
+        if known is None or now >= known.retry_at:
+            failures = 0 if known is None else known.failures
+            delay = min(FIRST_RETRY_SECONDS * 2.0 ** min(failures, 20), LAST_RETRY_SECONDS)
+            known = self._backoffs[key] = _Backoff(failures + 1, now + delay, not_before)
+        known.not_before = max(known.not_before, not_before)
+        return max(known.retry_at, not_before)
 
     def overdue_seconds(self, now: float) -> float:
         """Return for how long the oldest waiting key has been due."""
@@ -171,9 +185,13 @@ class WorkQueue:
         self._wake_when_due()
         return key
 
-    def done(self, key: Key, *, failed: bool = False, partial: bool = False) -> None:
+    def done(
+        self, key: Key, *, failed: bool = False, partial: bool = False, retry_after_seconds: float = 0.0
+    ) -> None:
         """Give `key` back; it is due again if it failed or was added meanwhile."""
-        self._schedule.finish(key, _now(), failed=failed, partial=partial)
+        self._schedule.finish(
+            key, _now(), failed=failed, partial=partial, retry_after_seconds=retry_after_seconds
+        )
         self._wake_when_due()
 
     def overdue_seconds(self) -> float:

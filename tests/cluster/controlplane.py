@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -161,13 +162,16 @@ def binary(name: str) -> Path:
 class ControlPlane:
     """A control plane whose keys, data and logs lie in `directory`; without one, in a folder that `stop` removes.
 
-    `with_parent` ends it with the process that started it.
+    `with_parent` ends it with the process that started it; `manager_flags` are more flags of the controller manager.
     """
 
-    def __init__(self, directory: Path | None = None, *, with_parent: bool = True) -> None:
+    def __init__(
+        self, directory: Path | None = None, *, with_parent: bool = True, manager_flags: Sequence[str] = ()
+    ) -> None:
         self.temporary = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
         self.with_parent = with_parent
+        self.manager_flags = manager_flags
         self.daemons = {name: Daemon(name, self.directory / "run") for name in PROGRAMS}
 
     @property
@@ -207,7 +211,10 @@ class ControlPlane:
         arguments = {
             "etcd": etcd_arguments(endpoint, folder / "etcd"),
             "kube-apiserver": [*apiserver_arguments(endpoint, authority, scratch), *local],
-            "kube-controller-manager": manager_arguments(endpoint, authority, manager, scratch),
+            "kube-controller-manager": [
+                *manager_arguments(endpoint, authority, manager, scratch),
+                *self.manager_flags,
+            ],
         }
         self._commands: dict[str, list[str | Path]] = {
             name: [programs[name], *arguments[name]] for name in PROGRAMS

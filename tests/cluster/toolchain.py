@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -50,7 +51,9 @@ NODE = (
 )
 HELM = Tool("helm", "helm.sh/helm/v4/cmd/helm", "v4.3.1", expected_seconds=80)
 HELM_DOCS = Tool("helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs", "v1.14.2")
+KWOK = Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0", expected_seconds=70)
 KUBECTL = CONTROL_PLANE[-1]
+SCHEDULER = NODE[0]
 
 
 def key(tool: Tool) -> str:
@@ -148,3 +151,11 @@ def kubectl(layout: Layout) -> Path:
         return Path(assets) / KUBECTL.name
     ensure([KUBECTL], layout)
     return layout.bin / KUBECTL.name
+
+
+def kwok(layout: Layout) -> tuple[Path, Path]:
+    """Return the path of kwok and of its module, whose `kustomize/stage` holds the life cycles that it plays."""
+    ensure([KWOK], layout)
+    module = KWOK.package.removesuffix("/cmd/kwok")
+    described = output(["go", "mod", "download", "-json", f"{module}@{KWOK.version}"], cwd=layout.bin)
+    return layout.bin / KWOK.name, Path(json.loads(described)["Dir"])

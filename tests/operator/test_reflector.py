@@ -3,8 +3,9 @@
 import pkgutil
 from typing import Any
 
+import msgspec
 import pytest
-from kopf._cogs.clients import api, fetching, watching
+from kopf._cogs.clients import api, watching
 from kopf._core.reactor import queueing
 
 from skiff_operator import reflector
@@ -15,7 +16,6 @@ def test_this_version_of_kopf_has_all_that_is_borrowed() -> None:
     reflector.check()
     assert set(reflector.BORROWED) == {
         "kopf._cogs.clients.watching.infinite_watch",
-        "kopf._cogs.clients.fetching.fetch_objs",
         "kopf._cogs.clients.api.request",
         "kopf._cogs.clients.api.iter_jsonlines",
         "kopf._cogs.structs.references.Resource.get_url",
@@ -28,7 +28,6 @@ def test_this_version_of_kopf_has_all_that_is_borrowed() -> None:
     [
         (watching, "infinite_watch"),
         (watching, "Bookmark"),
-        (fetching, "fetch_objs"),
         (api, "request"),
         (api, "iter_jsonlines"),
     ],
@@ -55,3 +54,12 @@ def test_a_watcher_that_would_not_call_the_replacement_is_noticed(monkeypatch: p
     monkeypatch.setattr(queueing, "watcher", watcher)
     with pytest.raises(OperatorError, match=r"queueing\.watcher"):
         reflector.check()
+
+
+def test_an_object_is_decoded_without_its_managed_fields() -> None:
+    text = (
+        b'{"kind":"Pod","metadata":{"uid":"u","labels":{"a":"b"},"managedFields":[{}]},"spec":{"n":[1,null]}}'
+    )
+    encoded = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    metadata = {"uid": "u", "labels": {"a": "b"}}
+    assert reflector.decode_object(encoded) == {"kind": "Pod", "metadata": metadata, "spec": {"n": [1, None]}}

@@ -214,6 +214,25 @@ def test_an_event_is_acted_on_at_once_and_once_while_a_key_backs_off() -> None:
     assert schedule.take(retry_at + 32.0) == key
 
 
+def test_events_wait_for_the_pause_that_the_api_server_demands() -> None:
+    schedule, key, now = failing(1)
+    schedule.add(key, Stage.CHILDREN, now)
+    assert schedule.take(now) == key
+    schedule.add(key, Stage.CHILDREN, now)
+    schedule.finish(key, now, failed=True, retry_after_seconds=7.0)
+    schedule.add(key, Stage.CHILDREN, now + 1.0)
+    assert schedule.take(now + 6.9) is None
+    assert schedule.take(now + 7.0) == key
+
+
+def test_a_pause_that_the_api_server_demands_has_a_limit() -> None:
+    schedule, key, now = failing(1)
+    schedule.add(key, Stage.CHILDREN, now)
+    assert schedule.take(now) == key
+    schedule.finish(key, now, failed=True, retry_after_seconds=1e9)
+    assert schedule.take(now + LAST_RETRY_SECONDS) == key
+
+
 def test_a_success_in_part_does_not_end_the_backoff() -> None:
     schedule, key, now = failing(9)
     schedule.add(key, Stage.CHILDREN, now)

@@ -192,7 +192,7 @@ class FaultProxy:
 
     async def _forward(self, exchange: _Exchange) -> web.StreamResponse:
         request = exchange.request
-        headers = {name: text for name, text in request.headers.items() if name.lower() not in _NOT_FORWARDED}
+        headers = self._headers(request)
         body = await request.read() or None
         url = f"{self._server}{exchange.line}"
         async with self._http.request(request.method, url, headers=headers, data=body) as reply:
@@ -211,6 +211,10 @@ class FaultProxy:
         if reply.status < 400:
             self.answered.append(exchange.line)
         return response
+
+    def _headers(self, request: web.Request) -> dict[str, str]:
+        """Return the headers that the API server receives."""
+        return {name: text for name, text in request.headers.items() if name.lower() not in _NOT_FORWARDED}
 
     async def _passable(self, exchange: _Exchange) -> None:
         """Wait while the exchange is held; for ever when it is stalled."""
