@@ -21,7 +21,9 @@ from skiff_operator.leader import Leadership
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.reconcile import Reconciler
+from skiff_operator.room import RoomFinder
 from skiff_operator.settings import Settings, from_arguments
+from skiff_operator.strategy_chooser import StrategyChooser
 from skiff_operator.watch_streams import WatchStreams
 
 _STOP_SECONDS: Final = 5.0
@@ -54,7 +56,8 @@ async def serve(settings: Settings) -> None:
     streams = WatchStreams(settings)
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
-    reconciler = Reconciler(observer, applier, Nodes(client, settings), settings)
+    chooser = StrategyChooser(RoomFinder(client))
+    reconciler = Reconciler(observer, applier, Nodes(client, settings), chooser, settings)
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))

@@ -10,6 +10,7 @@ import msgspec
 
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.rollout_strategy import Choice
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
@@ -57,7 +58,8 @@ class Entry(msgspec.Struct):
 
     `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
-    `problem` is the last refusal of the API server.
+    `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
+    desired revision; after a restart, the Deployment's own record of it counts.
     """
 
     service: InferenceService | None = None
@@ -72,17 +74,38 @@ class Entry(msgspec.Struct):
     problem: Problem | None = None
     children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
     rollout: Rollout | None = None
+    decision: Choice | None = None
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The chosen rollout strategy, and the revision to which it applies."""
+        if self.decision is not None or self.rollout is None:
+            return self.decision
+        return Choice(self.rollout.revision, self.rollout.replace_reason)
 
     @property
     def present(self) -> bool:
         """True when the InferenceService itself exists."""
         return bool(self.uid)
 
+    def observe_rollout(self, rollout: Rollout) -> None:
+        """Store the Deployment's progress; another recorded choice changes the desired state."""
+        before = self.choice
+        self.rollout = rollout
+        after = self.choice
+        if before != after and any(choice and choice.replace_reason for choice in (before, after)):
+            self.desired = self.manifests = None
+
+    def decide(self, choice: Choice) -> None:
+        """Choose the strategy of the rollout to the desired revision, which changes the desired state."""
+        self.decision = choice
+        self.desired = self.manifests = None
+
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
-        self.uid, self.deleting = "", False
+        self.uid, self.deleting, self.decision = "", False, None
 
     @property
     def empty(self) -> bool:

@@ -77,10 +77,12 @@ class Client:
         await self._api.close()
 
     async def list(
-        self, kind: Kind, namespace: str | None, *, selector: str
+        self, kind: Kind, namespace: str | None, *, selector: str, fields: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
         """List all objects of a kind, in one namespace or all, page by page; kind and apiVersion are filled in."""
         query = {"limit": str(PAGE), "labelSelector": selector}
+        if fields:
+            query["fieldSelector"] = fields
         while True:
             page = await self.request("GET", kind.path(namespace), query=query)
             for item in page["items"]:

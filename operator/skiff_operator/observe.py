@@ -96,7 +96,7 @@ class Observer:
         if not late:
             self.cache.put_child(key, kind, meta["name"], _child(obj, in_sync=True))
             if kind == DEPLOYMENT:
-                entry.rollout = workload.read_rollout(obj)
+                entry.observe_rollout(workload.read_rollout(obj))
         self.cache.remove_if_empty(key)
 
     def observe_deleted(self, kind: Kind, key: Key, name: str, uid: str) -> None:
@@ -143,8 +143,11 @@ class Observer:
         if known is not None and known.uid == meta["uid"] and not _newer(meta, known.resource_version):
             return None
         child = _child(obj, in_sync=True)
+        rollout_before = entry.rollout
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
             return None  # not ours, although it carries our label
+        if kind == DEPLOYMENT and meta["name"] == key[1]:
+            entry.observe_rollout(workload.read_rollout(obj))
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
             child = msgspec.structs.replace(child, in_sync=self._is_in_sync(kind, key, obj, event))
         self.cache.put_child(key, kind, meta["name"], child)
@@ -153,11 +156,7 @@ class Observer:
             True,
             True,
         )
-        if kind == DEPLOYMENT and meta["name"] == key[1]:
-            rollout = workload.read_rollout(obj)
-            same = same and entry.rollout == rollout
-            entry.rollout = rollout
-        if same:
+        if same and entry.rollout == rollout_before:
             return None
         return ReconcileRequest(key, Stage.STATUS if child.in_sync else Stage.CHILDREN)
 
@@ -178,7 +177,7 @@ class Observer:
         if entry.service is None or entry.invalid is not None:
             return True
         try:
-            manifests = entry.manifests or plan.objects(entry.service, self._settings)
+            manifests = entry.manifests or plan.objects(entry.service, self._settings, entry.choice)
         except InvalidSpec:
             return True
         if event == "LISTED" and entry.manifests is None:  # each kind's list needs it again

@@ -14,6 +14,7 @@ from skiff_operator.resources import (
     volumes,
 )
 from skiff_operator.resources.metadata import digest_annotation, stamp
+from skiff_operator.rollout_strategy import Choice
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
@@ -31,7 +32,7 @@ class Step(NamedTuple):
     uid: str = ""
 
 
-def objects(inference_service: InferenceService, settings: Settings) -> Objects:
+def objects(inference_service: InferenceService, settings: Settings, choice: Choice | None = None) -> Objects:
     """Build every object that must exist, each annotated with its desired-state hash.
 
     Raises:
@@ -41,7 +42,7 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
-    built.append(deployment.build(inference_service, settings))
+    built.append(deployment.build(inference_service, settings, choice))
     built.append(service.build(inference_service))
     if inference_service.spec.replicas > 1:
         built.append(disruption_budget.build(inference_service))

@@ -1,8 +1,8 @@
 """One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from skiff_operator import plan, status
+from skiff_operator import plan, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
@@ -12,24 +12,37 @@ from skiff_operator.observe import Observer
 from skiff_operator.resources import containers
 from skiff_operator.resources import service as service_builder
 from skiff_operator.settings import Settings
+from skiff_operator.strategy_chooser import StrategyChooser, may_be_stuck
 from skiff_operator.workqueue import Key
 
 
 class Outcome(NamedTuple):
-    """Result of one reconcile: `stage` is set when steps remain; `refused` when only a later retry may help."""
+    """Result of one reconcile: `stage` is set when steps remain; `refused` when only a later retry may help.
+
+    `again_seconds`: after this long, the status may change without an event.
+    """
 
     stage: Stage | None = None
     refused: bool = False
+    again_seconds: float = 0.0
 
 
 class Reconciler:
     """Brings the cluster closer to one spec, the most urgent stage at a time."""
 
-    def __init__(self, observer: Observer, applier: Applier, nodes: Nodes, settings: Settings) -> None:
-        """Read through `observer` and `nodes`, write through `applier`."""
+    def __init__(
+        self,
+        observer: Observer,
+        applier: Applier,
+        nodes: Nodes,
+        chooser: StrategyChooser,
+        settings: Settings,
+    ) -> None:
+        """Read through `observer` and `nodes`, write through `applier`; `chooser` chooses rollout strategies."""
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
+        self._chooser = chooser
         self._settings = settings
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -49,6 +62,9 @@ class Reconciler:
             entry.problem = status.Problem(error.reason, str(error))
             await self._report(key, entry, _pending(entry))
             return Outcome()
+        if pending and self._chooser.is_due(entry, desired.revision):
+            await self._choose_strategy(key, entry, desired)
+            return await self.reconcile(key)
         steps, later = plan.first_stage(pending)
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
@@ -59,9 +75,31 @@ class Reconciler:
         entry.problem = None
         if steps:
             return Outcome(stage=later)
+        outcome = await self._reconsider_strategy(key, entry, desired)
         entry.manifests = None
-        await self._report(key, entry, pending)
-        return Outcome()
+        await self._report(key, entry, _pending(entry))
+        return outcome
+
+    async def _choose_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> None:
+        """Choose the strategy of the rollout that the next write begins, and report it before if pods are replaced."""
+        service, pod_spec = entry.service, self._pod_spec(key, entry)
+        assert service is not None, "its spec was planned"
+        choice = await self._chooser.choose(service, desired.revision, pod_spec)
+        entry.decide(choice)
+        if choice.replace_reason:
+            await self._report(key, entry, plan.steps(entry, self._desired(entry)))
+
+    async def _reconsider_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> Outcome:
+        """Replace old pods in place when a pod beside them is stuck."""
+        if not may_be_stuck(entry, desired.revision):
+            return Outcome()
+        pod_spec = self._pod_spec(key, entry)
+        found = await self._chooser.reconsider(entry, desired.revision, pod_spec, clock())
+        if found.choice is None:
+            return Outcome(again_seconds=found.again_seconds)
+        entry.decide(found.choice)
+        self._desired(entry)
+        return Outcome(stage=Stage.CHILDREN)
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
         """Report refusals and failures in the status; conflicts and outages are only logged and retried."""
@@ -89,8 +127,13 @@ class Reconciler:
         """Return the built objects, which are kept until all of them exist."""
         assert entry.service is not None, "an entry that is present is valid or says why it is not"
         if entry.manifests is None:
-            entry.manifests = plan.objects(entry.service, self._settings)
+            entry.manifests = plan.objects(entry.service, self._settings, entry.choice)
         return entry.manifests
+
+    def _pod_spec(self, key: Key, entry: Entry) -> dict[str, Any]:
+        """Return the spec of the desired pods."""
+        made: dict[str, Any] = self._manifests(entry)[(DEPLOYMENT, key[1])]["spec"]["template"]["spec"]
+        return made
 
     async def _report(self, key: Key, entry: Entry, pending: list[plan.Step]) -> None:
         """Write the status if it has changed; `pending` are the steps that remain."""
@@ -134,4 +177,15 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "")
         pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
         problem=entry.problem,
         shortage=shortage,
+        draining=tuple(pod for pod in entry.pods.values() if ours and pod.terminating),
+        announcement=_announcement(entry),
     )
+
+
+def _announcement(entry: Entry) -> str:
+    """Describe the rollout to the desired revision if it replaces pods in place."""
+    if entry.desired is None or entry.service is None:
+        return ""
+    policy = entry.service.spec.rollout
+    reason = rollout_strategy.replaces(policy, entry.choice, entry.desired.revision)
+    return rollout_strategy.announcement(policy, reason, entry.service.spec.replicas) if reason else ""

@@ -82,6 +82,15 @@ class Drain(_Strict, frozen=True):
     timeout_seconds: int = 60
 
 
+class RolloutPolicy(_Strict, frozen=True):
+    """The way in which pods of a new revision take the place of older ones; amounts are pods, or percentages of them."""
+
+    strategy: Literal["Auto", "Surge", "Replace"] = "Auto"
+    max_surge: int | str | None = None
+    max_unavailable: int | str | None = None
+    progress_deadline_seconds: int | None = None
+
+
 class Spec(_Strict, frozen=True):
     """The complete `spec`, with defaults filled in."""
 
@@ -92,6 +101,7 @@ class Spec(_Strict, frozen=True):
     cache: Cache = Cache()
     startup: Startup = Startup()
     drain: Drain = Drain()
+    rollout: RolloutPolicy = RolloutPolicy()
     resources: dict[str, dict[str, str | int]] = {}
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()

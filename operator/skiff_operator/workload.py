@@ -10,6 +10,7 @@ import msgspec
 from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import LABEL_REVISION
+from skiff_operator.rollout_strategy import ANNOTATION_REPLACE_REASON
 
 LOG_TAIL_CHARACTERS: Final = 2048
 _PULL_REASONS: Final = (
@@ -25,12 +26,15 @@ _CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The progress of a Deployment, as far as its pods do not show it.
 
-    `desired` is its number of replicas. The other fields stay empty until its controller has observed the current
+    `desired` is its number of replicas, `revision` that of its pod template, and `replace_reason` the recorded reason
+    to replace pods in place. The other fields stay empty until its controller has observed the current
     generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
     no others; `stalled` and `blocked`, messages of its conditions.
     """
 
     desired: int
+    revision: str = ""
+    replace_reason: str = ""
     replacing: bool = False
     stalled: str = ""
     blocked: str = ""
@@ -50,7 +54,9 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter.
+    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter, and
+    `ends_by`, the time (RFC 3339) at which its grace period ends. `unschedulable_since`: the time at which the
+    scheduler first found no node for it, or empty.
     """
 
     name: str
@@ -64,6 +70,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     ended: str = ""
     used: frozenset[tuple[Kind, str]] = frozenset()
     terminating: bool = False
+    ends_by: str = ""
+    unschedulable_since: str = ""
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -78,8 +86,11 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     """Read the status of a Deployment; a status of an older generation is ignored."""
     status = deployment.get("status") or {}
     desired = deployment["spec"].get("replicas", 1)
+    template = (deployment["spec"].get("template") or {}).get("metadata") or {}
+    revision = (template.get("labels") or {}).get(LABEL_REVISION, "")
+    reason = (deployment["metadata"].get("annotations") or {}).get(ANNOTATION_REPLACE_REASON, "")
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
-        return Rollout(desired=desired)
+        return Rollout(desired=desired, revision=revision, replace_reason=reason)
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     progressing = conditions.get("Progressing", {})
     failure = conditions.get("ReplicaFailure", {})
@@ -87,6 +98,8 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "readyReplicas")}
     return Rollout(
         desired=desired,
+        revision=revision,
+        replace_reason=reason,
         complete=counts == {desired},
         replacing=status.get("updatedReplicas", 0) != status.get("replicas", 0),
         stalled=progressing.get("message", "") if stalled else "",
@@ -125,6 +138,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
             phase="Terminating",
             used=used,
             terminating=True,
+            ends_by=meta["deletionTimestamp"],
         )
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status") == "True"
@@ -140,7 +154,14 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         crash=_last_crash(status),
         ended=_ended(pod),
         used=used,
+        unschedulable_since=_unschedulable_since(conditions),
     )
+
+
+def _unschedulable_since(conditions: dict[str, Any]) -> str:
+    scheduled = conditions.get("PodScheduled", {})
+    unschedulable = (scheduled.get("status"), scheduled.get("reason")) == ("False", "Unschedulable")
+    return scheduled.get("lastTransitionTime") or "" if unschedulable else ""
 
 
 def _ended(pod: dict[str, Any]) -> str:
