@@ -56,7 +56,7 @@ async def serve(settings: Settings) -> None:
     streams = WatchStreams(settings)
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
-    chooser = StrategyChooser(RoomFinder(client))
+    chooser = StrategyChooser(RoomFinder(client, settings))
     reconciler = Reconciler(observer, applier, Nodes(client, settings), chooser, settings)
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))

@@ -6,7 +6,8 @@ rollout itself.
 """
 
 import math
-from typing import Any, Final, Literal
+import re
+from typing import Any, Final
 
 import msgspec
 
@@ -23,6 +24,7 @@ SCALE_UP_SECONDS: Final = 900.0
 """Time that a node autoscaler has for a node that it announced; the cluster-autoscaler's own limit."""
 
 _REASON_CHARACTERS: Final = 300
+_AMOUNT: Final = re.compile(r"[0-9]{1,5}|(100|[1-9]?[0-9])%")
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -74,7 +76,12 @@ def unavailable(policy: RolloutPolicy, replicas: int) -> int:
 
 def check(policy: RolloutPolicy) -> None:
     """Raise `InvalidSpec` when the fields contradict the strategy; the CRD's rules say the same."""
-    where: Literal["spec.rollout"] = "spec.rollout"
+    where: Final = "spec.rollout"
+    for name, given in (("maxSurge", policy.max_surge), ("maxUnavailable", policy.max_unavailable)):
+        if given is not None and not _AMOUNT.fullmatch(str(given)):
+            raise InvalidSpec(
+                f"{where}.{name}: must be a number of pods such as 1, or a percentage such as 25%"
+            )
     if policy.strategy == "Replace" and policy.max_surge is not None:
         raise InvalidSpec(
             f"{where}.maxSurge: strategy Replace has no pod beside the old ones; remove it, or use Surge"

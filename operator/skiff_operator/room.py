@@ -1,7 +1,7 @@
 """Room for a rollout: reads nodes and pods when one begins, for the estimates of `capacity`.
 
-Nothing is watched. The nodes are listed at most once in `FRESH_SECONDS`, and so are the pods of each node, which the API
-server finds by an index. Without the right to list nodes, as with Roles of `watchNamespaces`, the room is unknown; a
+Nothing is watched. The nodes are listed at most three times between two resyncs, and so are the pods of each node, which
+the API server finds by an index. Without the right to list nodes, as with Roles of `watchNamespaces`, the room is unknown; a
 rollout then begins with a pod beside the old ones, and the scheduler's verdict on that pod decides.
 """
 
@@ -18,9 +18,10 @@ from skiff_operator.kinds import NODE, POD
 from skiff_operator.log import logger
 from skiff_operator.resources import volumes
 from skiff_operator.resources.metadata import selector
+from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
-FRESH_SECONDS: Final = 10.0
+LISTS_PER_RESYNC: Final = 3
 MAX_NODES: Final = 64
 """Nodes whose pods are listed for one rollout. When none of them has room and there are more, the room is unknown."""
 _SCALE_UP_REASONS: Final = ("TriggeredScaleUp", "Nominated")
@@ -31,13 +32,14 @@ _NOT_ENDED: Final = "status.phase!=Succeeded,status.phase!=Failed"
 class RoomFinder:
     """Finds room for pods of a new revision; concurrent callers share what was read."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, settings: Settings) -> None:
         """Read through `client` on first use."""
         self._client = client
+        self.fresh_seconds = settings.resync_seconds / LISTS_PER_RESYNC
         self._lock = asyncio.Lock()
         self._nodes: tuple[Node, ...] | None = None
         self._pods: dict[str, list[dict[str, Any]]] = {}
-        self._read_at = -FRESH_SECONDS
+        self._read_at = -self.fresh_seconds
 
     async def find(self, service: InferenceService, pod_spec: dict[str, Any]) -> Room | None:
         """Return the room for a pod of `pod_spec` beside and instead of the service's pods; None when it is unknown."""
@@ -76,7 +78,7 @@ class RoomFinder:
 
     async def _find(self, service: InferenceService, pod_spec: dict[str, Any]) -> Room | None:
         now = time.monotonic()
-        if now - self._read_at >= FRESH_SECONDS:
+        if now - self._read_at >= self.fresh_seconds:
             self._pods.clear()
             self._nodes, self._read_at = None, now
             found = [capacity.read_node(node) async for node in self._client.list(NODE, None, selector="")]

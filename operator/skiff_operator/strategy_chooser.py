@@ -14,7 +14,7 @@ from skiff_operator import rollout_strategy, status
 from skiff_operator.cache import Entry
 from skiff_operator.resources.metadata import LABEL_REVISION
 from skiff_operator.rollout_strategy import SCALE_UP_SECONDS, UNSCHEDULABLE_SECONDS, Choice
-from skiff_operator.room import FRESH_SECONDS, RoomFinder
+from skiff_operator.room import RoomFinder
 from skiff_operator.spec import InferenceService
 from skiff_operator.workload import PodState, Rollout
 
@@ -79,7 +79,7 @@ class StrategyChooser:
 
     def _looked_recently(self, uid: str) -> bool:
         now = time.monotonic()
-        if now - self._looked_at.get(uid, -FRESH_SECONDS) < FRESH_SECONDS:
+        if now - self._looked_at.get(uid, -self._room.fresh_seconds) < self._room.fresh_seconds:
             return True
         if len(self._looked_at) >= _MAX_REMEMBERED:
             self._looked_at.clear()
