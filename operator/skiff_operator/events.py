@@ -7,7 +7,7 @@ import msgspec
 
 from skiff_operator.kinds import EVENT, INFERENCE_SERVICE
 from skiff_operator.resources.metadata import FIELD_MANAGER
-from skiff_operator.status import BLOCKED, DEGRADED, PROGRESSING, READY, REPLACING, SERVING, Condition, Status
+from skiff_operator.status import DEGRADED, READY, SERVING, Status
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -33,19 +33,6 @@ def announcements(previous: Status | None, status: Status) -> Iterator[Announcem
     if previous and previous.update_revision and previous.update_revision != status.update_revision:
         change = f"from revision {previous.update_revision} to {status.update_revision}"
         yield Announcement("Normal", "RolloutStarted", change)
-    progressing = status.condition(PROGRESSING)
-    before = previous.condition(PROGRESSING) if previous else None
-    if (
-        progressing
-        and progressing.reason == REPLACING
-        and (not before or not _announced(before, progressing))
-    ):
-        yield Announcement("Warning", REPLACING, progressing.message)
-
-
-def _announced(before: Condition, after: Condition) -> bool:
-    """Return whether the replacement of pods was announced for this generation, also if it was blocked in between."""
-    return before.reason in (REPLACING, BLOCKED) and before.observed_generation == after.observed_generation
 
 
 def _serves(status: Status) -> bool:

@@ -6,6 +6,7 @@ from skiff_operator import plan, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
+from skiff_operator.events import Announcement
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
@@ -88,6 +89,7 @@ class Reconciler:
         entry.decide(choice)
         if choice.replace_reason:
             await self._report(key, entry, plan.steps(entry, self._desired(entry)))
+            await self._announce_replacement(key, entry)
 
     async def _reconsider_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> Outcome:
         """Replace old pods in place when a pod beside them is stuck."""
@@ -99,7 +101,14 @@ class Reconciler:
             return Outcome(again_seconds=found.again_seconds)
         entry.decide(found.choice)
         self._desired(entry)
+        await self._announce_replacement(key, entry)
         return Outcome(stage=Stage.CHILDREN)
+
+    async def _announce_replacement(self, key: Key, entry: Entry) -> None:
+        """Send the Event of a rollout that replaces pods in place because the operator chose so."""
+        text = _announcement(entry)
+        if text:
+            await self._applier.announce(key, entry.uid, Announcement("Warning", status.REPLACING, text))
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
         """Report refusals and failures in the status; conflicts and outages are only logged and retried."""

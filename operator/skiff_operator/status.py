@@ -273,7 +273,7 @@ def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem |
     """
     if facts.shortage:
         return Problem("NoNodeLargeEnough", facts.shortage)
-    makes_room = bool(facts.announcement and facts.draining)
+    makes_room = bool(facts.announcement) and (bool(facts.draining) or not facts.synced)
     overdue = _overdue(facts, now) if makes_room else None
     current = [pod for pod in concerned if pod.revision == facts.revision]
     for pod in sorted(current or concerned, key=lambda pod: (bool(pod.ended), pod.name)):
