@@ -22,6 +22,7 @@ from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.room import RoomFinder
+from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings, from_arguments
 from skiff_operator.strategy_chooser import StrategyChooser
 from skiff_operator.watch_streams import WatchStreams
@@ -57,7 +58,8 @@ async def serve(settings: Settings) -> None:
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
     chooser = StrategyChooser(RoomFinder(client, settings))
-    reconciler = Reconciler(observer, applier, Nodes(client, settings), chooser, settings)
+    nodes, scale_in = Nodes(client, settings), ScaleIn(client)
+    reconciler = Reconciler(observer, applier, nodes, chooser, scale_in, settings)
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))

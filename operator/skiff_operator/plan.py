@@ -92,6 +92,14 @@ def is_blocked(entry: Entry, desired: DesiredState, step: Step) -> bool:
     return any(child is None or child.owner != entry.uid for child in needs)
 
 
+def scales_in(entry: Entry, desired: DesiredState, steps: list[Step]) -> bool:
+    """Return whether one of `steps` leaves the Deployment fewer pods of the same revision, and some."""
+    if entry.service is None or entry.rollout is None or entry.rollout.revision != desired.revision:
+        return False
+    fewer = 0 < entry.service.spec.replicas < entry.rollout.desired
+    return fewer and any((step.action, step.kind) == ("update", DEPLOYMENT) for step in steps)
+
+
 def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
     """Return the steps of the most urgent stage, and the next stage after them."""
     if not pending:

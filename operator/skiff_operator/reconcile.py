@@ -12,6 +12,7 @@ from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.resources import containers
 from skiff_operator.resources import service as service_builder
+from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings
 from skiff_operator.strategy_chooser import StrategyChooser, may_be_stuck
 from skiff_operator.workqueue import Key
@@ -37,13 +38,18 @@ class Reconciler:
         applier: Applier,
         nodes: Nodes,
         chooser: StrategyChooser,
+        scale_in: ScaleIn,
         settings: Settings,
     ) -> None:
-        """Read through `observer` and `nodes`, write through `applier`; `chooser` chooses rollout strategies."""
+        """Read through `observer` and `nodes`, write through `applier`.
+
+        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes.
+        """
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
         self._chooser = chooser
+        self._scale_in = scale_in
         self._settings = settings
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -67,6 +73,8 @@ class Reconciler:
             await self._choose_strategy(key, entry, desired)
             return await self.reconcile(key)
         steps, later = plan.first_stage(pending)
+        if entry.service is not None and plan.scales_in(entry, desired, steps):
+            await self._scale_in.prepare(entry.service)
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
             # This stage cannot complete now, so later stages gain nothing by waiting for it.

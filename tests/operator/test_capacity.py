@@ -121,7 +121,7 @@ def test_a_cordoned_or_dead_node_has_no_room() -> None:
 
 
 WANTED = capacity.requests({"containers": [needs(gpu=1, cpu=4, memory="16Gi")]})
-LARGE = {"gpu": 8, "cpu": 64, "memory": "512Gi"}
+LARGE: dict[str, Any] = {"gpu": 8, "cpu": 64, "memory": "512Gi"}
 
 
 @pytest.mark.parametrize(

@@ -185,23 +185,18 @@ def _progressing(obj: Any) -> dict[str, Any]:
     return next((each for each in conditions if each["type"] == "Progressing"), {"reason": ""})
 
 
-def unschedulable(api: ApiServer, revision: str, *, age_seconds: float) -> dict[str, Any]:
-    """Play the scheduler that finds no node for the newest pod; the pod."""
-    message = (
-        f"0/1 nodes are available: 1 Insufficient {GPU}. preemption: not eligible due to lack of victims."
-    )
-    found = [pod for pod in PlayKubelet(api, "llama").pods(revision) if "nodeName" not in pod["spec"]]
+def unschedulable(api: ApiServer, revision: str, *, age_seconds: float) -> None:
+    """Play the scheduler that finds no node for the new pods."""
     verdict = {
         "type": "PodScheduled",
         "status": "False",
         "reason": "Unschedulable",
-        "message": message,
+        "message": f"0/1 nodes are available: 1 Insufficient {GPU}. preemption: not eligible due to lack of victims.",
         "lastTransitionTime": stamp(age_seconds),
     }
-    for pod in found:
-        api.merge("pods", pod["metadata"]["name"], {"status": {"conditions": [verdict]}}, "status")
-    pod: dict[str, Any] = found[0]
-    return pod
+    for pod in PlayKubelet(api, "llama").pods(revision):
+        if "nodeName" not in pod["spec"]:
+            api.merge("pods", pod["metadata"]["name"], {"status": {"conditions": [verdict]}}, "status")
 
 
 def test_a_larger_pod_that_fits_nowhere_never_takes_an_old_one_away(
