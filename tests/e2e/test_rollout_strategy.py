@@ -120,7 +120,7 @@ def test_scale_in_takes_the_cold_pod(kube: Kube, client: str, one_device: None) 
         timeout_seconds=180,
         explain=lambda: progressing(kube),
     )
-    old, new = sorted(kube.list("pods", SELECTOR), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+    _, new = sorted(kube.list("pods", SELECTOR), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     chat = {"model": "skiff-demo", "messages": [{"role": "user", "content": "What is a pod?"}]}
     # Without costs the newer pod would go; it is the one that is warm.
     url = f"http://{new['status']['podIP']}:{API_PORT}/v1/chat/completions"
