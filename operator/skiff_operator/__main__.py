@@ -20,6 +20,7 @@ from skiff_operator.errors import OperatorError, SettingsError
 from skiff_operator.leader import Leadership
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
+from skiff_operator.pod_events import PodEvents
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.room import RoomFinder
 from skiff_operator.scale_in import ScaleIn
@@ -57,9 +58,9 @@ async def serve(settings: Settings) -> None:
     streams = WatchStreams(settings)
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
-    chooser = StrategyChooser(RoomFinder(client, settings))
-    nodes, scale_in = Nodes(client, settings), ScaleIn(client)
-    reconciler = Reconciler(observer, applier, nodes, chooser, scale_in, settings)
+    nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
+    chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
+    reconciler = Reconciler(observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings)
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))

@@ -90,9 +90,14 @@ class Entry(msgspec.Struct):
         return bool(self.uid)
 
     def observe_rollout(self, rollout: Rollout) -> None:
-        """Store the Deployment's progress; another recorded choice changes the desired state."""
+        """Store the Deployment's progress; another recorded choice changes the desired state.
+
+        A decision ends with its rollout: the Deployment has the record of it, and a later rollout decides anew.
+        """
         before = self.choice
         self.rollout = rollout
+        if rollout.complete and self.decision == Choice(rollout.revision, rollout.replace_reason):
+            self.decision = None
         after = self.choice
         if before != after and any(choice and choice.replace_reason for choice in (before, after)):
             self.desired = self.manifests = None

@@ -10,6 +10,7 @@ from skiff_operator.events import Announcement
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
+from skiff_operator.pod_events import PodEvents
 from skiff_operator.resources import containers
 from skiff_operator.resources import service as service_builder
 from skiff_operator.scale_in import ScaleIn
@@ -37,17 +38,19 @@ class Reconciler:
         observer: Observer,
         applier: Applier,
         nodes: Nodes,
+        pod_events: PodEvents,
         chooser: StrategyChooser,
         scale_in: ScaleIn,
         settings: Settings,
     ) -> None:
-        """Read through `observer` and `nodes`, write through `applier`.
+        """Read through `observer`, `nodes` and `pod_events`, write through `applier`.
 
         `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes.
         """
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
+        self._pod_events = pod_events
         self._chooser = chooser
         self._scale_in = scale_in
         self._settings = settings
@@ -85,6 +88,8 @@ class Reconciler:
         if steps:
             return Outcome(stage=later)
         outcome = await self._reconsider_strategy(key, entry, desired)
+        if outcome == Outcome() and any(pod.placed_at for pod in entry.pods.values()):
+            outcome = Outcome(again_seconds=status.slow_in_seconds(_facts(key, entry, []), clock()))
         entry.manifests = None
         await self._report(key, entry, _pending(entry))
         return outcome
@@ -154,13 +159,18 @@ class Reconciler:
 
     async def _report(self, key: Key, entry: Entry, pending: list[plan.Step]) -> None:
         """Write the status if it has changed; `pending` are the steps that remain."""
-        facts = _facts(key, entry, pending)
+        facts, shortage = _facts(key, entry, pending), ""
         service = entry.service
         if service is not None and containers.gpus(service) and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(service)
             # Events may have come while the nodes were listed.
             facts = _facts(key, entry, _pending(entry), shortage)
-        new = status.report(facts, entry.status, clock())
+        now = clock()
+        slow = status.slow_pod(facts, now)
+        if slow is not None and facts.problem is None:
+            obstacle = await self._pod_events.obstacle(key[0], slow.name, slow.uid)
+            facts = _facts(key, entry, _pending(entry), shortage, obstacle)
+        new = status.report(facts, entry.status, now)
         await self._applier.write_status(key, entry, new)
 
 
@@ -175,7 +185,13 @@ def _pending(entry: Entry) -> list[plan.Step]:
     return plan.steps(entry, entry.desired) if entry.desired is not None else []
 
 
-def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "") -> status.Facts:
+def _facts(
+    key: Key,
+    entry: Entry,
+    pending: list[plan.Step],
+    shortage: str = "",
+    obstacle: status.Problem | None = None,
+) -> status.Facts:
     """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
     desired, before = entry.desired, entry.status
@@ -194,6 +210,7 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "")
         pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
         problem=entry.problem,
         shortage=shortage,
+        obstacle=obstacle,
         draining=tuple(pod for pod in entry.pods.values() if ours and pod.terminating),
         announcement=_announcement(entry),
     )

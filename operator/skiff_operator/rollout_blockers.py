@@ -27,6 +27,8 @@ _BY_REASON: Final = {
     "NoNodeLargeEnough": f"add such a node, lower parallelism.tensor, {_REVERT}",
     "PodCreateFailed": f"mend what the message names, {_REVERT}",
     "PodStuckTerminating": "check its node; if the node is gone, remove it with kubectl delete node",
+    "VolumeNotMounted": f"a claim that one node at a time may use must be free: make room on its node, {_REVERT}",
+    "SandboxNotCreated": f"see the node's network plugin and kubelet, {_REVERT}",
     "ImagePullFailed": f"correct runtime.image or the pull secrets, {_REVERT}",
     "ContainerConfigError": f"create what is missing, {_REVERT}",
     "WeightsDownloadFailed": f"see lastFailure.logTail, {_REVERT}",

@@ -24,8 +24,6 @@ from skiff_operator.spec import InferenceService
 LISTS_PER_RESYNC: Final = 3
 MAX_NODES: Final = 64
 """Nodes whose pods are listed for one rollout. When none of them has room and there are more, the room is unknown."""
-_SCALE_UP_REASONS: Final = ("TriggeredScaleUp", "Nominated")
-"""Events of the cluster-autoscaler and of Karpenter about a pod for which they add a node."""
 _NOT_ENDED: Final = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -64,17 +62,6 @@ class RoomFinder:
         # As admitted: webhooks and the API server's defaults apply to the pods of both revisions.
         wanted = of_new[0]["spec"] if of_new else pod_spec
         return bool(older) and all(capacity.fits_in_place(wanted, old) for old in older)
-
-    async def scale_up_announced(self, namespace: str, pod_uid: str, *, since: str) -> bool:
-        """Return whether a node autoscaler has announced a node for a pod at or after `since` (RFC 3339)."""
-        query = {"fieldSelector": f"involvedObject.uid={pod_uid}", "limit": "100"}
-        try:
-            page = await self._client.request("GET", f"/api/v1/namespaces/{namespace}/events", query=query)
-        except OperatorError as error:
-            logger.info("events not listed", extra={"error": str(error)})
-            return False
-        times = [_time(event) for event in page["items"] if event.get("reason") in _SCALE_UP_REASONS]
-        return any(at >= since for at in times)
 
     async def _find(self, service: InferenceService, pod_spec: dict[str, Any]) -> Room | None:
         now = time.monotonic()
@@ -142,11 +129,3 @@ def _reduced(pod: dict[str, Any]) -> dict[str, Any]:
     }
     reduced |= {name: spec[name] for name in ("resources", "overhead") if name in spec}
     return {"metadata": {name: meta[name] for name in kept if name in meta}, "spec": reduced}
-
-
-def _time(event: dict[str, Any]) -> str:
-    """Return the time of the newest occurrence of an Event, to the second."""
-    series = event.get("series") or {}
-    candidates = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
-    stamp: str = next((each for each in candidates if each), "")
-    return stamp[:19] + "Z" if stamp else ""

@@ -26,6 +26,8 @@ BLOCKED: Final = "RolloutBlocked"
 
 _MESSAGE_CHARACTERS: Final = 1024
 _OBSTACLE_CHARACTERS: Final = 600
+_CREATION_SECONDS: Final = 15.0
+"""A pod whose containers are not created within this time may have a volume that cannot be attached."""
 _OVERDUE_SECONDS: Final = 30.0
 """A pod that exists for this long after its grace period is stuck: its node does not confirm its end."""
 _WAITING_FOR_ROOM: Final = ("InsufficientGPU", "Unschedulable")
@@ -93,7 +95,8 @@ class Facts:
 
     `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
     when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted.
-    `shortage` is a message when no node could hold a pod. `draining` are the pods that are being deleted, and
+    `shortage` is a message when no node could hold a pod, `obstacle` an Event about a pod whose containers are not
+    created. `draining` are the pods that are being deleted, and
     `announcement` describes a rollout that replaces pods in place.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
@@ -112,6 +115,7 @@ class Facts:
     pods: tuple[PodState, ...]
     problem: Problem | None
     shortage: str = ""
+    obstacle: Problem | None = None
     draining: tuple[PodState, ...] = ()
     announcement: str = ""
     live: list[PodState] = field(init=False)
@@ -282,6 +286,8 @@ def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem |
                 return overdue
         elif pod.trouble:
             return Problem(pod.trouble, f"pod {pod.name}: {pod.message}")
+    if facts.obstacle is not None:
+        return facts.obstacle
     if facts.rollout is not None and facts.rollout.blocked and not makes_room:
         return Problem("PodCreateFailed", facts.rollout.blocked)
     if facts.rollout is not None and facts.rollout.stalled:
@@ -297,6 +303,27 @@ def _overdue(facts: Facts, now: str) -> Problem | None:
     pod = min(late, key=_end)
     message = f"pod {pod.name} should have ended by {pod.ends_by}, and still holds what a new pod needs"
     return Problem("PodStuckTerminating", message)
+
+
+def slow_pod(facts: Facts, now: str) -> PodState | None:
+    """Return the pod of the desired revision that has waited longest for its containers, if that is suspiciously long."""
+    pod = _waiting_pod(facts)
+    if pod is None or _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)) < _CREATION_SECONDS:
+        return None
+    return pod
+
+
+def slow_in_seconds(facts: Facts, now: str) -> float:
+    """Return the seconds after which a waiting pod becomes slow; 0 when none waits, or one is slow already."""
+    pod = _waiting_pod(facts)
+    if pod is None:
+        return 0.0
+    return max(0.0, _CREATION_SECONDS - _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)))
+
+
+def _waiting_pod(facts: Facts) -> PodState | None:
+    waiting = [pod for pod in facts.new_pods if pod.placed_at and not pod.trouble]
+    return min(waiting, key=lambda pod: (pod.placed_at, pod.name), default=None)
 
 
 def is_live(pod: PodState) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from skiff_operator import rollout_strategy, status
 from skiff_operator.cache import Entry
+from skiff_operator.pod_events import PodEvents
 from skiff_operator.resources.metadata import LABEL_REVISION
 from skiff_operator.rollout_strategy import SCALE_UP_SECONDS, UNSCHEDULABLE_SECONDS, Choice
 from skiff_operator.room import RoomFinder
@@ -32,9 +33,10 @@ class Reconsideration(NamedTuple):
 class StrategyChooser:
     """Chooses the strategy of rollouts whose policy leaves it to the operator."""
 
-    def __init__(self, room: RoomFinder) -> None:
-        """Estimate with `room`."""
+    def __init__(self, room: RoomFinder, pod_events: PodEvents) -> None:
+        """Estimate with `room`, and look for announced nodes in `pod_events`."""
         self._room = room
+        self._pod_events = pod_events
         self._looked_at: dict[str, float] = {}
         """Times of the last looks at stuck rollouts, by uid of the InferenceService."""
 
@@ -69,7 +71,7 @@ class StrategyChooser:
             return Reconsideration()
         if pod is not None and age < SCALE_UP_SECONDS:
             since = pod.unschedulable_since
-            if await self._room.scale_up_announced(entry.service.namespace, pod.uid, since=since):
+            if await self._pod_events.scale_up_announced(entry.service.namespace, pod.uid, since=since):
                 return Reconsideration()
         room = await self._room.find(entry.service, pod_spec) if pod is not None else None
         helps = room is not None and not room.beside and room.instead

@@ -56,7 +56,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
     `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter, and
     `ends_by`, the time (RFC 3339) at which its grace period ends. `unschedulable_since`: the time at which the
-    scheduler first found no node for it, or empty.
+    scheduler first found no node for it, or empty. `placed_at`: the time at which a pod got its node, until its first
+    container is created.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     terminating: bool = False
     ends_by: str = ""
     unschedulable_since: str = ""
+    placed_at: str = ""
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -155,7 +157,18 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         ended=_ended(pod),
         used=used,
         unschedulable_since=_unschedulable_since(conditions),
+        placed_at=_placed_at(status, conditions),
     )
+
+
+def _placed_at(status: dict[str, Any], conditions: dict[str, Any]) -> str:
+    """Return the time at which a pod got its node, while no container of it has been created."""
+    scheduled = conditions.get("PodScheduled", {})
+    waiting = [container.get("state", {}).get("waiting", {}) for container in _containers(status)]
+    pending = all(each.get("reason") in ("ContainerCreating", "PodInitializing") for each in waiting)
+    if status.get("phase") != "Pending" or scheduled.get("status") != "True" or not pending:
+        return ""
+    return scheduled.get("lastTransitionTime") or ""
 
 
 def _unschedulable_since(conditions: dict[str, Any]) -> str:

@@ -185,13 +185,15 @@ def _progressing(obj: Any) -> dict[str, Any]:
     return next((each for each in conditions if each["type"] == "Progressing"), {"reason": ""})
 
 
-def unschedulable(api: ApiServer, revision: str, *, age_seconds: float) -> None:
+def unschedulable(
+    api: ApiServer, revision: str, *, age_seconds: float, message: str = f"1 Insufficient {GPU}"
+) -> None:
     """Play the scheduler that finds no node for the new pods."""
     verdict = {
         "type": "PodScheduled",
         "status": "False",
         "reason": "Unschedulable",
-        "message": f"0/1 nodes are available: 1 Insufficient {GPU}. preemption: not eligible due to lack of victims.",
+        "message": f"0/1 nodes are available: {message}. preemption: not eligible due to lack of victims.",
         "lastTransitionTime": stamp(age_seconds),
     }
     for pod in PlayKubelet(api, "llama").pods(revision):
@@ -226,7 +228,7 @@ def test_a_pod_that_finds_no_node_leads_to_replacement(
     eventually(lambda: kubelet.pods(new), "a pod beside the old ones")
     [pod] = kubelet.pods(new)
     if announced:
-        announce_scale_up(api, pod)
+        report_event(api, pod, "TriggeredScaleUp", "pod triggered scale-up: [{pool 1->2 (max: 4)}]")
     unschedulable(api, new, age_seconds=0)
     blocked = f"InsufficientGPU: pod {pod['metadata']['name']}: 0/1 nodes are available"
     eventually(lambda: blocked in condition(api)["message"], "it is blocked", 20)
@@ -246,21 +248,17 @@ def test_a_pod_that_finds_no_node_leads_to_replacement(
     assert "one at a time; 1 of 2 keep serving" in events(api, "ReplacingPods")[0]
 
 
-def announce_scale_up(api: ApiServer, pod: Any) -> None:
-    """Play the cluster-autoscaler."""
-    about = {
-        "kind": "Pod",
-        "namespace": api.namespace,
-        "name": pod["metadata"]["name"],
-        "uid": pod["metadata"]["uid"],
-    }
+def report_event(api: ApiServer, pod: Any, reason: str, message: str) -> None:
+    """Post an Event about a pod, as an autoscaler and the attach controller do."""
+    meta = pod["metadata"]
+    about = {"kind": "Pod", "namespace": api.namespace, "name": meta["name"], "uid": meta["uid"]}
     body = {
-        "metadata": {"generateName": "scale-up-"},
+        "metadata": {"generateName": "about-"},
         "involvedObject": about,
-        "reason": "TriggeredScaleUp",
+        "reason": reason,
         "type": "Normal",
         "lastTimestamp": stamp(),
-        "message": "pod triggered scale-up: [{pool 1->2 (max: 4)}]",
+        "message": message,
     }
     api.request("POST", f"/api/v1/namespaces/{api.namespace}/events", body)
 
@@ -311,25 +309,49 @@ BLOCKERS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+SCHEDULER_VERDICTS = (
+    ("1 node(s) had volume node affinity conflict", "the claim's volume is on another node"),
+    ("1 node(s) didn't match pod affinity rules", "make room on the node where the claim is in use"),
+    ("1 node(s) had untolerated taint {gpu: yes}", "add tolerations or nodes"),
+    ('persistentvolumeclaim "models" not found', "create the claim"),
+    (f"1 Insufficient {GPU}", "let spec.rollout.strategy: Replace take an old pod away first"),
+)
+
+
 def test_each_blocker_is_named_with_the_way_out(api: ApiServer, add_node: AddNode) -> None:
     node = add_node(8)
-    create(api, node)
+    create(api, node, rollout={"strategy": "Surge"})
     new = edit(api)
     kubelet = PlayKubelet(api, "llama")
     eventually(lambda: kubelet.pods(new), "a pod beside the old one")
     [pod] = kubelet.pods(new)
-    for state, reason, way_out in BLOCKERS:
-        kubelet.report(pod, **state)
+    name = pod["metadata"]["name"]
 
-        def named(reason: str = reason) -> bool:
+    def assert_named(reason: str, way_out: str, text: str = "") -> None:
+        def named() -> bool:
             found = condition(api)
-            return found["reason"] == "RolloutBlocked" and reason in found["message"]
+            wanted = (f"{reason}: pod {name}", way_out, text, "Way out: ")
+            return found["reason"] == "RolloutBlocked" and all(each in found["message"] for each in wanted)
 
-        eventually(named, reason)
-        assert way_out in condition(api)["message"] and "revert" in condition(api)["message"]
+        eventually(named, f"{reason}: {way_out}", 15)
         assert condition(api, "Ready")["reason"] == reason
         assert condition(api, "Available")["status"] == "True"
-    assert strategy(api) == SURGE, "a pod that crashes has room"
+
+    for message, way_out in SCHEDULER_VERDICTS:
+        unschedulable(api, new, age_seconds=60, message=message)
+        assert_named("InsufficientGPU" if GPU in message else "Unschedulable", way_out, message)
+    for state, reason, way_out in BLOCKERS:
+        kubelet.report(pod, **state)
+        assert_named(reason, way_out)
+    waits = {"name": "runtime", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    waits["state"] = {"waiting": {"reason": "ContainerCreating"}}
+    placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(20)}
+    status = {"phase": "Pending", "conditions": [placed], "containerStatuses": [waits]}
+    multi_attach = 'Multi-Attach error for volume "pvc-1": Volume is already used by pod(s) llama-1'
+    report_event(api, pod, "FailedAttachVolume", multi_attach)
+    api.merge("pods", name, {"status": status}, "status")
+    assert_named("VolumeNotMounted", "a claim that one node at a time may use must be free", multi_attach)
+    assert strategy(api) == SURGE
 
 
 def built(choice: Choice | None = None, **rollout: Any) -> dict[str, Any]:
