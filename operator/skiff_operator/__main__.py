@@ -20,8 +20,12 @@ from skiff_operator.errors import OperatorError, SettingsError
 from skiff_operator.leader import Leadership
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
+from skiff_operator.pod_events import PodEvents
 from skiff_operator.reconcile import Reconciler
+from skiff_operator.room import RoomFinder
+from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings, from_arguments
+from skiff_operator.strategy_chooser import StrategyChooser
 from skiff_operator.watch_streams import WatchStreams
 
 _STOP_SECONDS: Final = 5.0
@@ -54,7 +58,9 @@ async def serve(settings: Settings) -> None:
     streams = WatchStreams(settings)
     observer = Observer(cache, settings)
     applier = Applier(client, observer, reporter=settings.identity)
-    reconciler = Reconciler(observer, applier, Nodes(client, settings), settings)
+    nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
+    chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
+    reconciler = Reconciler(observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings)
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))

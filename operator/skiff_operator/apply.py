@@ -101,7 +101,7 @@ class Applier:
             return  # changed, deleted, or deleted and made again; its event is on the way
         self._observer.observe_status(key, live, status)
         for news in events.announcements(previous, status):
-            await self._announce(key, uid, news)
+            await self.announce(key, uid, news)
 
     async def _write(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
         """Create or update a child of the InferenceService `uid`; return the child as stored."""
@@ -192,7 +192,8 @@ class Applier:
             version = meta["resourceVersion"]
             await self._client.delete(step.kind, key[0], step.name, uid=step.uid, version=version)
 
-    async def _announce(self, key: Key, uid: str, news: events.Announcement) -> None:
+    async def announce(self, key: Key, uid: str, news: events.Announcement) -> None:
+        """Send an Event about the InferenceService `uid`; a failure is only logged."""
         namespace, name = key
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         body = events.build(news, namespace=namespace, name=name, uid=uid, reporter=self._reporter, now=now)

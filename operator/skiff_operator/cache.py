@@ -11,6 +11,7 @@ import msgspec
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
 from skiff_operator.revisions import Observed, Revision, Target
+from skiff_operator.rollout_strategy import Choice
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
@@ -56,13 +57,19 @@ class DesiredState(msgspec.Struct, frozen=True):
     used: frozenset[tuple[Kind, str]] = frozenset()
     target: Target | None = None
 
+    @property
+    def deployed(self) -> str:
+        """The revision of the template that the Deployment gets: an older one than `revision` after a rollback."""
+        return self.revision if self.target is None else self.target.deployed
+
 
 class Entry(msgspec.Struct):
     """The observed state of one InferenceService and of the objects with its label.
 
     `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
-    `problem` is the last refusal of the API server.
+    `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
+    desired revision; after a restart, the Deployment's own record of it counts.
     """
 
     service: InferenceService | None = None
@@ -78,7 +85,15 @@ class Entry(msgspec.Struct):
     children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
     rollout: Rollout | None = None
     revisions: dict[str, Revision] = msgspec.field(default_factory=dict)
+    decision: Choice | None = None
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The chosen rollout strategy, and the revision to which it applies."""
+        if self.decision is not None or self.rollout is None:
+            return self.decision
+        return Choice(self.rollout.revision, self.rollout.replace_reason)
 
     @property
     def present(self) -> bool:
@@ -107,10 +122,28 @@ class Entry(msgspec.Struct):
         """Return the revisions that this InferenceService owns."""
         return tuple(each for each in self.revisions.values() if self.owns(CONTROLLER_REVISION, each.name))
 
+    def observe_rollout(self, rollout: Rollout) -> None:
+        """Store the Deployment's progress; another recorded choice changes the desired state.
+
+        A decision ends with its rollout: the Deployment has the record of it, and a later rollout decides anew.
+        """
+        before = self.choice
+        self.rollout = rollout
+        if rollout.complete and self.decision == Choice(rollout.revision, rollout.replace_reason):
+            self.decision = None
+        after = self.choice
+        if before != after and any(choice and choice.replace_reason for choice in (before, after)):
+            self.desired = None
+
+    def decide(self, choice: Choice) -> None:
+        """Choose the strategy of the rollout to the desired revision, which changes the desired state."""
+        self.decision = choice
+        self.desired = None
+
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None
-        self.uid, self.deleting = "", False
+        self.uid, self.deleting, self.decision = "", False, None
 
     @property
     def empty(self) -> bool:

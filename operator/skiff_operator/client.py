@@ -92,10 +92,12 @@ class Client:
             await self._session.close()
 
     async def list(
-        self, kind: Kind, namespace: str | None, *, selector: str
+        self, kind: Kind, namespace: str | None, *, selector: str, fields: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
         """List all objects of a kind, in one namespace or all, page by page; kind and apiVersion are filled in."""
         query = {"limit": str(PAGE), "labelSelector": selector}
+        if fields:
+            query["fieldSelector"] = fields
         while True:
             page = await self.request("GET", kind.path(namespace), query=query)
             for item in page["items"]:
@@ -198,7 +200,9 @@ class Client:
         configuration = self._configuration
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": content_type}
-        content = body.encode() if isinstance(body, str) else None if body is None else msgspec.json.encode(body)
+        content = (
+            body.encode() if isinstance(body, str) else None if body is None else msgspec.json.encode(body)
+        )
         try:
             token = await configuration.get_api_key_with_prefix("BearerToken")
             if token:

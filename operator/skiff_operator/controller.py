@@ -112,6 +112,8 @@ class Controller:
             return "bug"
         if outcome.stage is not None:
             self._enqueue(ReconcileRequest(key, outcome.stage))
+        elif outcome.again_seconds:
+            self._queue.add(key, Stage.STATUS, outcome.again_seconds)
         self._queue.done(key, failed=outcome.refused, partial=outcome.stage is not None)
         return "refused" if outcome.refused else "done"
 

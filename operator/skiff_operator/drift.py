@@ -41,7 +41,7 @@ def covers(desired: Any, live: Any, *, quantity: bool = False) -> bool:
     if isinstance(desired, list | tuple):
         return isinstance(live, list) and _covers_list(desired, live)
     if quantity and live is not None:
-        return bool(_amount(desired) == _amount(live))
+        return bool(amount(desired) == amount(live))
     return bool(desired == live)
 
 
@@ -90,7 +90,7 @@ def _identity(items: list[Any] | tuple[Any, ...]) -> str | None:
     return None
 
 
-def _amount(value: Any) -> Any:
+def amount(value: Any) -> Any:
     """Parse a Kubernetes quantity as a number; other values are returned unchanged."""
     text = str(value)
     digits = text.rstrip("numkKMGTPEi")

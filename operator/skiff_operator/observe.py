@@ -13,7 +13,7 @@ from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.drift import covers
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
-from skiff_operator.resources import containers
+from skiff_operator.resources import containers, deployment
 from skiff_operator.resources.metadata import digest, digest_annotation
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import Event, StreamKey
@@ -96,7 +96,7 @@ class Observer:
         if not late:
             self.cache.put_child(key, kind, meta["name"], _child(obj, in_sync=True))
             if kind == DEPLOYMENT:
-                entry.rollout = workload.read_rollout(obj)
+                entry.observe_rollout(workload.read_rollout(obj))
             elif kind == CONTROLLER_REVISION:
                 _observe_revision(entry, obj)
         self.cache.remove_if_empty(key)
@@ -146,8 +146,11 @@ class Observer:
         if known is not None and known.uid == meta["uid"] and not _newer(meta, known.resource_version):
             return None
         child = _child(obj, in_sync=True)
+        rollout_before = entry.rollout
         if entry.present and child.owner != entry.uid and (known is None or known.uid != child.uid):
             return None  # not ours, although it carries our label
+        if kind == DEPLOYMENT and meta["name"] == key[1]:
+            entry.observe_rollout(workload.read_rollout(obj))
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
             child = msgspec.structs.replace(child, in_sync=self._is_in_sync(kind, key, obj, event))
         self.cache.put_child(key, kind, meta["name"], child)
@@ -156,13 +159,9 @@ class Observer:
             True,
             True,
         )
-        if kind == DEPLOYMENT and meta["name"] == key[1]:
-            rollout = workload.read_rollout(obj)
-            same = same and entry.rollout == rollout
-            entry.rollout = rollout
         if kind == CONTROLLER_REVISION and _observe_revision(entry, obj):
             return ReconcileRequest(key, Stage.CHILDREN)
-        if same:
+        if same and entry.rollout == rollout_before:
             return None
         return ReconcileRequest(key, Stage.STATUS if child.in_sync else Stage.CHILDREN)
 
@@ -191,6 +190,8 @@ class Observer:
         desired = manifests.get((kind, obj["metadata"]["name"]))
         if kind == DEPLOYMENT and desired is not None and _revision(desired) != _revision(obj):
             return False  # it may have the template of an older revision, with which the applier compares it
+        if kind == DEPLOYMENT and desired is not None:
+            desired = deployment.with_strategy(desired, entry.service.spec.rollout, entry.choice)
         return desired is None or covers(desired, obj)
 
 

@@ -15,8 +15,9 @@ from skiff_operator.resources import (
 )
 from skiff_operator.resources.metadata import digest_annotation, stamp
 from skiff_operator.revisions import Target
+from skiff_operator.rollout_strategy import Choice
 from skiff_operator.settings import Settings
-from skiff_operator.spec import InferenceService
+from skiff_operator.spec import InferenceService, RolloutPolicy
 
 
 class Step(NamedTuple):
@@ -53,8 +54,17 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     return {(BY_NAME[obj["kind"]], obj["metadata"]["name"]): obj for obj in built}
 
 
-def desired_state(built: Objects, target: Target | None = None) -> DesiredState:
-    """Reduce built objects to the part that the cache keeps. `target`: the revision in force, else the one just built."""
+def desired_state(
+    built: Objects,
+    target: Target | None = None,
+    *,
+    rollout: RolloutPolicy = RolloutPolicy(),
+    choice: Choice | None = None,
+) -> DesiredState:
+    """Reduce built objects to the part that the cache keeps.
+
+    `target`: the revision in force, else the one just built; `choice`: the strategy that was chosen under `rollout`.
+    """
     made = built_deployment(built)
     used = workload.used_by(made["spec"]["template"]["spec"])
     if target is None:
@@ -65,6 +75,7 @@ def desired_state(built: Objects, target: Target | None = None) -> DesiredState:
         if obj is made:
             digests[(CONTROLLER_REVISION, target.name)] = ""  # its data never changes
             obj = deployment.with_template(made, deployment.placeholder(target.deployed), target.spec_hash)
+            obj = deployment.with_strategy(obj, rollout, choice)
         digests[key] = digest_annotation(obj)
     return DesiredState(digests, target.revision, used if target.used is None else target.used, target)
 
@@ -109,6 +120,14 @@ def is_blocked(entry: Entry, desired: DesiredState, step: Step) -> bool:
     needed = (*NEEDED_BY_PODS, CONTROLLER_REVISION)
     needs = [entry.children.get(key) for key in desired.digests if key[0] in needed]
     return any(child is None or child.owner != entry.uid for child in needs)
+
+
+def scales_in(entry: Entry, desired: DesiredState, steps: list[Step]) -> bool:
+    """Return whether one of `steps` leaves the Deployment fewer pods of the same revision, and some."""
+    if entry.service is None or entry.rollout is None or entry.rollout.revision != desired.deployed:
+        return False
+    fewer = 0 < entry.service.spec.replicas < entry.rollout.desired
+    return fewer and any((step.action, step.kind) == ("update", DEPLOYMENT) for step in steps)
 
 
 def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from skiff_operator import rollout_strategy
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.resources import containers, overlay
 from skiff_operator.settings import Settings
@@ -30,6 +31,7 @@ def check(service: InferenceService, settings: Settings) -> None:
     _check_host_paths(service, settings)
     _check_arguments(service)
     _check_gpus(service, settings)
+    rollout_strategy.check(service.spec.rollout)
     overlay.check(service.spec.pod_template, allow_host_path=settings.allow_host_path)
 
 

@@ -2,36 +2,59 @@
 
 from typing import Any, NamedTuple
 
-from skiff_operator import plan, revisions, rollback, status
+from skiff_operator import plan, revisions, rollback, rollout_strategy, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
+from skiff_operator.events import Announcement
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
+from skiff_operator.pod_events import PodEvents
 from skiff_operator.resources import containers, controller_revision, deployment
 from skiff_operator.resources import service as service_builder
 from skiff_operator.revisions import Target
+from skiff_operator.scale_in import ScaleIn
 from skiff_operator.settings import Settings
+from skiff_operator.strategy_chooser import StrategyChooser, may_be_stuck
 from skiff_operator.upgrade_waves import UpgradeWaves
 from skiff_operator.workqueue import Key
 
 
 class Outcome(NamedTuple):
-    """Result of one reconcile: `stage` is set when steps remain; `refused` when only a later retry may help."""
+    """Result of one reconcile: `stage` is set when steps remain; `refused` when only a later retry may help.
+
+    `again_seconds`: after this long, the status may change without an event.
+    """
 
     stage: Stage | None = None
     refused: bool = False
+    again_seconds: float = 0.0
 
 
 class Reconciler:
     """Brings the cluster closer to one spec, the most urgent stage at a time."""
 
-    def __init__(self, observer: Observer, applier: Applier, nodes: Nodes, settings: Settings) -> None:
-        """Read through `observer` and `nodes`, write through `applier`."""
+    def __init__(
+        self,
+        observer: Observer,
+        applier: Applier,
+        nodes: Nodes,
+        pod_events: PodEvents,
+        chooser: StrategyChooser,
+        scale_in: ScaleIn,
+        settings: Settings,
+    ) -> None:
+        """Read through `observer`, `nodes` and `pod_events`, write through `applier`.
+
+        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes.
+        """
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
+        self._pod_events = pod_events
+        self._chooser = chooser
+        self._scale_in = scale_in
         self._settings = settings
         self._waves = UpgradeWaves(observer.cache, settings)
 
@@ -50,12 +73,17 @@ class Reconciler:
                 await self._renew(key, entry, desired.target)
                 return Outcome(stage=Stage.CHILDREN)
             pending = plan.steps(entry, desired)
+            if pending and self._chooser.is_due(entry, desired.deployed):
+                await self._choose_strategy(key, entry, desired)
+                return await self.reconcile(key)
             goal = Goal(entry.uid, desired, await self._objects(key, entry, desired, pending))
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
             await self._report(key, entry, self._pending(key, entry))
             return Outcome()
         steps, later = plan.first_stage(pending)
+        if entry.service is not None and plan.scales_in(entry, desired, steps):
+            await self._scale_in.prepare(entry.service)
         failures = await self._applier.run(key, entry, steps, goal)
         if failures:
             # This stage cannot complete now, so later stages gain nothing by waiting for it.
@@ -65,9 +93,12 @@ class Reconciler:
         entry.problem = None
         if steps:
             return Outcome(stage=later)
+        outcome = await self._reconsider_strategy(key, entry, desired)
+        if outcome == Outcome() and any(pod.placed_at for pod in entry.pods.values()):
+            outcome = Outcome(again_seconds=status.slow_in_seconds(_facts(key, entry, []), clock()))
         entry.manifests = None
-        await self._report(key, entry, pending)
-        return await self._roll_back(key, entry, desired)
+        await self._report(key, entry, self._pending(key, entry))
+        return outcome if outcome.stage is not None else await self._roll_back(key, entry, desired, outcome)
 
     async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
         """Bring an existing revision into force again."""
@@ -76,16 +107,45 @@ class Reconciler:
         patch = revisions.renewal(entry.service, target, entry.own_revisions())
         await self._applier.change_revision(key, target.name, uid, patch)
 
-    async def _roll_back(self, key: Key, entry: Entry, desired: DesiredState) -> Outcome:
+    async def _roll_back(self, key: Key, entry: Entry, desired: DesiredState, otherwise: Outcome) -> Outcome:
         """Mark the revision in force as failed when it must be rolled back; the next reconcile chooses another one."""
         target = desired.target
         reason = rollback.reason(entry, target, clock(), self._settings.rollback_after_seconds)
         if not reason or target is None:
-            return Outcome()
+            return otherwise
         uid = entry.children[(CONTROLLER_REVISION, target.name)].uid
         patch = {"metadata": {"annotations": {revisions.ANNOTATION_FAILED: reason}}}
         await self._applier.change_revision(key, target.name, uid, patch)
         return Outcome(stage=Stage.CHILDREN)
+
+    async def _choose_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> None:
+        """Choose the strategy of the rollout that the next write begins, and report it before if pods are replaced."""
+        service, pod_spec = entry.service, self._pod_spec(key, entry)
+        assert service is not None, "its spec was planned"
+        choice = await self._chooser.choose(service, desired.deployed, pod_spec)
+        entry.decide(choice)
+        if choice.replace_reason:
+            await self._report(key, entry, plan.steps(entry, self._desired(key, entry)))
+            await self._announce_replacement(key, entry)
+
+    async def _reconsider_strategy(self, key: Key, entry: Entry, desired: DesiredState) -> Outcome:
+        """Replace old pods in place when a pod beside them is stuck."""
+        if not may_be_stuck(entry, desired.deployed):
+            return Outcome()
+        pod_spec = self._pod_spec(key, entry)
+        found = await self._chooser.reconsider(entry, desired.deployed, pod_spec, clock())
+        if found.choice is None:
+            return Outcome(again_seconds=found.again_seconds)
+        entry.decide(found.choice)
+        self._desired(key, entry)
+        await self._announce_replacement(key, entry)
+        return Outcome(stage=Stage.CHILDREN)
+
+    async def _announce_replacement(self, key: Key, entry: Entry) -> None:
+        """Send the Event of a rollout that replaces pods in place because the operator chose so."""
+        text = _announcement(entry)
+        if text:
+            await self._applier.announce(key, entry.uid, Announcement("Warning", status.REPLACING, text))
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
         """Report refusals and failures in the status; conflicts and outages are only logged and retried."""
@@ -130,7 +190,7 @@ class Reconciler:
         assert entry.service is not None, "it was built"
         revision = deployment.revision(plan.built_deployment(built))
         target = revisions.choose(entry.service, revision, entry.observed(key[1]), adopt=adopt)
-        return plan.desired_state(built, target)
+        return plan.desired_state(built, target, rollout=entry.service.spec.rollout, choice=entry.choice)
 
     async def _objects(
         self, key: Key, entry: Entry, desired: DesiredState, pending: list[plan.Step]
@@ -146,7 +206,9 @@ class Reconciler:
         assert entry.service is not None, "it was built"
         made = plan.built_deployment(built)
         template = await self._template(key, target, made["spec"]["template"])
-        objects = {**built, (DEPLOYMENT, key[1]): deployment.with_template(made, template, target.spec_hash)}
+        made = deployment.with_template(made, template, target.spec_hash)
+        made = deployment.with_strategy(made, entry.service.spec.rollout, entry.choice)
+        objects = {**built, (DEPLOYMENT, key[1]): made}
         if not entry.owns(CONTROLLER_REVISION, target.name):
             last = revisions.newest(entry.own_revisions())
             number = 1 if last is None else last.number + 1
@@ -172,15 +234,25 @@ class Reconciler:
             entry.manifests = plan.objects(entry.service, self._settings)
         return entry.manifests
 
+    def _pod_spec(self, key: Key, entry: Entry) -> dict[str, Any]:
+        """Return the spec of the desired pods."""
+        made: dict[str, Any] = self._manifests(entry)[(DEPLOYMENT, key[1])]["spec"]["template"]["spec"]
+        return made
+
     async def _report(self, key: Key, entry: Entry, pending: list[plan.Step]) -> None:
         """Write the status if it has changed; `pending` are the steps that remain."""
-        facts = _facts(key, entry, pending)
+        facts, shortage = _facts(key, entry, pending), ""
         service = entry.service
         if service is not None and containers.gpus(service) and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(service)
             # Events may have come while the nodes were listed.
             facts = _facts(key, entry, self._pending(key, entry), shortage)
-        new = status.report(facts, entry.status, clock())
+        now = clock()
+        slow = status.slow_pod(facts, now)
+        if slow is not None and facts.problem is None:
+            obstacle = await self._pod_events.obstacle(key[0], slow.name, slow.uid)
+            facts = _facts(key, entry, self._pending(key, entry), shortage, obstacle)
+        new = status.report(facts, entry.status, now)
         await self._applier.write_status(key, entry, new)
 
 
@@ -190,7 +262,13 @@ def _message(failure: Failure) -> str:
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
-def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "") -> status.Facts:
+def _facts(
+    key: Key,
+    entry: Entry,
+    pending: list[plan.Step],
+    shortage: str = "",
+    obstacle: status.Problem | None = None,
+) -> status.Facts:
     """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
     desired, before = entry.desired, entry.status
@@ -215,4 +293,16 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "")
         shortage=shortage,
         outdated=target.outdated if target else "",
         paused=entry.service is not None and entry.service.spec.rollout.paused,
+        obstacle=obstacle,
+        draining=tuple(pod for pod in entry.pods.values() if ours and pod.terminating),
+        announcement=_announcement(entry),
     )
+
+
+def _announcement(entry: Entry) -> str:
+    """Describe the rollout to the desired revision if it replaces pods in place."""
+    if entry.desired is None or entry.service is None:
+        return ""
+    policy = entry.service.spec.rollout
+    reason = rollout_strategy.replaces(policy, entry.choice, entry.desired.deployed)
+    return rollout_strategy.announcement(policy, reason, entry.service.spec.replicas) if reason else ""

@@ -90,8 +90,15 @@ class Drain(_Strict, frozen=True):
 
 
 class RolloutPolicy(_Strict, frozen=True):
-    """The replacement of pods. `revision_history_limit`: old revisions that are kept."""
+    """The way in which pods of a new revision take the place of older ones; amounts are pods, or percentages of them.
 
+    `revision_history_limit`: old revisions that are kept.
+    """
+
+    strategy: Literal["Auto", "Surge", "Replace"] = "Auto"
+    max_surge: int | str | None = None
+    max_unavailable: int | str | None = None
+    progress_deadline_seconds: int | None = None
     paused: bool = False
     auto_rollback: bool = False
     revision_history_limit: int = 10

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from skiff_operator import rollout_blockers
 from skiff_operator.workload import Crash, PodState, Rollout
 from skiff_runtime import contract
 
@@ -22,7 +23,17 @@ SERVING: Final = "Serving"
 SCALED_TO_ZERO: Final = "ScaledToZero"
 ROLLED_BACK: Final = "RolledBack"
 
+ROLLING: Final = "RolloutInProgress"
+REPLACING: Final = "ReplacingPods"
+BLOCKED: Final = "RolloutBlocked"
+
 _MESSAGE_CHARACTERS: Final = 1024
+_OBSTACLE_CHARACTERS: Final = 600
+_CREATION_SECONDS: Final = 15.0
+"""A pod whose containers are not created within this time may have a volume that cannot be attached."""
+_OVERDUE_SECONDS: Final = 30.0
+"""A pod that exists for this long after its grace period is stuck: its node does not confirm its end."""
+_WAITING_FOR_ROOM: Final = ("InsufficientGPU", "Unschedulable")
 _FAILED_POD_SECONDS: Final = 600.0
 """A failed pod explains `Degraded` for at most this long; by then its replacement has started."""
 _LOADING_REASONS: Final = {
@@ -87,8 +98,10 @@ class Facts:
 
     `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
     when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted.
-    `shortage` is a message when no node could hold a pod. `outdated` is the version of the operator whose template the
-    pods keep, if this one would build another. `paused`: the Deployment replaces no pods.
+    `shortage` is a message when no node could hold a pod, `obstacle` an Event about a pod whose containers are not
+    created. `draining` are the pods that are being deleted, and `announcement` describes a rollout that replaces pods
+    in place. `outdated` is the version of the operator whose template the pods keep, if this one would build another.
+    `paused`: the Deployment replaces no pods.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -108,6 +121,9 @@ class Facts:
     shortage: str = ""
     outdated: str = ""
     paused: bool = False
+    obstacle: Problem | None = None
+    draining: tuple[PodState, ...] = ()
+    announcement: str = ""
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -118,7 +134,7 @@ class Facts:
 
     def __post_init__(self) -> None:
         """Derive the other facts, once: every resync computes the status of every service."""
-        self.live = [pod for pod in self.pods if not pod.ended]
+        self.live = [pod for pod in self.pods if is_live(pod)]
         self.new_pods = [pod for pod in self.live if pod.revision == self.revision]
         self.older = [pod for pod in self.live if pod.revision != self.revision]
         self.new_ready = sum([pod.ready for pod in self.new_pods])
@@ -132,13 +148,13 @@ class Facts:
 def report(facts: Facts, previous: Status | None, now: str) -> Status:
     """Compute the status of an InferenceService at `now` (RFC 3339) from the facts and the last written status."""
     concerned = _concerned(facts, now)
-    trouble = facts.problem or _pod_trouble(facts, concerned)
+    trouble = facts.problem or _pod_trouble(facts, concerned, now)
     completed = facts.revision if facts.serves else previous.current_revision if previous else ""
     verdicts = (
         _ready(facts, trouble, completed),
         _model_ready(facts, trouble),
         _available(facts),
-        _progressing(facts, completed),
+        _progressing(facts, trouble, completed),
         _degraded(trouble),
         *_upgrade_available(facts),
     )
@@ -195,23 +211,48 @@ def _available(facts: Facts) -> _Verdict:
     return AVAILABLE, False, "NoReadyPods", "no pod answers requests"
 
 
-def _progressing(facts: Facts, completed: str) -> _Verdict:
+def _progressing(facts: Facts, trouble: Problem | None, completed: str) -> _Verdict:
     if facts.problem is not None and not facts.synced:
         return PROGRESSING, False, facts.problem.reason, facts.problem.message
     if facts.settled:
         return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
+    blocked = "" if trouble is None else _blocked(trouble)
     if facts.rollout is not None and facts.rollout.stalled:
-        return PROGRESSING, False, "ProgressDeadlineExceeded", facts.rollout.stalled
+        return PROGRESSING, False, "ProgressDeadlineExceeded", blocked or facts.rollout.stalled
     if facts.paused:
         return PROGRESSING, False, "RolloutPaused", f"{_count(facts)}; spec.rollout.paused is true"
-    return PROGRESSING, True, _movement(facts, completed), _count(facts)
+    movement = _movement(facts, completed)
+    if blocked:
+        return PROGRESSING, True, BLOCKED if movement == ROLLING else movement, f"{_count(facts)}: {blocked}"
+    if movement == ROLLING and facts.announcement and completed:
+        return PROGRESSING, True, REPLACING, _replacing(facts)
+    return PROGRESSING, True, movement, _count(facts)
+
+
+def _blocked(trouble: Problem) -> str:
+    """Name an obstacle, with the way out."""
+    text = trouble.message[:_OBSTACLE_CHARACTERS].rstrip(". ")
+    return f"{trouble.reason}: {text}. Way out: {rollout_blockers.way_out(trouble.reason, trouble.message)}"
+
+
+def _replacing(facts: Facts) -> str:
+    """Describe a rollout that replaces pods in place, and the old pod for which it waits."""
+    text = f"{facts.announcement}. {_count(facts)}"
+    if not facts.draining or facts.new_ready == facts.replicas:
+        return text
+    last = max(facts.draining, key=_end)
+    return f"{text}; pod {last.name} finishes its requests, until {last.ends_by} at the latest"
+
+
+def _end(pod: PodState) -> tuple[str, str]:
+    return pod.ends_by, pod.name
 
 
 def _movement(facts: Facts, completed: str) -> str:
     """Return the reason for Progressing: a rollout, or scaling without one."""
     replacing = facts.rollout is not None and facts.rollout.replacing
     if facts.older or replacing or facts.revision != completed:
-        return "RolloutInProgress"
+        return ROLLING
     return "PodsStopping" if len(facts.new_pods) > facts.replicas else "PodsStarting"
 
 
@@ -245,19 +286,66 @@ def _seconds(since: str, now: datetime.datetime) -> float:
     return (now - datetime.datetime.fromisoformat(since)).total_seconds()
 
 
-def _pod_trouble(facts: Facts, concerned: list[PodState]) -> Problem | None:
-    """Return the trouble that keeps pods from serving, of the desired revision first; ordered by name for stability."""
+def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem | None:
+    """Return the trouble that keeps pods from serving, of the desired revision first; ordered by name for stability.
+
+    In a rollout that replaces pods in place, a new pod waits for the resources of an old one that finishes its requests:
+    that is no trouble, until the old one is overdue.
+    """
     if facts.shortage:
         return Problem("NoNodeLargeEnough", facts.shortage)
+    makes_room = bool(facts.announcement) and (bool(facts.draining) or not facts.synced)
+    overdue = _overdue(facts, now) if makes_room else None
     current = [pod for pod in concerned if pod.revision == facts.revision]
     for pod in sorted(current or concerned, key=lambda pod: (bool(pod.ended), pod.name)):
-        if pod.trouble:
+        if pod.trouble in _WAITING_FOR_ROOM and makes_room:
+            if overdue is not None:
+                return overdue
+        elif pod.trouble:
             return Problem(pod.trouble, f"pod {pod.name}: {pod.message}")
-    if facts.rollout is not None and facts.rollout.blocked:
+    if facts.obstacle is not None:
+        return facts.obstacle
+    if facts.rollout is not None and facts.rollout.blocked and not makes_room:
         return Problem("PodCreateFailed", facts.rollout.blocked)
     if facts.rollout is not None and facts.rollout.stalled:
         return Problem("ProgressDeadlineExceeded", facts.rollout.stalled)
     return None
+
+
+def _overdue(facts: Facts, now: str) -> Problem | None:
+    clock = datetime.datetime.fromisoformat(now)
+    late = [pod for pod in facts.draining if _seconds(pod.ends_by, clock) > _OVERDUE_SECONDS]
+    if not late:
+        return None
+    pod = min(late, key=_end)
+    message = f"pod {pod.name} should have ended by {pod.ends_by}, and still holds what a new pod needs"
+    return Problem("PodStuckTerminating", message)
+
+
+def slow_pod(facts: Facts, now: str) -> PodState | None:
+    """Return the pod of the desired revision that has waited longest for its containers, if that is suspiciously long."""
+    pod = _waiting_pod(facts)
+    if pod is None or _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)) < _CREATION_SECONDS:
+        return None
+    return pod
+
+
+def slow_in_seconds(facts: Facts, now: str) -> float:
+    """Return the seconds after which a waiting pod becomes slow; 0 when none waits, or one is slow already."""
+    pod = _waiting_pod(facts)
+    if pod is None:
+        return 0.0
+    return max(0.0, _CREATION_SECONDS - _seconds(pod.placed_at, datetime.datetime.fromisoformat(now)))
+
+
+def _waiting_pod(facts: Facts) -> PodState | None:
+    waiting = [pod for pod in facts.new_pods if pod.placed_at and not pod.trouble]
+    return min(waiting, key=lambda pod: (pod.placed_at, pod.name), default=None)
+
+
+def is_live(pod: PodState) -> bool:
+    """Return whether a pod has neither ended nor is being deleted."""
+    return not pod.ended and not pod.terminating
 
 
 def _dated(verdict: _Verdict, facts: Facts, before: Condition | None, now: str) -> Condition:

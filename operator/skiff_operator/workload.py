@@ -10,6 +10,7 @@ import msgspec
 from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
+from skiff_operator.rollout_strategy import ANNOTATION_REPLACE_REASON
 
 LOG_TAIL_CHARACTERS: Final = 2048
 _PULL_REASONS: Final = (
@@ -25,8 +26,9 @@ _CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The progress of a Deployment, as far as its pods do not show it.
 
-    `desired` is its number of replicas; `revision` is the label of its template, and `spec_hash` the hash of the spec
-    behind it. The other fields stay empty until its controller has observed the current
+    `desired` is its number of replicas; `revision` is the label of its template, `spec_hash` the hash of the spec behind
+    it, and `replace_reason` the recorded reason to replace pods in place. The other fields stay empty until its controller
+    has observed the current
     generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
     no others; `stalled` and `blocked`, messages of its conditions.
     """
@@ -34,6 +36,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     desired: int
     revision: str = ""
     spec_hash: str = ""
+    replace_reason: str = ""
     replacing: bool = False
     stalled: str = ""
     blocked: str = ""
@@ -53,7 +56,10 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter.
+    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter, and
+    `ends_by`, the time (RFC 3339) at which its grace period ends. `unschedulable_since`: the time at which the
+    scheduler first found no node for it, or empty. `placed_at`: the time at which a pod got its node, until its first
+    container is created.
     """
 
     name: str
@@ -67,6 +73,9 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     ended: str = ""
     used: frozenset[tuple[Kind, str]] = frozenset()
     terminating: bool = False
+    ends_by: str = ""
+    unschedulable_since: str = ""
+    placed_at: str = ""
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -82,10 +91,14 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     status = deployment.get("status") or {}
     desired = deployment["spec"].get("replicas", 1)
     labels = deployment["spec"].get("template", {}).get("metadata", {}).get("labels") or {}
-    revision = labels.get(LABEL_REVISION, "")
-    spec_hash = (deployment["metadata"].get("annotations") or {}).get(ANNOTATION_SPEC_HASH, "")
+    annotations = deployment["metadata"].get("annotations") or {}
+    template = {
+        "revision": labels.get(LABEL_REVISION, ""),
+        "spec_hash": annotations.get(ANNOTATION_SPEC_HASH, ""),
+        "replace_reason": annotations.get(ANNOTATION_REPLACE_REASON, ""),
+    }
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
-        return Rollout(desired=desired, revision=revision, spec_hash=spec_hash)
+        return Rollout(desired=desired, **template)
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     progressing = conditions.get("Progressing", {})
     failure = conditions.get("ReplicaFailure", {})
@@ -93,8 +106,7 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "readyReplicas")}
     return Rollout(
         desired=desired,
-        revision=revision,
-        spec_hash=spec_hash,
+        **template,
         complete=counts == {desired},
         replacing=status.get("updatedReplicas", 0) != status.get("replicas", 0),
         stalled=progressing.get("message", "") if stalled else "",
@@ -133,6 +145,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
             phase="Terminating",
             used=used,
             terminating=True,
+            ends_by=meta["deletionTimestamp"],
         )
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status") == "True"
@@ -148,7 +161,25 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         crash=_last_crash(status),
         ended=_ended(pod),
         used=used,
+        unschedulable_since=_unschedulable_since(conditions),
+        placed_at=_placed_at(status, conditions),
     )
+
+
+def _placed_at(status: dict[str, Any], conditions: dict[str, Any]) -> str:
+    """Return the time at which a pod got its node, while no container of it has been created."""
+    scheduled = conditions.get("PodScheduled", {})
+    waiting = [container.get("state", {}).get("waiting", {}) for container in _containers(status)]
+    pending = all(each.get("reason") in ("ContainerCreating", "PodInitializing") for each in waiting)
+    if status.get("phase") != "Pending" or scheduled.get("status") != "True" or not pending:
+        return ""
+    return scheduled.get("lastTransitionTime") or ""
+
+
+def _unschedulable_since(conditions: dict[str, Any]) -> str:
+    scheduled = conditions.get("PodScheduled", {})
+    unschedulable = (scheduled.get("status"), scheduled.get("reason")) == ("False", "Unschedulable")
+    return scheduled.get("lastTransitionTime") or "" if unschedulable else ""
 
 
 def _ended(pod: dict[str, Any]) -> str:

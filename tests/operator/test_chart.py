@@ -8,6 +8,7 @@ import yaml
 from helm import CHART, Helm, HelmError, hooks
 
 from skiff_operator.settings import Settings, from_arguments
+from skiff_runtime import contract
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
@@ -153,10 +154,12 @@ def test_the_network_policy_names_the_operators_ports_and_the_api_servers(helm: 
     (test,) = [body for body in bodies if body["kind"] == "Pod"]
     assert metrics["from"][0]["podSelector"]["matchLabels"].items() <= test["metadata"]["labels"].items()
     assert metrics["from"][1]["namespaceSelector"] and "from" not in health
-    dns, server = policy["spec"]["egress"]
+    dns, server, serving = policy["spec"]["egress"]
     assert {port["port"] for port in dns["ports"]} == {53} and "to" not in dns
     assert [port["port"] for port in server["ports"]] == [443, 6443]
     assert server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    assert [port["port"] for port in serving["ports"]] == [contract.API_PORT]
+    assert serving["to"][0]["podSelector"]["matchExpressions"][0]["key"] == contract.LABEL_SERVICE
 
 
 def test_no_selector_of_the_operator_matches_a_hook(helm: Helm) -> None:

@@ -242,3 +242,66 @@ def test_events_tell_transitions_once() -> None:
 @pytest.mark.parametrize("stored", [None, "text", {}, {"conditions": 1}, {"observedGeneration": "1"}])
 def test_a_status_of_another_shape_is_none(stored: Any) -> None:
     assert status.read(stored) is None
+
+
+SAID = "no room (needs 1 nvidia.com/gpu, 0 free): the service is interrupted while its only pod is replaced"
+WAITING = pod("new", phase="Scheduling", trouble="InsufficientGPU", message="0/1 nodes are available")
+
+
+@pytest.mark.parametrize(
+    ("ends_by", "progressing", "message", "degraded"),
+    [
+        (
+            LATER,
+            "ReplacingPods",
+            f"{SAID}. 0 of 1 pods of revision new answer; pod old finishes its requests",
+            "False",
+        ),
+        (
+            "2025-12-31T23:59:31Z",
+            "ReplacingPods",
+            "pod old finishes its requests, until 2025-12-31T23:59:31Z",
+            "False",
+        ),
+        (
+            "2025-12-31T23:59:29Z",
+            "RolloutBlocked",
+            "PodStuckTerminating: pod old should have ended by",
+            "True",
+        ),
+    ],
+)
+def test_a_replacement_waits_for_the_old_pod_until_that_is_overdue(
+    ends_by: str, progressing: str, message: str, degraded: str
+) -> None:
+    old = pod("old", "old", phase="Terminating", terminating=True, ends_by=ends_by)
+    before = report(facts(ready(revision="old"), revision="old", replicas=1), None, NOW)
+    found = report(facts(WAITING, replicas=1, draining=(old,), announcement=SAID), before, NOW)
+    condition = found.condition("Progressing")
+    assert condition is not None and (condition.status, condition.reason) == ("True", progressing)
+    assert message in condition.message
+    assert verdicts(found)["Degraded"][0] == degraded
+
+
+def test_a_blocked_rollout_keeps_its_reason_when_it_stalls() -> None:
+    """The deadline of the Deployment says less than what blocks it."""
+    stalled = Rollout(desired=2, replacing=True, stalled="has timed out progressing")
+    broken = pod(trouble="ImagePullFailed", message="image x: not found")
+    found = report(facts(broken, ready(revision="old"), rollout=stalled), SERVED, NOW).condition(
+        "Progressing"
+    )
+    assert found is not None and (found.status, found.reason) == ("False", "ProgressDeadlineExceeded")
+    assert "ImagePullFailed" in found.message and "Way out: correct runtime.image" in found.message
+
+
+def test_an_event_explains_a_pod_whose_containers_are_not_created() -> None:
+    early, late = pod(placed_at="2026-01-01T00:00:00Z"), "2026-01-01T00:00:15Z"
+    assert status.slow_pod(facts(early), "2026-01-01T00:00:14Z") is None
+    assert status.slow_in_seconds(facts(early), "2026-01-01T00:00:05Z") == 10
+    assert status.slow_pod(facts(early), late) == early and status.slow_in_seconds(facts(early), late) == 0
+    assert status.slow_pod(facts(ready()), late) is None
+    obstacle = Problem("VolumeNotMounted", "pod p: Multi-Attach error")
+    assert verdicts(report(facts(early, obstacle=obstacle), None, NOW))["Ready"] == (
+        "False",
+        "VolumeNotMounted",
+    )

@@ -113,8 +113,11 @@ tolerations: {{- toYaml . | nindent 2 }}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, patch] # patch: the cost of deletion, before a scale-in
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]
+- apiGroups: [""] # whether a node autoscaler has announced a node for a pod
+  resources: [events]
+  verbs: [list]
 {{- end }}

@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from skiff_operator import rollout_strategy
 from skiff_operator.kinds import DEPLOYMENT
 from skiff_operator.resources import pod
 from skiff_operator.resources.metadata import (
@@ -12,15 +13,17 @@ from skiff_operator.resources.metadata import (
     digest,
     selector,
 )
+from skiff_operator.rollout_strategy import ANNOTATION_REPLACE_REASON, Choice
 from skiff_operator.settings import Settings
-from skiff_operator.spec import InferenceService
+from skiff_operator.spec import InferenceService, RolloutPolicy
 
 _IMAGE_PULL_SECONDS: Final = 600
 
 
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
-    """Build the Deployment. A new pod must be ready before an old one stops (maxSurge 1, maxUnavailable 0)."""
+    """Build the Deployment, with the strategy that the spec alone demands; `with_strategy` adds what was chosen."""
     paused = {"paused": True} if service.spec.rollout.paused else {}
+    policy = service.spec.rollout
     return child(
         DEPLOYMENT,
         service,
@@ -28,10 +31,10 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
             **paused,
             "replicas": service.spec.replicas,
             "selector": {"matchLabels": selector(service)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": _strategy(policy, replace=policy.strategy == "Replace"),
             "minReadySeconds": 2,
             "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": _deadline_seconds(service),
+            "progressDeadlineSeconds": policy.progress_deadline_seconds or _deadline_seconds(service),
             "template": pod.build(service, settings),
         },
     )
@@ -57,6 +60,25 @@ def with_template(deployment: dict[str, Any], template: dict[str, Any], spec_has
     return made
 
 
+def with_strategy(deployment: dict[str, Any], policy: RolloutPolicy, choice: Choice | None) -> dict[str, Any]:
+    """Return a built Deployment with the strategy that was chosen for the rollout to its revision, stamped anew.
+
+    Under `strategy: Auto`, the reason to replace pods in place is recorded in an annotation.
+    """
+    meta, spec = deployment["metadata"], deployment["spec"]
+    reason = rollout_strategy.replaces(policy, choice, revision(deployment))
+    annotations = dict(meta["annotations"])
+    if reason and policy.strategy == "Auto":
+        annotations[ANNOTATION_REPLACE_REASON] = reason
+    made = {
+        **deployment,
+        "metadata": {**meta, "annotations": annotations},
+        "spec": {**spec, "strategy": _strategy(policy, replace=bool(reason))},
+    }
+    stamp(made)
+    return made
+
+
 def placeholder(revision: str) -> dict[str, Any]:
     """Return the part of a template that the desired-state hash of a Deployment depends on."""
     return {"metadata": {"labels": {LABEL_REVISION: revision}}}
@@ -64,8 +86,17 @@ def placeholder(revision: str) -> dict[str, Any]:
 
 def stamp(deployment: dict[str, Any]) -> None:
     """Write the desired-state hash. Its template counts by its revision, which is a hash of the template already."""
+    annotations = deployment["metadata"]["annotations"]
+    annotations.pop(ANNOTATION_HASH, None)
     reduced = {**deployment, "spec": {**deployment["spec"], "template": revision(deployment)}}
-    deployment["metadata"]["annotations"][ANNOTATION_HASH] = digest(reduced)
+    annotations[ANNOTATION_HASH] = digest(reduced)
+
+
+def _strategy(policy: RolloutPolicy, *, replace: bool) -> dict[str, Any]:
+    return {
+        "type": "RollingUpdate",
+        "rollingUpdate": rollout_strategy.rolling_update(policy, replace=replace),
+    }
 
 
 def _deadline_seconds(service: InferenceService) -> int:

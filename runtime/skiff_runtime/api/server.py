@@ -17,7 +17,7 @@ from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
-from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpServerConfig
+from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpProtocol, HttpServerConfig
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
@@ -51,8 +51,15 @@ MAX_MESSAGES_PER_TURN: Final = 64
 FAILURE_LINGER_SECONDS: Final = 0.5
 """Time during which new clients still get an error response after a failure."""
 FAILURE_CLOSE_SECONDS: Final = 1
+DRAIN_ACCEPT_SECONDS: Final = 1.0
+"""Time during which a draining service still accepts requests, and ends each connection behind its response.
+
+A client with a pool of connections sends on them whatever the endpoints of a Service are; so it notices the drain by a
+response, not by a refusal.
+"""
 DRAIN_LINGER_SECONDS: Final = 1.0
-"""Time during which clients that have not noticed the drain yet still get a 503 instead of a refused connection."""
+"""Shortest drain: clients that have not noticed it yet get a 503 instead of a refused connection."""
+DRAIN_REPORT_SECONDS: Final = 10.0
 DRAIN_CLOSE_SECONDS: Final = 2
 """Time that slow clients have to read what is already written."""
 
@@ -71,6 +78,8 @@ ApiMessage = (
 
 class _HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handlers, because signals are handled by the supervisor."""
+
+    config: HttpServerConfig
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -214,14 +223,31 @@ class ApiServer:
             log.event("drain_started", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
+    def _connections(self) -> list[HttpProtocol]:
+        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
+
     async def _drain(self, timeout_seconds: float) -> None:
-        if not await self._dispatcher.wait_until_idle(timeout_seconds):
+        """End the connections, refuse requests, and exit when none is in flight or the time is over."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._http.config.closing = True
+        for connection in self._connections():
+            connection.end_after_response()
+        await asyncio.sleep(min(DRAIN_ACCEPT_SECONDS, timeout_seconds))
+        self._status.refuse_requests()
+        for connection in self._connections():
+            connection.close_if_idle()
+        while len(self._dispatcher) and (left := began + timeout_seconds - loop.time()) > 0:
+            log.event("drain_waiting", in_flight=len(self._dispatcher), timeout_seconds=round(left, 1))
+            await self._dispatcher.wait_until_idle(min(left, DRAIN_REPORT_SECONDS))
+        if len(self._dispatcher):
             log.warning("drain_timed_out", aborted=len(self._dispatcher))
             self._dispatcher.fail_all(
                 Unavailable("the service shut down before the request finished; retry with another replica"),
                 AbortReason.DRAIN,
             )
-        await asyncio.sleep(DRAIN_LINGER_SECONDS)
+        log.event("drain_finished", seconds=round(loop.time() - began, 3))
+        await asyncio.sleep(began + DRAIN_LINGER_SECONDS - loop.time())
         self._http.should_exit = True
 
     def _begin_failure(self, message: str) -> None:

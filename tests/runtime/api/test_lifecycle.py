@@ -1,5 +1,6 @@
 """Start, drain and failure of the API process, as clients and probes see them."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.server import listen
+from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS, listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
 from skiff_runtime.version import __version__
@@ -83,21 +84,54 @@ def test_start_is_reported_by_probes(model: Path) -> None:
 
 
 def test_drain_finishes_running_requests(model: Path) -> None:
-    with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
+    """A client that holds connections gets responses on them for a second, each of which ends its connection."""
+    with running_frontend(model) as front, ThreadPoolExecutor(3) as pool, httpx.Client() as pooled:
+        assert pooled.get(front.url + "/livez").headers.get("connection") != "close"
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
         front.rank.start(*requests)
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
+        pending.append(pool.submit(pooled.post, front.url + CHAT, json=BODY, timeout=60))
+        requests.append(front.rank.request())
+        front.rank.start(requests[-1])
         assert status(front, "/livez") == 200
+        time.sleep(DRAIN_ACCEPT_SECONDS)
         refused = front.post(CHAT, **BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.headers["connection"] == "close"
         assert "shutting down" in refused.json()["error"]["message"]
+        assert front.metric("skiff_requests_in_flight") == 3
         for request in requests:
             front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
-        assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
+        ended = time.monotonic()
+        for each in (pending[0], pending[2]):
+            reply = each.result()
+            assert reply.json()["choices"][0]["message"]["content"] == "boat"
+            assert reply.headers["connection"] == "close"
         assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
+        assert time.monotonic() - ended < 0.9, (
+            "the process ends with the last request, not after a fixed time"
+        )
+
+
+def test_drain_closes_idle_connections(model: Path) -> None:
+    """So a client opens its next connection to another replica, and nothing waits for it."""
+    with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
+        host, port = front.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as idle:
+            idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+            pending = pool.submit(front.post, CHAT, **BODY)
+            request = front.rank.request()
+            front.api.send(Drain(timeout_seconds=60))
+            assert idle.recv(4096) == b"", "closed while another request is in flight"
+            assert not pending.done()
+            front.rank.start(request)
+            front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+            assert pending.result().status_code == 200
+            assert front.wait_exit() == 0
 
 
 def test_drain_timeout_aborts_requests(model: Path) -> None:

@@ -35,12 +35,13 @@ EXTRA_PROBE_CONNECTIONS: Final = 64
 
 
 class HttpServerConfig(uvicorn.Config):
-    """uvicorn's settings and the limit on connections."""
+    """uvicorn's settings and the limit on connections. While `closing`, each response ends its connection."""
 
     def __init__(self, middleware: AccessMiddleware, *, max_connections: int, **settings: Any) -> None:
         super().__init__(middleware, http=HttpProtocol, **settings)
         self.middleware = middleware
         self.max_connections = max_connections
+        self.closing = False
 
 
 class _RequestAfterClose(Exception):
@@ -169,7 +170,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._progress.end_body()
         cycle = self.cycle
         if not cycle.response_started:
-            cycle.keep_alive = self._keep_alive and self.parser.should_keep_alive()
+            keep_alive = self._keep_alive and not self.config.closing
+            cycle.keep_alive = keep_alive and self.parser.should_keep_alive()
         super().on_message_complete()
 
     # Callbacks of responses, timers and the server.
@@ -187,6 +189,16 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._progress.head_bytes:
             self._stop_timers()
             self._start_timer()
+
+    def end_after_response(self) -> None:
+        """End the connection behind the response to the newest request, unless that has begun."""
+        if self._serving is not None and not self.cycle.response_started:
+            self._keep_alive = self.cycle.keep_alive = False
+
+    def close_if_idle(self) -> None:
+        """Close the connection between two requests."""
+        if self._serving is None and not self._progress.head_bytes and not self._linger.begun:
+            self.transport.close()
 
     def shutdown(self) -> None:
         """End the connection: at once, or behind the responses to the requests that have arrived."""
