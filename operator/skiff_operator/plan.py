@@ -58,7 +58,7 @@ def desired_state(
     built: Objects,
     target: Target | None = None,
     *,
-    rollout: RolloutPolicy = RolloutPolicy(),
+    rollout: RolloutPolicy | None = None,
     choice: Choice | None = None,
 ) -> DesiredState:
     """Reduce built objects to the part that the cache keeps.
@@ -75,7 +75,7 @@ def desired_state(
         if obj is made:
             digests[(CONTROLLER_REVISION, target.name)] = ""  # its data never changes
             obj = deployment.with_template(made, deployment.placeholder(target.deployed), target.spec_hash)
-            obj = deployment.with_strategy(obj, rollout, choice)
+            obj = deployment.with_strategy(obj, rollout or RolloutPolicy(), choice)
         digests[key] = digest_annotation(obj)
     return DesiredState(digests, target.revision, used if target.used is None else target.used, target)
 
