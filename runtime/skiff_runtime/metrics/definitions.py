@@ -152,6 +152,14 @@ class Metrics(Collector):
             "Time from the arrival of a request at the scheduler until it first runs.",
             _QUEUE,
         )
+        self._key_reloads = Counter(
+            contract.METRIC_KEY_RELOADS, "Reads of a changed key file, by outcome.", ("flag", "outcome")
+        )
+        self._keys_current = Gauge(
+            contract.METRIC_KEYS_CURRENT,
+            "1 while the keys of the key file are in force, 0 while it cannot be used and earlier ones are.",
+            ("flag",),
+        )
         self._aborted = Counter(contract.METRIC_ABORTS, "Requests that were aborted, by cause.", ("reason",))
         for why in AbortReason:
             self._aborted.add(0, why)
@@ -210,6 +218,11 @@ class Metrics(Collector):
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected with an HTTP status."""
         self._refused.add(1, _REFUSALS.get(status, RejectionReason.INVALID))
+
+    def record_key_reload(self, flag: str, *, success: bool) -> None:
+        """Count a read of the key file that ``flag`` names; its first one is a success."""
+        self._key_reloads.add(1, flag, "success" if success else "failure")
+        self._keys_current.set(int(success), flag)
 
     def record_abort(self, reason: AbortReason) -> None:
         """Count an aborted request."""
