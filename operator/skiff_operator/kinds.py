@@ -47,6 +47,9 @@ INFERENCE_SERVICE: Final = Kind(
 )
 SERVICE_ACCOUNT: Final = Kind("ServiceAccount", "", "v1", "serviceaccounts", Stage.CHILDREN, False)
 CLAIM: Final = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims", Stage.CHILDREN, False)
+NETWORK_POLICY: Final = Kind(
+    "NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies", Stage.CHILDREN, True
+)
 DEPLOYMENT: Final = Kind("Deployment", "apps", "v1", "deployments", Stage.CHILDREN, True)
 SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
 DISRUPTION_BUDGET: Final = Kind(
@@ -57,10 +60,13 @@ NODE: Final = Kind("Node", "", "v1", "nodes", Stage.STATUS, False)
 LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)
 EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
 
-CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
-"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim."""
+CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, NETWORK_POLICY, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
+"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim, and is never unprotected."""
 
 NEEDED_BY_PODS: Final = (SERVICE_ACCOUNT, CLAIM)
 """Children that a pod needs to start; it must not start with an object of another owner in their place."""
+
+CREATED_BEFORE_PODS: Final = (*NEEDED_BY_PODS, NETWORK_POLICY)
+"""Children without which no pod may be created: without its policy it would accept connections from everywhere."""
 
 BY_NAME: Final = {kind.name: kind for kind in CHILDREN}

@@ -4,11 +4,12 @@ from typing import Literal, NamedTuple
 
 from skiff_operator import policy, workload
 from skiff_operator.cache import Child, DesiredState, Entry, Objects
-from skiff_operator.kinds import BY_NAME, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
+from skiff_operator.kinds import BY_NAME, CREATED_BEFORE_PODS, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
 from skiff_operator.resources import (
     cache_claim,
     deployment,
     disruption_budget,
+    network_policy,
     service,
     service_account,
     volumes,
@@ -41,6 +42,8 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
+    if inference_service.spec.network_policy is not None:
+        built.append(network_policy.build(inference_service))
     built.append(deployment.build(inference_service, settings))
     built.append(service.build(inference_service))
     if inference_service.spec.replicas > 1:
@@ -84,10 +87,13 @@ def steps(entry: Entry, desired: DesiredState) -> list[Step]:
 
 
 def is_blocked(entry: Entry, desired: DesiredState, step: Step) -> bool:
-    """Return True for a Deployment whose ServiceAccount or claim is missing or not ours: its pods must not use another's."""
+    """Return True for a Deployment whose ServiceAccount, claim or policy is missing or not ours.
+
+    Its pods must neither use another's nor be unprotected.
+    """
     if step.kind != DEPLOYMENT:
         return False
-    needs = [entry.children.get(key) for key in desired.digests if key[0] in NEEDED_BY_PODS]
+    needs = [entry.children.get(key) for key in desired.digests if key[0] in CREATED_BEFORE_PODS]
     return any(child is None or child.owner != entry.uid for child in needs)
 
 
