@@ -18,6 +18,8 @@ CONDITIONS: Final = (READY, MODEL_READY, AVAILABLE, PROGRESSING, DEGRADED)
 
 SERVING: Final = "Serving"
 SCALED_TO_ZERO: Final = "ScaledToZero"
+ROLLOUT_IN_PROGRESS: Final = "RolloutInProgress"
+DEADLINE_EXCEEDED: Final = "ProgressDeadlineExceeded"
 
 _MESSAGE_CHARACTERS: Final = 1024
 _FAILED_POD_SECONDS: Final = 600.0
@@ -72,6 +74,12 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     conditions: tuple[Condition, ...]
     current_revision: str = ""
     last_failure: LastFailure | None = None
+
+    @property
+    def rolling_out(self) -> bool:
+        """Return whether the desired revision is being rolled out, in time or not."""
+        progressing = self.condition(PROGRESSING)
+        return progressing is not None and progressing.reason in (ROLLOUT_IN_PROGRESS, DEADLINE_EXCEEDED)
 
     def condition(self, kind: str) -> Condition | None:
         """Return the condition of a type, if present."""
@@ -194,7 +202,7 @@ def _progressing(facts: Facts, completed: str) -> _Verdict:
     if facts.settled:
         return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
     if facts.rollout is not None and facts.rollout.stalled:
-        return PROGRESSING, False, "ProgressDeadlineExceeded", facts.rollout.stalled
+        return PROGRESSING, False, DEADLINE_EXCEEDED, facts.rollout.stalled
     return PROGRESSING, True, _movement(facts, completed), _count(facts)
 
 
@@ -202,7 +210,7 @@ def _movement(facts: Facts, completed: str) -> str:
     """Return the reason for Progressing: a rollout, or scaling without one."""
     replacing = facts.rollout is not None and facts.rollout.replacing
     if facts.older or replacing or facts.revision != completed:
-        return "RolloutInProgress"
+        return ROLLOUT_IN_PROGRESS
     return "PodsStopping" if len(facts.new_pods) > facts.replicas else "PodsStarting"
 
 
@@ -239,7 +247,7 @@ def _pod_trouble(facts: Facts, concerned: list[PodState]) -> Problem | None:
     if facts.rollout is not None and facts.rollout.blocked:
         return Problem("PodCreateFailed", facts.rollout.blocked)
     if facts.rollout is not None and facts.rollout.stalled:
-        return Problem("ProgressDeadlineExceeded", facts.rollout.stalled)
+        return Problem(DEADLINE_EXCEEDED, facts.rollout.stalled)
     return None
 
 

@@ -50,7 +50,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter.
+    `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a `terminating` pod only these still matter.
     """
 
     name: str
@@ -64,6 +64,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     ended: str = ""
     used: frozenset[tuple[Kind, str]] = frozenset()
     terminating: bool = False
+    restarts: int = 0
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -140,6 +141,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         crash=_last_crash(status),
         ended=_ended(pod),
         used=used,
+        restarts=sum(container.get("restartCount", 0) for container in _containers(status)),
     )
 
 
