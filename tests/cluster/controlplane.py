@@ -31,6 +31,16 @@ SERVICE_NETWORK = "10.96.0.0/16"
 SERVICE_NAMES = (
     "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
 )
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - {level: None, userGroups: ["system:serviceaccounts:kube-system"]}
+  - {level: Metadata, userGroups: ["system:serviceaccounts"]}
+  - {level: None}
+"""
+"""Every request of a service account that is no controller of Kubernetes' own, such as the operator's."""
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 READY_SECONDS = 60
 ATTEMPTS = 3
@@ -175,6 +185,11 @@ class ControlPlane:
         """The administrator's kubeconfig."""
         return self.directory / "kubeconfig"
 
+    @property
+    def audit_log(self) -> Path:
+        """The API server's log of requests by AUDIT_POLICY, one JSON object a line."""
+        return self.directory / "audit.log"
+
     def start(self) -> None:
         """Start everything and wait until the API server is ready; another process may take a port, so try again."""
         debian.ensure(debian.CONTROL_PLANE_PACKAGES, layout())
@@ -192,6 +207,9 @@ class ControlPlane:
         folder, scratch = self.directory, self.directory / "run"
         for stale in ("etcd", "pki", "run"):
             shutil.rmtree(folder / stale, ignore_errors=True)
+        self.audit_log.unlink(missing_ok=True)
+        audit_policy = folder / "audit-policy.yaml"
+        audit_policy.write_text(AUDIT_POLICY)
         authority = create_pki(folder / "pki")
         server = f"https://{endpoint.address}:{endpoint.api_port}"
         self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
@@ -203,6 +221,8 @@ class ControlPlane:
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",
             "--endpoint-reconciler-type=none",
+            f"--audit-policy-file={audit_policy}",
+            f"--audit-log-path={self.audit_log}",
         ]
         arguments = {
             "etcd": etcd_arguments(endpoint, folder / "etcd"),
