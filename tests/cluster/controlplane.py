@@ -208,9 +208,9 @@ class ControlPlane:
         for stale in ("etcd", "pki", "run"):
             shutil.rmtree(folder / stale, ignore_errors=True)
         self.audit_log.unlink(missing_ok=True)
+        authority = create_pki(folder / "pki")
         audit_policy = folder / "audit-policy.yaml"
         audit_policy.write_text(AUDIT_POLICY)
-        authority = create_pki(folder / "pki")
         server = f"https://{endpoint.address}:{endpoint.api_port}"
         self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
         self.kubeconfig.chmod(0o600)
