@@ -1,9 +1,9 @@
 """Drift detection: the comparison of a live object with the desired one. Pure.
 
 The API server adds defaults and other controllers add fields of their own, so the comparison is containment: each
-desired field must be present with an equal value, and other fields are ignored, except in atomic fields. A desired False, 0, empty string,
-map or list may be absent, because the API server omits the zero value of most fields. It does store the zero value
-of some fields, whose absence means something else; their absence is drift.
+desired field must be present with an equal value, and other fields are ignored, except in atomic fields. A desired
+False, 0, empty string, map or list may be absent, because the API server omits the zero value of most fields. It does
+store the zero value of some fields, whose absence means something else; their absence is drift.
 """
 
 from decimal import Decimal, InvalidOperation

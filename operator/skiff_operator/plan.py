@@ -43,7 +43,7 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
     if inference_service.spec.network_policy is not None:
-        built.append(network_policy.build(inference_service))
+        built.append(network_policy.build(inference_service, settings))
     built.append(deployment.build(inference_service, settings))
     built.append(service.build(inference_service))
     if inference_service.spec.replicas > 1:

@@ -171,13 +171,16 @@ def binary(name: str) -> Path:
 class ControlPlane:
     """A control plane whose keys, data and logs lie in `directory`; without one, in a folder that `stop` removes.
 
-    `with_parent` ends it with the process that started it.
+    `with_parent` ends it with the process that started it. With `audit`, requests are logged by AUDIT_POLICY.
     """
 
-    def __init__(self, directory: Path | None = None, *, with_parent: bool = True) -> None:
+    def __init__(
+        self, directory: Path | None = None, *, with_parent: bool = True, audit: bool = False
+    ) -> None:
         self.temporary = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
         self.with_parent = with_parent
+        self.audit = audit
         self.daemons = {name: Daemon(name, self.directory / "run") for name in PROGRAMS}
 
     @property
@@ -187,7 +190,7 @@ class ControlPlane:
 
     @property
     def audit_log(self) -> Path:
-        """The API server's log of requests by AUDIT_POLICY, one JSON object a line."""
+        """The API server's log of requests, one JSON object a line."""
         return self.directory / "audit.log"
 
     def start(self) -> None:
@@ -209,8 +212,6 @@ class ControlPlane:
             shutil.rmtree(folder / stale, ignore_errors=True)
         self.audit_log.unlink(missing_ok=True)
         authority = create_pki(folder / "pki")
-        audit_policy = folder / "audit-policy.yaml"
-        audit_policy.write_text(AUDIT_POLICY)
         server = f"https://{endpoint.address}:{endpoint.api_port}"
         self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
         self.kubeconfig.chmod(0o600)
@@ -221,9 +222,11 @@ class ControlPlane:
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",
             "--endpoint-reconciler-type=none",
-            f"--audit-policy-file={audit_policy}",
-            f"--audit-log-path={self.audit_log}",
         ]
+        if self.audit:
+            audit_policy = folder / "audit-policy.yaml"
+            audit_policy.write_text(AUDIT_POLICY)
+            local += [f"--audit-policy-file={audit_policy}", f"--audit-log-path={self.audit_log}"]
         arguments = {
             "etcd": etcd_arguments(endpoint, folder / "etcd"),
             "kube-apiserver": [*apiserver_arguments(endpoint, authority, scratch), *local],

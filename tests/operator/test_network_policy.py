@@ -18,6 +18,7 @@ HTTPS = {"ports": [{"port": 443, "protocol": "TCP"}]}
 NAMESPACE: dict[str, Any] = {"podSelector": {}}
 GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}, "namespaceSelector": {}}
 MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+OPERATOR = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "skiff-system"}}}
 PROXY = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16", "except": ["10.1.2.0/24"]}}], "ports": [{"port": 3128}]}
 
 
@@ -39,15 +40,11 @@ def rules(policy: dict[str, Any], **fields: Any) -> tuple[Any, Any]:
         ({"from": [GATEWAY]}, [GATEWAY]),
         ({"from": [GATEWAY], "metricsFrom": [MONITORING]}, [GATEWAY, MONITORING]),
         ({"from": [], "metricsFrom": [MONITORING]}, [MONITORING]),
+        ({"from": []}, []),
     ],
 )
 def test_peers_reach_the_api_port_alone(policy: dict[str, Any], peers: list[Any]) -> None:
-    assert rules(policy) == ([{"from": peers, "ports": PORT}], [DNS])
-
-
-def test_an_empty_list_of_peers_allows_none() -> None:
-    """In a rule of Kubernetes it would allow all."""
-    assert rules({"from": []})[0] == []
+    assert rules(policy) == ([{"from": [OPERATOR, *peers], "ports": PORT}], [DNS])
 
 
 def test_only_downloads_may_use_https_and_more_is_given_by_the_spec() -> None:
@@ -66,7 +63,7 @@ def test_a_policy_is_made_repaired_changed_and_removed(api: ApiServer) -> None:
     eventually(lambda: api.find("deployments", "llama"), "a Deployment")
     [owner] = made["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"], owner["controller"]) == ("InferenceService", "llama", True)
-    assert made["spec"]["ingress"] == [{"from": [GATEWAY, MONITORING], "ports": PORT}]
+    assert made["spec"]["ingress"] == [{"from": [OPERATOR, GATEWAY, MONITORING], "ports": PORT}]
 
     def is_repaired() -> bool:
         live = api.find("networkpolicies", "llama")
@@ -75,7 +72,7 @@ def test_a_policy_is_made_repaired_changed_and_removed(api: ApiServer) -> None:
     wider = {**GATEWAY, "podSelector": {}}
     ingress = made["spec"]["ingress"][0]
     for edit in (
-        {"ingress": [{**ingress, "from": [wider, MONITORING]}]},
+        {"ingress": [{**ingress, "from": [OPERATOR, wider, MONITORING]}]},
         {"ingress": [{**ingress, "ports": [*PORT, {"port": 9999, "protocol": "TCP"}]}]},
         {"ingress": [ingress, {}]},
         {"egress": [*made["spec"]["egress"], {}]},
@@ -92,7 +89,8 @@ def test_a_policy_is_made_repaired_changed_and_removed(api: ApiServer) -> None:
     api.merge("inferenceservices", "llama", {"spec": {"networkPolicy": {"from": None, "metricsFrom": None}}})
     eventually(
         lambda: (
-            api.get("networkpolicies", "llama")["spec"]["ingress"] == [{"from": [NAMESPACE], "ports": PORT}]
+            api.get("networkpolicies", "llama")["spec"]["ingress"]
+            == [{"from": [OPERATOR, NAMESPACE], "ports": PORT}]
         ),
         "the default peers",
     )
