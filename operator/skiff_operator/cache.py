@@ -69,7 +69,8 @@ class Entry(msgspec.Struct):
     `service` is None while the object is absent or its spec was never valid; then `invalid` may hold the error.
     `desired` is derived from `service` on first use; `manifests` holds the built objects while some are missing.
     `problem` is the last refusal of the API server. `decision` is the strategy that was chosen for the rollout to the
-    desired revision; after a restart, the Deployment's own record of it counts.
+    desired revision; after a restart, the Deployment's own record of it counts. `restarts` counts restarts of containers
+    that this process observed.
     """
 
     service: InferenceService | None = None
@@ -87,6 +88,7 @@ class Entry(msgspec.Struct):
     revisions: dict[str, Revision] = msgspec.field(default_factory=dict)
     decision: Choice | None = None
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
+    restarts: int = 0
 
     @property
     def choice(self) -> Choice | None:
@@ -189,9 +191,12 @@ class Cache:
 
     def put_pod(self, key: Key, pod: PodState) -> None:
         """Store a pod, replacing one of the same name."""
-        pods = self.get_or_create(key).pods
-        if pod.name in pods:
-            self._keys_by_uid.pop(pods[pod.name].uid, None)
+        entry = self.get_or_create(key)
+        pods, known = entry.pods, entry.pods.get(pod.name)
+        if known is not None:
+            self._keys_by_uid.pop(known.uid, None)
+            if known.uid == pod.uid:
+                entry.restarts += max(0, pod.restarts - known.restarts)
         pods[pod.name] = pod
         self._keys_by_uid[pod.uid] = key
 

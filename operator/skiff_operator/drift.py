@@ -1,9 +1,9 @@
 """Drift detection: the comparison of a live object with the desired one. Pure.
 
 The API server adds defaults and other controllers add fields of their own, so the comparison is containment: each
-desired field must be present with an equal value, and other fields are ignored. A desired False, 0, empty string,
-map or list may be absent, because the API server omits the zero value of most fields. It does store the zero value
-of some fields, whose absence means something else; their absence is drift.
+desired field must be present with an equal value, and other fields are ignored, except in atomic fields. A desired
+False, 0, empty string, map or list may be absent, because the API server omits the zero value of most fields. It does
+store the zero value of some fields, whose absence means something else; their absence is drift.
 """
 
 from decimal import Decimal, InvalidOperation
@@ -14,6 +14,9 @@ _QUANTITY_MAPS: Final = ("requests", "limits")
 _MAPS: Final = ("labels", "annotations", "matchLabels", "selector", "nodeSelector", *_QUANTITY_MAPS)
 """Fields whose value is a map with arbitrary keys; each key is stored even with an empty value."""
 
+_ATOMIC: Final = ("podSelector", "namespaceSelector", "ingress", "egress")
+"""Fields that an apply replaces whole. They hold nothing but what is desired: one more peer would open the pods."""
+
 _STORED_ZEROS: Final = frozenset(
     {
         *("affinity", "nodeAffinity", "podAffinity", "podAntiAffinity", "emptyDir", "securityContext"),
@@ -21,6 +24,7 @@ _STORED_ZEROS: Final = frozenset(
         *("privileged", "readOnlyRootFilesystem", "runAsGroup", "runAsNonRoot", "runAsUser", "fsGroup"),
         *("setHostnameAsFQDN", "shareProcessNamespace", "optional", "tolerationSeconds"),
         *("replicas", "maxSurge", "maxUnavailable"),
+        *("podSelector", "namespaceSelector"),
     }
 )
 """Fields that the API server stores even with their zero value (pointers in its Go types)."""
@@ -55,6 +59,9 @@ def _covers_map(
                 return False
         elif key in _MAPS and isinstance(value, dict) and isinstance(found, dict):
             if not _covers_map(value, found, quantity=key in _QUANTITY_MAPS, free_keys=True):
+                return False
+        elif key in _ATOMIC:
+            if not (covers(value, found) and covers(found, value)):
                 return False
         elif not covers(value, found, quantity=quantity or key == "sizeLimit"):
             return False

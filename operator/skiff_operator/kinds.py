@@ -50,6 +50,9 @@ CLAIM: Final = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims",
 CONTROLLER_REVISION: Final = Kind(
     "ControllerRevision", "apps", "v1", "controllerrevisions", Stage.CHILDREN, False
 )
+NETWORK_POLICY: Final = Kind(
+    "NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies", Stage.CHILDREN, True
+)
 DEPLOYMENT: Final = Kind("Deployment", "apps", "v1", "deployments", Stage.CHILDREN, True)
 SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
 DISRUPTION_BUDGET: Final = Kind(
@@ -60,13 +63,27 @@ NODE: Final = Kind("Node", "", "v1", "nodes", Stage.STATUS, False)
 LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)
 EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
 
-CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, CONTROLLER_REVISION, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
-"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim.
+CHILDREN: Final = (
+    SERVICE_ACCOUNT,
+    CLAIM,
+    NETWORK_POLICY,
+    CONTROLLER_REVISION,
+    DEPLOYMENT,
+    SERVICE,
+    DISRUPTION_BUDGET,
+)
+"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim, and is never unprotected.
 
 A template is recorded in a ControllerRevision before the Deployment gets it.
 """
 
 NEEDED_BY_PODS: Final = (SERVICE_ACCOUNT, CLAIM)
 """Children that a pod needs to start; it must not start with an object of another owner in their place."""
+
+CREATED_BEFORE_PODS: Final = (*NEEDED_BY_PODS, NETWORK_POLICY, CONTROLLER_REVISION)
+"""Children without which no pod may be created.
+
+Without its policy it would accept connections from everywhere; a template that is not recorded would be lost.
+"""
 
 BY_NAME: Final = {kind.name: kind for kind in CHILDREN}

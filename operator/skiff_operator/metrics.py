@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from skiff_operator.cache import Cache
-from skiff_operator.status import CONDITIONS, READY
+from skiff_operator.status import CONDITIONS, DEGRADED, READY
 from skiff_operator.watch_streams import WatchStreams
 from skiff_runtime import contract
 
@@ -63,12 +63,27 @@ class ObjectsCollector(Collector):
         """Count the entries of `cache`."""
         self._cache = cache
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield one series per condition and status, and one per InferenceService with its readiness."""
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield one series per condition and status, and a few per InferenceService."""
         counts = {(kind, status): 0 for kind in CONDITIONS for status in ("True", "False", "Unknown")}
         ready = GaugeMetricFamily(
             contract.OPERATOR_SERVICE_READY,
             "1 while the InferenceService is Ready, else 0.",
+            labels=["service_namespace", "service"],
+        )
+        degraded = GaugeMetricFamily(
+            contract.OPERATOR_SERVICE_DEGRADED,
+            "1 for each InferenceService that is Degraded, with the reason.",
+            labels=["service_namespace", "service", "reason"],
+        )
+        rolling_out = GaugeMetricFamily(
+            contract.OPERATOR_SERVICE_ROLLING_OUT,
+            "1 while a revision of the InferenceService is being rolled out, else 0.",
+            labels=["service_namespace", "service"],
+        )
+        restarts = CounterMetricFamily(
+            contract.OPERATOR_RESTARTS.removesuffix("_total"),
+            "Restarts of containers in the pods of the InferenceService.",
             labels=["service_namespace", "service"],
         )
         for namespace, name in self._cache:
@@ -80,13 +95,16 @@ class ObjectsCollector(Collector):
                 counts[(kind, value)] += 1
                 if kind == READY:
                     ready.add_metric([namespace, name], float(value == "True"))
+                if kind == DEGRADED and condition is not None and value == "True":
+                    degraded.add_metric([namespace, name, condition.reason], 1)
+            rolling_out.add_metric([namespace, name], float(status is not None and status.rolling_out))
+            restarts.add_metric([namespace, name], entry.restarts if entry else 0)
         objects = GaugeMetricFamily(
             contract.OPERATOR_OBJECTS, "InferenceServices by condition.", labels=["condition", "status"]
         )
         for labels, count in counts.items():
             objects.add_metric(list(labels), count)
-        yield objects
-        yield ready
+        yield from (objects, ready, degraded, rolling_out, restarts)
 
 
 class StreamsCollector(Collector):

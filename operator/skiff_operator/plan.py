@@ -4,11 +4,20 @@ from typing import Any, Literal, NamedTuple
 
 from skiff_operator import policy, revisions, workload
 from skiff_operator.cache import Child, DesiredState, Entry, Objects
-from skiff_operator.kinds import BY_NAME, CONTROLLER_REVISION, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
+from skiff_operator.kinds import (
+    BY_NAME,
+    CONTROLLER_REVISION,
+    CREATED_BEFORE_PODS,
+    DEPLOYMENT,
+    NEEDED_BY_PODS,
+    Kind,
+    Stage,
+)
 from skiff_operator.resources import (
     cache_claim,
     deployment,
     disruption_budget,
+    network_policy,
     service,
     service_account,
     volumes,
@@ -43,6 +52,8 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
+    if inference_service.spec.network_policy is not None:
+        built.append(network_policy.build(inference_service, settings))
     made = deployment.build(inference_service, settings)
     deployment.record_spec(made, revisions.spec_hash(inference_service))
     built.append(made)
@@ -111,14 +122,14 @@ def steps(entry: Entry, desired: DesiredState) -> list[Step]:
 
 
 def is_blocked(entry: Entry, desired: DesiredState, step: Step) -> bool:
-    """Return True for a Deployment whose ServiceAccount, claim or revision is missing or not ours.
+    """Return True for a Deployment whose ServiceAccount, claim, policy or revision is missing or not ours.
 
-    Its pods must not use another's, and a template that is not recorded would be lost with the next one.
+    Its pods must neither use another's nor be unprotected, and a template that is not recorded would be lost with the
+    next one.
     """
     if step.kind != DEPLOYMENT:
         return False
-    needed = (*NEEDED_BY_PODS, CONTROLLER_REVISION)
-    needs = [entry.children.get(key) for key in desired.digests if key[0] in needed]
+    needs = [entry.children.get(key) for key in desired.digests if key[0] in CREATED_BEFORE_PODS]
     return any(child is None or child.owner != entry.uid for child in needs)
 
 

@@ -51,10 +51,13 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
 
 
 def _check_arguments(service: InferenceService) -> None:
+    owned = dict(_OWNED_FLAGS)
+    if service.spec.api_keys_secret_ref is not None:
+        owned[contract.FLAG_API_KEY_FILE] = "spec.apiKeysSecretRef alone"
     for argument in service.spec.runtime.args:
         flag = argument.partition("=")[0]
-        if flag in _OWNED_FLAGS:
-            advice = f"use {_OWNED_FLAGS[flag]}" if _OWNED_FLAGS[flag] else "remove it"
+        if flag in owned:
+            advice = f"use {owned[flag]}" if owned[flag] else "remove it"
             raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")
 
 

@@ -32,6 +32,25 @@ class SecretKey(_Strict, frozen=True):
     key: str = "token"
 
 
+class ApiKeys(_Strict, frozen=True):
+    """The Secret, and its key, that holds the API keys that clients must send."""
+
+    name: str
+    key: str = "keys"
+
+
+class NetworkPolicy(_Strict, frozen=True):
+    """The connections that the pods may have. Peers and rules are those of Kubernetes' NetworkPolicy.
+
+    `sources`: peers that may use the API; None: all pods of the namespace. `metrics_from`: further peers, which scrape.
+    `egress`: rules beside DNS and the download.
+    """
+
+    sources: tuple[dict[str, Any], ...] | None = msgspec.field(name="from", default=None)
+    metrics_from: tuple[dict[str, Any], ...] = ()
+    egress: tuple[dict[str, Any], ...] = ()
+
+
 class Fetch(_Strict, frozen=True):
     """The download of an hf:// model's weights. `resources`: of its container."""
 
@@ -115,6 +134,8 @@ class Spec(_Strict, frozen=True):
     startup: Startup = Startup()
     drain: Drain = Drain()
     rollout: RolloutPolicy = RolloutPolicy()
+    api_keys_secret_ref: ApiKeys | None = None
+    network_policy: NetworkPolicy | None = None
     resources: dict[str, dict[str, str | int]] = {}
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()

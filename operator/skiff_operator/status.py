@@ -23,10 +23,12 @@ SERVING: Final = "Serving"
 SCALED_TO_ZERO: Final = "ScaledToZero"
 ROLLED_BACK: Final = "RolledBack"
 
-ROLLING: Final = "RolloutInProgress"
+ROLLOUT_IN_PROGRESS: Final = "RolloutInProgress"
 REPLACING: Final = "ReplacingPods"
 BLOCKED: Final = "RolloutBlocked"
+DEADLINE_EXCEEDED: Final = "ProgressDeadlineExceeded"
 
+_ROLLING_OUT: Final = (ROLLOUT_IN_PROGRESS, REPLACING, BLOCKED, DEADLINE_EXCEEDED)
 _MESSAGE_CHARACTERS: Final = 1024
 _OBSTACLE_CHARACTERS: Final = 600
 _CREATION_SECONDS: Final = 15.0
@@ -86,6 +88,12 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     conditions: tuple[Condition, ...]
     current_revision: str = ""
     last_failure: LastFailure | None = None
+
+    @property
+    def rolling_out(self) -> bool:
+        """Return whether the desired revision is being rolled out, in time or not."""
+        progressing = self.condition(PROGRESSING)
+        return progressing is not None and progressing.reason in _ROLLING_OUT
 
     def condition(self, kind: str) -> Condition | None:
         """Return the condition of a type, if present."""
@@ -218,13 +226,18 @@ def _progressing(facts: Facts, trouble: Problem | None, completed: str) -> _Verd
         return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
     blocked = "" if trouble is None else _blocked(trouble)
     if facts.rollout is not None and facts.rollout.stalled:
-        return PROGRESSING, False, "ProgressDeadlineExceeded", blocked or facts.rollout.stalled
+        return PROGRESSING, False, DEADLINE_EXCEEDED, blocked or facts.rollout.stalled
     if facts.paused:
         return PROGRESSING, False, "RolloutPaused", f"{_count(facts)}; spec.rollout.paused is true"
     movement = _movement(facts, completed)
     if blocked:
-        return PROGRESSING, True, BLOCKED if movement == ROLLING else movement, f"{_count(facts)}: {blocked}"
-    if movement == ROLLING and facts.announcement and completed:
+        return (
+            PROGRESSING,
+            True,
+            BLOCKED if movement == ROLLOUT_IN_PROGRESS else movement,
+            f"{_count(facts)}: {blocked}",
+        )
+    if movement == ROLLOUT_IN_PROGRESS and facts.announcement and completed:
         return PROGRESSING, True, REPLACING, _replacing(facts)
     return PROGRESSING, True, movement, _count(facts)
 
@@ -252,7 +265,7 @@ def _movement(facts: Facts, completed: str) -> str:
     """Return the reason for Progressing: a rollout, or scaling without one."""
     replacing = facts.rollout is not None and facts.rollout.replacing
     if facts.older or replacing or facts.revision != completed:
-        return ROLLING
+        return ROLLOUT_IN_PROGRESS
     return "PodsStopping" if len(facts.new_pods) > facts.replicas else "PodsStarting"
 
 
@@ -308,7 +321,7 @@ def _pod_trouble(facts: Facts, concerned: list[PodState], now: str) -> Problem |
     if facts.rollout is not None and facts.rollout.blocked and not makes_room:
         return Problem("PodCreateFailed", facts.rollout.blocked)
     if facts.rollout is not None and facts.rollout.stalled:
-        return Problem("ProgressDeadlineExceeded", facts.rollout.stalled)
+        return Problem(DEADLINE_EXCEEDED, facts.rollout.stalled)
     return None
 
 

@@ -56,10 +56,10 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter, and
-    `ends_by`, the time (RFC 3339) at which its grace period ends. `unschedulable_since`: the time at which the
-    scheduler first found no node for it, or empty. `placed_at`: the time at which a pod got its node, until its first
-    container is created.
+    `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a
+    `terminating` pod only what it uses still matters, and `ends_by`, the time (RFC 3339) at which its grace period ends.
+    `unschedulable_since`: the time at which the scheduler first found no node for it, or empty. `placed_at`: the time at
+    which a pod got its node, until its first container is created.
     """
 
     name: str
@@ -76,6 +76,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     ends_by: str = ""
     unschedulable_since: str = ""
     placed_at: str = ""
+    restarts: int = 0
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -163,6 +164,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         used=used,
         unschedulable_since=_unschedulable_since(conditions),
         placed_at=_placed_at(status, conditions),
+        restarts=sum(container.get("restartCount", 0) for container in _containers(status)),
     )
 
 

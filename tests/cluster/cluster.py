@@ -18,7 +18,7 @@ from commands import ClusterError, locked, output, say, step
 from paths import Layout, layout
 from providers import choose, made
 
-PATHS = ("kubectl", "helm", "helm-docs", "prometheus", "promtool")
+PATHS = ("kubectl", "helm", "helm-docs", "prometheus", "promtool", "prometheus-operator-crds")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     image = commands.add_parser("image", help="print the name by which the cluster knows an image")
     image.add_argument("name", choices=sorted(delivery.NAMES))
     commands.add_parser(
-        "tools", help="fetch or build the programs that `make test` needs: control plane, helm, prometheus"
+        "tools", help="fetch or build what `make test` needs: control plane, helm, prometheus"
     )
     for name in PATHS:
         commands.add_parser(f"{name}-path", help=f"print the path of {name}, fetched or built if need be")
@@ -98,7 +98,12 @@ def kubeconfig(paths: Layout) -> Path:
 
 def program(name: str, paths: Layout) -> Path:
     """Return the path of one of PATHS."""
-    builders = {"kubectl": toolchain.kubectl, "helm": toolchain.helm, "helm-docs": toolchain.helm_docs}
+    builders = {
+        "kubectl": toolchain.kubectl,
+        "helm": toolchain.helm,
+        "helm-docs": toolchain.helm_docs,
+        "prometheus-operator-crds": toolchain.prometheus_operator_crds,
+    }
     return builders[name](paths) if name in builders else debian.prometheus(paths)[name]
 
 

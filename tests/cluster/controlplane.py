@@ -32,6 +32,16 @@ SERVICE_NETWORK = "10.96.0.0/16"
 SERVICE_NAMES = (
     "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
 )
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - {level: None, userGroups: ["system:serviceaccounts:kube-system"]}
+  - {level: Metadata, userGroups: ["system:serviceaccounts"]}
+  - {level: None}
+"""
+"""Every request of a service account that is no controller of Kubernetes' own, such as the operator's."""
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 READY_SECONDS = 60
 ATTEMPTS = 3
@@ -162,22 +172,34 @@ def binary(name: str) -> Path:
 class ControlPlane:
     """A control plane whose keys, data and logs lie in `directory`; without one, in a folder that `stop` removes.
 
-    `with_parent` ends it with the process that started it; `manager_flags` are more flags of the controller manager.
+    `with_parent` ends it with the process that started it; `manager_flags` are more flags of the controller manager. With
+    `audit`, requests are logged by AUDIT_POLICY.
     """
 
     def __init__(
-        self, directory: Path | None = None, *, with_parent: bool = True, manager_flags: Sequence[str] = ()
+        self,
+        directory: Path | None = None,
+        *,
+        with_parent: bool = True,
+        manager_flags: Sequence[str] = (),
+        audit: bool = False,
     ) -> None:
         self.temporary = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="skiff-control-plane-"))
         self.with_parent = with_parent
         self.manager_flags = manager_flags
+        self.audit = audit
         self.daemons = {name: Daemon(name, self.directory / "run") for name in PROGRAMS}
 
     @property
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig."""
         return self.directory / "kubeconfig"
+
+    @property
+    def audit_log(self) -> Path:
+        """The API server's log of requests, one JSON object a line."""
+        return self.directory / "audit.log"
 
     def start(self) -> None:
         """Start everything and wait until the API server is ready; another process may take a port, so try again."""
@@ -196,6 +218,7 @@ class ControlPlane:
         folder, scratch = self.directory, self.directory / "run"
         for stale in ("etcd", "pki", "run"):
             shutil.rmtree(folder / stale, ignore_errors=True)
+        self.audit_log.unlink(missing_ok=True)
         authority = create_pki(folder / "pki")
         server = f"https://{endpoint.address}:{endpoint.api_port}"
         self.kubeconfig.write_text(authority.kubeconfig("admin", server=server))
@@ -208,6 +231,10 @@ class ControlPlane:
             "--advertise-address=127.0.0.1",
             "--endpoint-reconciler-type=none",
         ]
+        if self.audit:
+            audit_policy = folder / "audit-policy.yaml"
+            audit_policy.write_text(AUDIT_POLICY)
+            local += [f"--audit-policy-file={audit_policy}", f"--audit-log-path={self.audit_log}"]
         arguments = {
             "etcd": etcd_arguments(endpoint, folder / "etcd"),
             "kube-apiserver": [*apiserver_arguments(endpoint, authority, scratch), *local],

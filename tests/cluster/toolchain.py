@@ -54,6 +54,8 @@ HELM_DOCS = Tool("helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs", "v1
 KWOK = Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0", expected_seconds=70)
 KUBECTL = CONTROL_PLANE[-1]
 SCHEDULER = NODE[0]
+PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.85.0")
+"""The module, and its version, whose CustomResourceDefinitions the chart's monitoring objects are tested against."""
 
 
 def key(tool: Tool) -> str:
@@ -142,6 +144,25 @@ def helm_docs(layout: Layout) -> Path:
     """Return the path of helm-docs, which writes the chart's README; always built here, for its output is compared."""
     ensure([HELM_DOCS], layout)
     return layout.bin / HELM_DOCS.name
+
+
+def prometheus_operator_crds(layout: Layout) -> Path:
+    """Return the folder of the Prometheus operator's CustomResourceDefinitions, fetched with its Go module."""
+    module, version = PROMETHEUS_OPERATOR
+    folder = layout.bin / f"prometheus-operator-crds-{version}"
+    if folder.exists():
+        return folder
+    require_go()
+    with locked(layout.bin / ".lock"), scratch(layout.bin) as copy:
+        if not folder.exists():
+            with step("fetching the Prometheus operator's definitions (once)"):
+                found = json.loads(
+                    output(["go", "mod", "download", "-json", f"{module}@{version}"], cwd=copy)
+                )
+                shutil.copytree(Path(found["Dir"]) / "example" / "prometheus-operator-crd", copy / "crds")
+                (copy / "crds").chmod(0o755)  # the module cache is read-only
+                (copy / "crds").replace(folder)
+    return folder
 
 
 def kubectl(layout: Layout) -> Path:

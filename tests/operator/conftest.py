@@ -30,7 +30,7 @@ Start = Callable[..., OperatorProcess]
 @pytest.fixture(scope="session")
 def plane() -> Iterator[ControlPlane]:
     """The control plane; where its programs cannot be built, every test that needs it fails with the reason."""
-    plane = ControlPlane()
+    plane = ControlPlane(audit=True)
     plane.start()
     yield plane
     plane.stop()

@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 import pytest
-import yaml
-from helm import CHART, Helm, HelmError, hooks
+from helm import Helm, HelmError, hooks
 
 from skiff_operator.settings import Settings, from_arguments
 from skiff_runtime import contract
@@ -72,7 +71,7 @@ def test_monitoring_and_namespaces(helm: Helm) -> None:
     assert sorted(roles) == ["a", "b", "skiff-system"]
     assert not of_kind(bodies, "ClusterRoleBinding")
     (rule,) = of_kind(bodies, "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((CHART / "rules/skiff.yaml").read_text())
+    assert "${" not in json.dumps(rule["spec"])  # tests/operator/test_alerts.py has what it says
 
 
 def test_the_digest_wins_over_the_tag(helm: Helm) -> None:

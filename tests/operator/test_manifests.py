@@ -103,18 +103,25 @@ def dashboard_expressions() -> list[tuple[str, str]]:
 
 
 def rule_expressions() -> list[tuple[str, str]]:
-    """Name and query of every alert."""
+    """Name and query of every rule."""
     groups = yaml.safe_load((CHART / "rules/skiff.yaml").read_text())["groups"]
-    return [(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
+    return [
+        (rule.get("alert") or rule["record"], rule["expr"]) for group in groups for rule in group["rules"]
+    ]
+
+
+RECORDED = {where for where, _ in rule_expressions() if ":" in where}
 
 
 @pytest.mark.parametrize(("where", "expression"), [*dashboard_expressions(), *rule_expressions()])
 def test_queries_use_only_defined_metrics(where: str, expression: str) -> None:
-    used = set(re.findall(r"\b(?:skiff|sglang|process)[_:]\w+", expression))
+    names = set(re.findall(r"[a-zA-Z_:][\w:]*", expression))
+    used = {name for name in names if re.match(r"(?:skiff|sglang|process)[_:]\w", name)} | (names & RECORDED)
+    assert not {name for name in names - RECORDED if name.startswith("inferenceservice:")}
     assert used, f"{where} uses no metric of ours"
     for name in used:
         base = next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
-        assert name in METRICS | PROCESS or base in METRICS, f"{where}: {name}"
+        assert name in METRICS | PROCESS | RECORDED or base in METRICS, f"{where}: {name}"
 
 
 def test_every_operator_metric_is_on_a_dashboard() -> None:

@@ -10,6 +10,7 @@ from skiff_operator.kinds import (
     CLAIM,
     DEPLOYMENT,
     DISRUPTION_BUDGET,
+    NETWORK_POLICY,
     SERVICE,
     SERVICE_ACCOUNT,
     Kind,
@@ -49,11 +50,12 @@ def steps(of: Entry) -> list[plan.Step]:
 
 
 def test_everything_is_created_in_the_order_in_which_pods_need_it() -> None:
-    pending = steps(entry(service(model=hub(), cache={"size": "1Gi"}, replicas=2)))
-    assert [step.kind for step in pending] == [SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET]
+    pending = steps(entry(service(model=hub(), cache={"size": "1Gi"}, replicas=2, networkPolicy={})))
+    first = [SERVICE_ACCOUNT, CLAIM, NETWORK_POLICY, DEPLOYMENT]
+    assert [step.kind for step in pending] == [*first, SERVICE, DISRUPTION_BUDGET]
     assert {step.action for step in pending} == {"create"}
     now, later = plan.first_stage(pending)
-    assert [step.kind for step in now] == [SERVICE_ACCOUNT, CLAIM, DEPLOYMENT]
+    assert [step.kind for step in now] == first
     assert later == Stage.NETWORK
 
 

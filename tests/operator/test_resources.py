@@ -222,3 +222,17 @@ def test_default_pull_secrets_reach_the_pod_and_the_users_join_them() -> None:
         spec = objects["Deployment"]["spec"]["template"]["spec"]
         assert [each["name"] for each in spec["imagePullSecrets"]] == expected
     assert "imagePullSecrets" not in pod()
+
+
+def test_api_keys_are_mounted_in_the_serving_container_alone() -> None:
+    fields: dict[str, Any] = {"model": hub(), "apiKeysSecretRef": {"name": "llama-keys"}}
+    secret = volume("api-keys", **fields)
+    assert secret is not None and secret["secret"]["secretName"] == "llama-keys"
+    assert secret["secret"]["items"] == [{"key": "keys", "path": "keys"}]
+    assert secret["secret"]["defaultMode"] == 0o440  # for the pod's fsGroup
+    mount = {"name": "api-keys", "mountPath": "/etc/skiff/api-keys", "readOnly": True}
+    assert mount in runtime(**fields)["volumeMounts"]
+    assert "api-keys" not in str(pod(**fields)["initContainers"])
+    arguments = runtime(**fields)["args"]
+    assert arguments[arguments.index("--api-key-file") + 1] == "/etc/skiff/api-keys/keys"
+    assert "--api-key-file" not in runtime(model=hub())["args"]

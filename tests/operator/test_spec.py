@@ -125,6 +125,10 @@ UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"model": hub(), "cache": {"hostPath": "/srv"}}, "--allow-host-path"),
     ({"runtime": {"args": ["--port=1"]}}, "--port is set by the operator"),
     ({"runtime": {"args": ["--tp", "2"]}}, "use spec.parallelism.tensor"),
+    (
+        {"apiKeysSecretRef": {"name": "a"}, "runtime": {"args": ["--api-key-file=/keys"]}},
+        "use spec.apiKeysSecretRef alone",
+    ),
     ({"resources": {"limits": {"nvidia.com/gpu": 2}}}, "the pod needs 1"),
     ({"runtime": {"device": "cpu"}, "resources": {"limits": {"nvidia.com/gpu": 1}}}, "the pod needs 0"),
     ({"runtime": {"gpuResourceName": "a.b/c"}, "resources": {"limits": {"a.b/c": 2}}}, "a.b/c. is 2, but"),

@@ -54,6 +54,14 @@ TEMPLATE = {
 SPECS: tuple[dict[str, Any], ...] = (
     {"podTemplate": TEMPLATE, "replicas": 0},
     {"model": hub(), "cache": {"size": "1Gi"}, "replicas": 2},
+    {
+        "apiKeysSecretRef": {"name": "keys"},
+        "networkPolicy": {
+            "from": [{"podSelector": {}}, {"podSelector": {}, "namespaceSelector": {}}],
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"empty": ""}}}],
+            "egress": [{}, {"to": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": []}}]}],
+        },
+    },
     {"resources": {"requests": {"cpu": 0, "memory": "1024Mi"}}, "parallelism": {"tensor": 2}},
 )
 

@@ -18,6 +18,7 @@ COLLECTIONS = {
     "serviceaccounts": "/api/v1/namespaces/{namespace}/serviceaccounts",
     "persistentvolumeclaims": "/api/v1/namespaces/{namespace}/persistentvolumeclaims",
     "poddisruptionbudgets": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
+    "networkpolicies": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies",
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "events": "/apis/events.k8s.io/v1/namespaces/{namespace}/events",
     "resourcequotas": "/api/v1/namespaces/{namespace}/resourcequotas",

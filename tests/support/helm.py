@@ -65,6 +65,13 @@ def program() -> str:
     return tool("helm-path")
 
 
+def alert_rules(*values: str) -> Any:
+    """Return the groups of alert rules as the chart renders them, in Prometheus's format."""
+    bodies = Helm().render("monitoring.rules=true", *values)
+    (rule,) = [body for body in bodies if body["kind"] == "PrometheusRule"]
+    return rule["spec"]
+
+
 def hooks(bodies: Sequence[Any]) -> list[Any]:
     """Return the objects that are hooks, which Helm makes and removes beside the release."""
     return [each for each in bodies if "helm.sh/hook" in each["metadata"].get("annotations", {})]

@@ -20,10 +20,16 @@ Object = dict[str, Any]
 ObjectKey = tuple[str, str]
 """Plural of a kind, and a name."""
 
-SPEC: Object = {"model": hub(), "runtime": {"device": "cpu"}, "replicas": 2, "cache": {"size": "1Gi"}}
+SPEC: Object = {
+    "model": hub(),
+    "runtime": {"device": "cpu"},
+    "replicas": 2,
+    "cache": {"size": "1Gi"},
+    "networkPolicy": {},
+}
 """A spec that needs a child of every kind."""
-SMALLER: Object = {"replicas": 1, "cache": None}
-"""An edit after which neither the claim nor the PodDisruptionBudget is needed."""
+SMALLER: Object = {"replicas": 1, "cache": None, "networkPolicy": None}
+"""An edit after which no claim, PodDisruptionBudget or NetworkPolicy is needed."""
 SHORT = {kind.plural: kind.name.lower() for kind in CHILDREN}
 PLURALS = {kind.name: kind.plural for kind in CHILDREN}
 FLAVOURS = ("identical", "unlabelled", "controlled")

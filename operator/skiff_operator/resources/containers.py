@@ -153,6 +153,8 @@ def _serve_arguments(service: InferenceService) -> list[str]:
         arguments += [contract.FLAG_DTYPE, spec.runtime.dtype]
     if spec.runtime.max_model_len is not None:
         arguments += [contract.FLAG_MAX_MODEL_LEN, str(spec.runtime.max_model_len)]
+    if spec.api_keys_secret_ref is not None:
+        arguments += [contract.FLAG_API_KEY_FILE, volumes.API_KEYS_FILE]
     return [*arguments, *spec.runtime.args]
 
 

@@ -49,7 +49,8 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
         "volumes": [volume.volume() for volume in mounted],
     }
     if service.source.scheme == "hf":
-        spec["initContainers"] = [containers.fetch(service, settings, mounts)]
+        shared = [volume.mount() for volume in mounted if not volume.serving]
+        spec["initContainers"] = [containers.fetch(service, settings, shared)]
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]
     if volumes.needs_claim(service):

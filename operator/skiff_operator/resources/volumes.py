@@ -8,17 +8,20 @@ from skiff_operator.spec import InferenceService
 MODEL_DIRECTORY: Final = "/model"
 CACHE_DIRECTORY: Final = "/cache"
 SCRATCH_DIRECTORY: Final = "/tmp"  # a path inside the pod, on its own volume
+API_KEYS_DIRECTORY: Final = "/etc/skiff/api-keys"
+API_KEYS_FILE: Final = f"{API_KEYS_DIRECTORY}/keys"
 SCRATCH_LIMIT: Final = "10Gi"
 """Limit of `/tmp`: a pod that exceeds it is evicted before it fills the node's disk. Compiled kernels take less."""
 
 
 class Volume(NamedTuple):
-    """One volume and its mount. `source`: the volume without its name."""
+    """One volume and its mount. `source`: the volume without its name; `serving`: only the serving container mounts it."""
 
     name: str
     source: dict[str, Any]
     path: str
     read_only: bool = False
+    serving: bool = False
 
     def volume(self) -> dict[str, Any]:
         """The entry of `spec.volumes`."""
@@ -52,6 +55,12 @@ def build(service: InferenceService) -> list[Volume]:
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.scheme == "hf":
         volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
+    keys = service.spec.api_keys_secret_ref
+    if keys is not None:
+        # A mount without subPath: the kubelet keeps it up to date.
+        items = [{"key": keys.key, "path": API_KEYS_FILE.rpartition("/")[2]}]
+        secret = {"secret": {"secretName": keys.name, "items": items, "defaultMode": 0o440}}
+        volumes.append(Volume("api-keys", secret, API_KEYS_DIRECTORY, read_only=True, serving=True))
     return volumes
 
 

@@ -65,6 +65,7 @@ def build_app(
     *,
     rpc: RpcClient,
     metrics: Metrics,
+    access: AccessPolicy,
 ) -> AccessMiddleware:
     """Return the application behind its middleware, which passes generation requests directly to their endpoints."""
     config, model = launch.config, ServedModel.from_launch(launch)
@@ -103,10 +104,10 @@ def build_app(
     add_exception_handlers(app, metrics.record_rejection)
     # Without keys, a page of another origin may still read, but gets a 403 for anything else.
     keyed: dict[str, Any] = {"dependencies": [Depends(bearer_key)], "responses": error_responses(401)}
-    reads = keyed if config.api_key else {}
-    writes = keyed if config.api_key else {"responses": error_responses(403)}
+    reads = keyed if config.requires_key else {}
+    writes = keyed if config.requires_key else {"responses": error_responses(403)}
     app.include_router(make_generation_routes(), **writes)
-    app.include_router(make_messages_routes(model, rpc, keyed=bool(config.api_key)), **writes)
+    app.include_router(make_messages_routes(model, rpc, keyed=config.requires_key), **writes)
     app.include_router(make_response_routes(store), **writes)
     app.include_router(make_pooling_routes(), **writes)
     app.include_router(make_tokenization_routes(model, rpc), **writes)
@@ -117,6 +118,6 @@ def build_app(
     return AccessMiddleware(
         ResponseHeadersMiddleware(OpenApiMiddleware(app)),
         posts=generation_endpoints,
-        access=AccessPolicy.from_config(config),
+        access=access,
         on_rejected=metrics.record_rejection,
     )

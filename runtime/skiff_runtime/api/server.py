@@ -17,6 +17,8 @@ from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
+from skiff_runtime.api.http.auth import AccessPolicy
+from skiff_runtime.api.http.key_file import KeyFile
 from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpProtocol, HttpServerConfig
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
@@ -114,13 +116,19 @@ class ApiServer:
         )
         self._rpc = RpcClient(tokenizers, self._status)
         self._inbox: Receiver[ApiMessage] = Receiver(child.endpoints.api, ToApi)
+        self._access = AccessPolicy.from_config(config)
         self._http = self._make_http()
         self._error: BaseException | None = None
         self._ending: asyncio.Task[None] | None = None
 
     def _make_http(self) -> _HttpServer:
         app = build_app(
-            self._child.launch, self._status, self._dispatcher, rpc=self._rpc, metrics=self._metrics
+            self._child.launch,
+            self._status,
+            self._dispatcher,
+            rpc=self._rpc,
+            metrics=self._metrics,
+            access=self._access,
         )
         return _HttpServer(
             HttpServerConfig(
@@ -145,7 +153,8 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_callback_error)
         loop.add_reader(self._inbox.socket.fileno(), self._guarded, self._read)
-        ticker = loop.create_task(self._tick())
+        tasks = [loop.create_task(self._tick())]
+        tasks += [loop.create_task(self._watch_keys(file)) for file in self._access.key_files]
         port = listener.getsockname()[1]
         log.event("listening_started", host=config.host, port=port)
         self._child.report_phase("ready")
@@ -153,7 +162,8 @@ class ApiServer:
         try:
             await self._http.serve(sockets=[listener])
         finally:
-            ticker.cancel()
+            for task in tasks:
+                task.cancel()
             loop.remove_reader(self._inbox.socket.fileno())
             if self._tracer is not None:
                 self._tracer.close()
@@ -169,6 +179,14 @@ class ApiServer:
             if self._child.should_stop:
                 self._begin_drain(self._child.launch.config.drain_timeout_seconds)
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _watch_keys(self, file: KeyFile) -> None:
+        """Keep the keys of a file in force. An error ends the process, because later changes would be missed."""
+        try:
+            await file.watch(lambda success: self._metrics.record_key_reload(file.flag, success=success))
+        except Exception as error:  # noqa: BLE001 (re-raised by serve)
+            self._error = error
+            self._http.should_exit = True
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Run a callback. An error in it ends the process; asyncio would only log it."""

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from skiff_runtime.errors import ConfigError
 MAX_API_KEYS: Final = 256
 MAX_FILE_BYTES: Final = 1 << 20
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,512}")
+_NAMED: Final = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]{0,62}):\s+(?P<key>\S.*)")
 
 
 def check_api_keys(keys: tuple[str, ...], source: str) -> None:
@@ -27,32 +29,45 @@ def check_api_keys(keys: tuple[str, ...], source: str) -> None:
             )
 
 
-def read_api_keys(path: str | None, flag: str) -> tuple[str, ...]:
-    """Return the keys in the file that ``flag`` names, one per line; no keys if ``path`` is None.
+def read_api_keys(path: str, flag: str) -> dict[str, str]:
+    """Return the keys in the file that ``flag`` names, each with its name, or "" if it has none.
+
+    A line is ``KEY`` or ``NAME: KEY``; empty lines and those that begin with # are skipped.
 
     Raises:
         ConfigError: the file cannot be read, contains no key, or contains a malformed one.
     """
-    if path is None:
-        return ()
     source = f"{flag} {path}"
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_FILE_BYTES)
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-    lines = (line.strip() for line in text.splitlines())
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{source} has more than {MAX_FILE_BYTES} bytes; it must contain only keys")
+    lines = [line.strip() for line in text.splitlines()]
+    entries = [_parse_line(line) for line in lines if line and not line.startswith("#")]
+    if not entries:
         raise ConfigError(f"{source} holds no key; remove the flag, or add a key to the file")
-    check_api_keys(keys, source)
-    return keys
+    check_api_keys(tuple(key for key, _ in entries), source)
+    return dict(entries)
+
+
+def _parse_line(line: str) -> tuple[str, str]:
+    """Return the key of a line and its name. Keys contain no space, so ``a:b`` is a key and ``a: b`` has a name."""
+    named = _NAMED.fullmatch(line)
+    return (named["key"], named["name"]) if named else (line, "")
 
 
 class KeyRing:
     """SHA-256 digests of the keys that are accepted for one purpose."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Accept these keys from now on, and no others."""
         self._digests = [_digest(key.encode()) for key in keys]
 
     def __bool__(self) -> bool:

@@ -121,7 +121,9 @@ class Config:
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "Server", "file of such keys, one per line; # begins a comment. Read once, at startup"
+        None,
+        "Server",
+        "file of such keys, one per line as KEY or NAME: KEY; # begins a comment. Read again when it changes",
     )
     isolate_keys: bool = option(
         False,
@@ -137,7 +139,9 @@ class Config:
         secret=True,
     )
     admin_api_key_file: str | None = option(
-        None, "Server", "file of such keys, one per line; # begins a comment. Read once, at startup"
+        None,
+        "Server",
+        "file of such keys, one per line as KEY or NAME: KEY; # begins a comment. Read again when it changes",
     )
     allow_priority: bool = option(
         False, "Server", "allow requests a priority below 0, which runs them before the requests of others"
@@ -339,6 +343,11 @@ class Config:
             if not each.metadata["secret"]
         }
 
+    @property
+    def requires_key(self) -> bool:
+        """Return whether requests must send an API key."""
+        return bool(self.api_key or self.api_key_file)
+
     def __post_init__(self) -> None:
         """Raise ConfigError for a value that no model could be served with."""
         for name, low, high in _RANGES:
@@ -356,7 +365,7 @@ class Config:
             )
         check_api_keys(self.api_key, "--api-key")
         check_api_keys(self.admin_api_key, "--admin-api-key")
-        if self.isolate_keys and not (self.api_key or self.api_key_file):
+        if self.isolate_keys and not self.requires_key:
             raise ConfigError(
                 "--isolate-keys needs API keys to distinguish clients: add --api-key or --api-key-file"
             )

@@ -19,11 +19,27 @@ from skiff_runtime.metrics.labels import (
 )
 from skiff_runtime.metrics.vllm_names import VllmNames
 
-_TTFT: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_ITL: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+ITL_BUCKETS: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
 _DURATION: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STEP: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_QUEUE: Final = (0.0005, 0.001, 0.0025, *_TTFT)
+_QUEUE: Final = (0.0005, 0.001, 0.0025, *TTFT_BUCKETS)
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LENGTHS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -145,12 +161,24 @@ class Metrics(Collector):
             ("endpoint",),
             [(endpoint,) for endpoint in Endpoint],
         )
-        self._ttft = Histogram(contract.METRIC_TTFT, "Time from the request to its first token.", _TTFT)
-        self._itl = Histogram(contract.METRIC_ITL, "Time between consecutive tokens of a request.", _ITL)
+        self._ttft = Histogram(
+            contract.METRIC_TTFT, "Time from the request to its first token.", TTFT_BUCKETS
+        )
+        self._itl = Histogram(
+            contract.METRIC_ITL, "Time between consecutive tokens of a request.", ITL_BUCKETS
+        )
         self._queue_time = Histogram(
             contract.METRIC_QUEUE_TIME,
             "Time from the arrival of a request at the scheduler until it first runs.",
             _QUEUE,
+        )
+        self._key_reloads = Counter(
+            contract.METRIC_KEY_RELOADS, "Reads of a changed key file, by outcome.", ("flag", "outcome")
+        )
+        self._keys_current = Gauge(
+            contract.METRIC_KEYS_CURRENT,
+            "1 while the keys of the key file are in force, 0 while it cannot be used and earlier ones are.",
+            ("flag",),
         )
         self._aborted = Counter(contract.METRIC_ABORTS, "Requests that were aborted, by cause.", ("reason",))
         for why in AbortReason:
@@ -210,6 +238,11 @@ class Metrics(Collector):
     def record_rejection(self, status: int) -> None:
         """Count a request that was rejected with an HTTP status."""
         self._refused.add(1, _REFUSALS.get(status, RejectionReason.INVALID))
+
+    def record_key_reload(self, flag: str, *, success: bool) -> None:
+        """Count a read of the key file that ``flag`` names; its first one is a success."""
+        self._key_reloads.add(1, flag, "success" if success else "failure")
+        self._keys_current.set(int(success), flag)
 
     def record_abort(self, reason: AbortReason) -> None:
         """Count an aborted request."""

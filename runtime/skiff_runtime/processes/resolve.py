@@ -42,8 +42,13 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     """
     if config.model.startswith(shapes.SCHEME) and config.load_format != "dummy":
         raise ConfigError(f"--model {config.model} is a shape without weights; add --load-format dummy")
-    keys = config.api_key + read_api_keys(config.api_key_file, "--api-key-file")
-    admin_keys = config.admin_api_key + read_api_keys(config.admin_api_key_file, "--admin-api-key-file")
+    # Only checked here, so that a wrong file ends the start early: the api process reads it, now and when it changes.
+    for path, flag in (
+        (config.api_key_file, "--api-key-file"),
+        (config.admin_api_key_file, "--admin-api-key-file"),
+    ):
+        if path is not None:
+            read_api_keys(path, flag)
     model = read_model_config(
         locate(config), max_model_len=config.max_model_len, rope_scaling=config.rope_scaling
     )
@@ -59,8 +64,6 @@ def resolve(config: Config) -> tuple[Config, ModelConfig]:
     _check_all_reduce(config, device)
     resolved = replace(
         config,
-        api_key=keys,
-        admin_api_key=admin_keys,
         device=device,
         dtype=_choose_dtype(config, model, device),
         quantization=choose_quantization(config, model),

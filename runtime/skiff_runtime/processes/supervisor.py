@@ -193,7 +193,7 @@ class Supervisor:
             host,
             port,
             model=self._config.served_model_name or "",
-            keyed=bool(self._config.api_key),
+            keyed=self._config.requires_key,
             generates=self._generates,
         ).show()
 

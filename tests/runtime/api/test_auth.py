@@ -3,16 +3,20 @@
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from frontend import NAME, TIMEOUT_SECONDS, Echo, Frontend, running_frontend, write_model
 from openai import AuthenticationError, OpenAI
+from secret_volume import SecretVolume
 
+from skiff_runtime.api.http.auth import AccessPolicy
 from skiff_runtime.config import Config
-from skiff_runtime.config.api_keys import KeyRing, read_api_keys
+from skiff_runtime.config.api_keys import MAX_FILE_BYTES, read_api_keys
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.processes.resolve import resolve
 
@@ -23,9 +27,18 @@ PROBES = ("/livez", "/readyz", "/startupz", "/health_generate", "/health", "/pin
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+def secret(tmp_path_factory: pytest.TempPathFactory) -> SecretVolume:
+    """A mounted Secret with the second of the keys."""
+    volume = SecretVolume(tmp_path_factory.mktemp("secret"))
+    volume.write(keys=f"team-a: {KEYS[1]}\n")
+    return volume
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory, secret: SecretVolume) -> Iterator[Frontend]:
     model = write_model(tmp_path_factory.mktemp("model"))
-    with running_frontend(model, api_key=KEYS, allowed_origins=(ORIGIN,)) as front:
+    file = str(secret.path("keys"))
+    with running_frontend(model, api_key=KEYS[:1], api_key_file=file, allowed_origins=(ORIGIN,)) as front:
         echo = Echo(front.rank)
         echo.start()
         yield front
@@ -78,7 +91,7 @@ def test_keys_never_appear_in_server_info_or_repr(front: Frontend) -> None:
     assert '"allowed_origins"' in info and "sk-" not in info and "api_key_file" in info
     assert "sk-" not in repr(Config(api_key=KEYS))
     [launch] = Path(front.endpoints.api.removeprefix("ipc://")).parent.glob("launch.json")
-    assert launch.stat().st_mode & 0o777 == 0o600
+    assert launch.stat().st_mode & 0o777 == 0o600 and KEYS[1] not in launch.read_text()
 
 
 def test_every_response_has_request_id(front: Frontend) -> None:
@@ -205,22 +218,88 @@ def test_key_allows_any_origin(front: Frontend) -> None:
 
 def test_keys_are_read_from_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nsk-a\n\n  sk-b  \n")
-    assert read_api_keys(str(file), "--api-key-file") == ("sk-a", "sk-b")
+    file.write_text("# ours\nsk-a\n\n  team-b:  sk-b  \r\na:b\n")
+    assert read_api_keys(str(file), "--api-key-file") == {"sk-a": "", "sk-b": "team-b", "a:b": ""}
     resolved, _ = resolve(Config(model="demo://", device="cpu", api_key=("sk-c",), api_key_file=str(file)))
-    ring = KeyRing(resolved.api_key)
+    ring = AccessPolicy.from_config(resolved).keys
     assert all(ring.find(key) == hashlib.sha256(key).digest() for key in (b"sk-a", b"sk-b", b"sk-c"))
     assert not any(ring.find(key) for key in (b"sk-", b"", b"# ours"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("# none\n", "holds no key"), ("two words\n", "key 1 must"), (None, "cannot be read")],
+    [
+        (b"# none\n", "holds no key"),
+        (b"two words\n", "key 1 must"),
+        (b"name: two words\n", "key 1 must"),
+        (b"\xff\n", "cannot be read"),
+        (b"k" * (MAX_FILE_BYTES + 1), "more than"),
+        (None, "cannot be read"),
+    ],
 )
-def test_invalid_key_file_is_rejected(tmp_path: Path, text: str | None, message: str) -> None:
+def test_invalid_key_file_is_rejected(tmp_path: Path, text: bytes | None, message: str) -> None:
     file = tmp_path / "keys"
     if text is not None:
-        file.write_text(text)
+        file.write_bytes(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_api_keys(str(file), "--api-key-file")
+        resolve(Config(model="demo://", device="cpu", api_key_file=str(file)))
     assert "two words" not in str(caught.value)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_keys_rotate_without_a_restart_or_a_failed_request(front: Frontend, secret: SecretVolume) -> None:
+    """A client sends all the time, and takes the new key while both are accepted, as a rotation should go."""
+    old, new = KEYS[1], "sk-new-key"
+    current, ended, statuses = [old], threading.Event(), []
+
+    def status(key: str) -> int:
+        return send(front, "GET", "/v1/models", authorization=f"Bearer {key}").status_code
+
+    def keep_sending() -> None:
+        while not ended.is_set():
+            statuses.append(status(current[0]))
+            time.sleep(0.01)
+
+    assert status(new) == 401
+    sender = threading.Thread(target=keep_sending)
+    sender.start()
+    try:
+        secret.write(keys=f"team-a: {old}\nteam-a-next: {new}\n")
+        eventually(lambda: status(new) == 200)
+        assert status(old) == 200
+        current[0] = new
+        sent = len(statuses)
+        eventually(lambda: len(statuses) > sent + 1)  # the last request with the old key has ended
+        secret.write(keys=f"{new}\n")
+        eventually(lambda: status(old) == 401)
+    finally:
+        ended.set()
+        sender.join()
+        secret.write(keys=f"team-a: {old}\n")
+        eventually(lambda: status(old) == 200)
+    assert len(statuses) > 10 and set(statuses) == {200}
+    assert status(KEYS[0]) == 200  # the key of the flag never changes
+
+
+@pytest.mark.parametrize("text", ["", "two words\n", None])
+def test_unusable_key_file_keeps_the_last_keys(
+    front: Frontend, secret: SecretVolume, text: str | None
+) -> None:
+    current = 'skiff_api_keys_last_reload_successful{flag="--api-key-file"}'
+    failures = 'skiff_api_key_reloads_total{flag="--api-key-file",outcome="failure"}'
+    assert front.metric(current) == 1
+    secret.write(**({} if text is None else {"keys": text}))
+    eventually(lambda: front.metric(current) == 0)
+    counted = front.metric(failures)
+    for key, expected in ((KEYS[0], 200), (KEYS[1], 200), ("", 401)):
+        response = send(front, "GET", "/v1/models", authorization=f"Bearer {key}" if key else "")
+        assert response.status_code == expected
+    secret.write(keys=f"team-a: {KEYS[1]}\n")
+    eventually(lambda: front.metric(current) == 1)
+    assert front.metric(failures) == counted

@@ -35,7 +35,7 @@ STATS = StepStats(
 
 
 def make(vllm_names: VllmNames | None = None) -> Metrics:
-    return Metrics(
+    metrics = Metrics(
         vllm_names=vllm_names,
         in_flight=lambda: 7,
         connections=lambda: 9,
@@ -43,6 +43,8 @@ def make(vllm_names: VllmNames | None = None) -> Metrics:
         phase_seconds=lambda: {"weights": 1.5},
         heartbeats=lambda: [("rank0", True, 0.5), ("tokenizer0", False, 61.0)],
     )
+    metrics.record_key_reload("--api-key-file", success=True)
+    return metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

@@ -9,6 +9,7 @@ from skiff_runtime import contract
 from skiff_runtime.api.http.allowed_hosts import AllowedHosts, is_loopback
 from skiff_runtime.api.http.asgi import Headers, Scope
 from skiff_runtime.api.http.cors import CorsPolicy
+from skiff_runtime.api.http.key_file import KeyFile
 from skiff_runtime.api.http.request_headers import get_header
 from skiff_runtime.config import Config
 from skiff_runtime.config.api_keys import KeyRing
@@ -94,7 +95,7 @@ class AccessPolicy:
 
     ``keys`` give access to the API, ``admin_keys`` also to operations on the requests of others. ``hosts``: None if any
     Host header is accepted. ``keyless``: the principal of a request without a key, made once; an
-    admin where there are no admin keys and only this machine can connect.
+    admin where there are no admin keys and only this machine can connect. ``key_files`` refill the rings.
     """
 
     keys: KeyRing
@@ -102,17 +103,27 @@ class AccessPolicy:
     cors: CorsPolicy
     hosts: AllowedHosts | None
     keyless: Principal
+    key_files: tuple[KeyFile, ...] = ()
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Return the policy of a resolved configuration."""
+        """Return the policy of a resolved configuration, with the keys that its key files contain now.
+
+        Raises:
+            ConfigError: a key file has changed since it was checked, and cannot be used.
+        """
         loopback = is_loopback(config.host)
+        keys, key_file = _load(config.api_key_file, "--api-key-file", config.api_key)
+        admin_keys, admin_key_file = _load(
+            config.admin_api_key_file, "--admin-api-key-file", config.admin_api_key
+        )
         return cls(
-            keys=KeyRing(config.api_key),
-            admin_keys=KeyRing(config.admin_api_key),
+            keys=keys,
+            admin_keys=admin_keys,
             cors=CorsPolicy(config.allowed_origins),
-            hosts=AllowedHosts(config.allowed_hosts) if loopback and not config.api_key else None,
-            keyless=Principal(admin=loopback and not config.admin_api_key),
+            hosts=AllowedHosts(config.allowed_hosts) if loopback and not keys else None,
+            keyless=Principal(admin=loopback and not admin_keys),
+            key_files=tuple(file for file in (key_file, admin_key_file) if file is not None),
         )
 
     def authorize(self, scope: Scope) -> Principal:
@@ -149,6 +160,14 @@ class AccessPolicy:
         if digest is None:
             raise Unauthorized("the API key is not known here; ask the service's owner for one")
         return digest
+
+
+def _load(path: str | None, flag: str, given: tuple[str, ...]) -> tuple[KeyRing, KeyFile | None]:
+    """Return the ring of the given keys, filled up from the file at ``path`` if there is one."""
+    if path is None:
+        return KeyRing(given), None
+    file = KeyFile(path, flag, given=given)
+    return file.ring, file
 
 
 def _get_key(headers: Headers) -> bytes:

@@ -1,0 +1,46 @@
+"""The NetworkPolicy of a service that sets `spec.networkPolicy`: what its pods may connect to, and who may connect."""
+
+from typing import Any, Final
+
+from skiff_operator.kinds import NETWORK_POLICY
+from skiff_operator.resources.metadata import child, selector
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+_NAMESPACE: Final[dict[str, Any]] = {"podSelector": {}}
+"""All pods of the InferenceService's namespace."""
+_NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
+_DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+_HTTPS: Final = {"ports": [{"port": 443, "protocol": "TCP"}]}
+
+
+def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
+    """Build the policy. Connections of the kubelet, such as its probes, are allowed by every policy.
+
+    The operator's namespace always reaches the pods, so that the operator can read their load and their start. The
+    metrics are on the API's port, so peers that scrape can reach the API, too; API keys keep them out of it.
+    """
+    policy = service.spec.network_policy
+    assert policy is not None, "the policy is built only where the spec has one"
+    operator = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: settings.lease_namespace}}}
+    sources = (_NAMESPACE,) if policy.sources is None else policy.sources
+    port = {"port": contract.API_PORT_NAME, "protocol": "TCP"}
+    downloads = [_HTTPS] if service.source.scheme == "hf" else []
+    return child(
+        NETWORK_POLICY,
+        service,
+        spec={
+            "podSelector": {"matchLabels": selector(service)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [operator, *sources, *policy.metrics_from], "ports": [port]}],
+            "egress": [_DNS, *downloads, *map(_with_protocol, policy.egress)],
+        },
+    )
+
+
+def _with_protocol(rule: dict[str, Any]) -> dict[str, Any]:
+    """Return an egress rule with the protocol that the API server would fill in."""
+    if "ports" not in rule:
+        return rule
+    return {**rule, "ports": [{"protocol": "TCP", **port} for port in rule["ports"]]}
