@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skiff_operator import ownership, plan, spec, status, workload
+from skiff_operator import ownership, plan, spec, startup, status, workload
 from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.drift import covers
 from skiff_operator.errors import InvalidSpec
@@ -21,15 +21,25 @@ from skiff_operator.workqueue import Key
 from skiff_runtime import contract
 
 
+class StartedPod(NamedTuple):
+    """A pod that has become ready for the first time."""
+
+    uid: str
+    ip: str
+    startup: startup.PodStartup
+
+
 class ReconcileRequest(NamedTuple):
     """A request to reconcile an InferenceService, with the most urgent stage that the event may have caused.
 
-    `edited`: its spec changed, so its backoff from earlier failures is dropped.
+    `edited`: its spec changed, so its backoff from earlier failures is dropped. `started`: the event shows the end of
+    a pod's start.
     """
 
     key: Key
     stage: Stage
     edited: bool = False
+    started: StartedPod | None = None
 
 
 class Observer:
@@ -167,9 +177,25 @@ class Observer:
         entry, name = self.cache.get_or_create(key), obj["metadata"]["name"]
         gpu = containers.gpu_resource(entry.service, self._settings) if entry.service else ""
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
-        if entry.pods.get(name) == state:
+        known, started = entry.pods.get(name), None
+        if known is not None and known.uid == state.uid:
+            begun = known.startup
+            if begun is None and state.ready and not known.ready and (begun := startup.read(obj)) is not None:
+                started = StartedPod(state.uid, obj["status"].get("podIP", ""), begun)
+            if begun is not None:
+                state = msgspec.structs.replace(state, startup=begun)
+        if known == state:
             return None
         self.cache.put_pod(key, state)
+        return ReconcileRequest(key, Stage.STATUS, started=started)
+
+    def observe_startup(self, key: Key, uid: str, completed: startup.PodStartup) -> ReconcileRequest | None:
+        """Observe the server's report of a pod's start; None when the pod is gone."""
+        entry = self.cache.get(key)
+        pod = entry.pods.get(completed.pod) if entry else None
+        if pod is None or pod.uid != uid or pod.terminating:
+            return None
+        self.cache.put_pod(key, msgspec.structs.replace(pod, startup=completed))
         return ReconcileRequest(key, Stage.STATUS)
 
     def _is_in_sync(self, kind: Kind, key: Key, obj: dict[str, Any], event: Event) -> bool:

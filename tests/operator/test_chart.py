@@ -8,6 +8,7 @@ import yaml
 from helm import CHART, Helm, HelmError, hooks
 
 from skiff_operator.settings import Settings, from_arguments
+from skiff_runtime import contract
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
@@ -149,7 +150,10 @@ def test_the_network_policy_names_the_operators_ports_and_the_api_servers(helm: 
     (test,) = [body for body in bodies if body["kind"] == "Pod"]
     assert metrics["from"][0]["podSelector"]["matchLabels"].items() <= test["metadata"]["labels"].items()
     assert metrics["from"][1]["namespaceSelector"] and "from" not in health
-    dns, server = policy["spec"]["egress"]
+    dns, server, startupz = policy["spec"]["egress"]
+    assert startupz["ports"] == [{"port": contract.API_PORT, "protocol": "TCP"}]
+    (marked,) = startupz["to"][0]["podSelector"]["matchExpressions"]
+    assert marked == {"key": contract.LABEL_SERVICE, "operator": "Exists"}
     assert {port["port"] for port in dns["ports"]} == {53} and "to" not in dns
     assert [port["port"] for port in server["ports"]] == [443, 6443]
     assert server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
