@@ -54,6 +54,7 @@ REMEDIES: Final = {
     "Evicted": "Request more ephemeral-storage or memory in spec.resources, or set spec.cache so that weights are not on the node's disk.",
     "PodCreateFailed": "Change the quota, LimitRange or admission policy that the message names, or set spec.resources.limits.",
     "ProgressDeadlineExceeded": "Look at the newest pod's events and log; a slow start needs a larger spec.startup.timeoutSeconds.",
+    "RolledBack": "Change spec, which starts a new revision, or try the failed one again with `skiff rollout restart`.",
     "InvalidSpec": "Change spec as the message says.",
     "NameConflict": "Delete the object that the message names, or give the InferenceService another name.",
     "ApplyFailed": "Change what the API server's message names; the operator tries again by itself.",

@@ -5,21 +5,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from apiserver import ApiServer, Refused
+import yaml
+from apiserver import APPLY, ApiServer
 from controlplane import ControlPlane
+from installation import RIGHTS
 from operator_process import OperatorProcess, eventually, token_kubeconfig
 from play_kubelet import PlayKubelet
 from services import hub, raw, service
 from strangers import condition
 
-from skiff_operator.cli import explain, main
+from skiff_operator.cli import main
 from skiff_operator.cli.capacity import NodeGpus, count
 from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
 from skiff_operator.startup import PodStartup
-from skiff_operator.status import Facts, Problem, Status, report
+from skiff_operator.status import Facts, Problem, report
 from skiff_operator.workload import Crash, PodState, Rollout
 
+USER_ROLES = Path(__file__).parents[2] / "manifests/operator/user-roles.yaml"
 NOW = "2026-01-01T00:00:00Z"
 HUB_TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQr"
 CRASH = Crash(
@@ -146,19 +149,20 @@ def test_free_gpus_are_what_no_pod_requests() -> None:
 
 @pytest.fixture
 def user(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> str:
-    """A kubeconfig of a user with the role view in the test's namespace."""
+    """A kubeconfig of a user with the role view in the test's namespace, which the chart's roles extend."""
+    for role in yaml.safe_load_all(USER_ROLES.read_text()):
+        path = f"{RIGHTS}/clusterroles/{role['metadata']['name']}?fieldManager=tests&force=true"
+        api.request("PATCH", path, role, kind=APPLY)
     api.create("serviceaccounts", {"metadata": {"name": "viewer"}})
     binding = {
         "metadata": {"name": "viewer"},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
         "subjects": [{"kind": "ServiceAccount", "name": "viewer", "namespace": api.namespace}],
     }
-    api.request(
-        "POST", f"/apis/rbac.authorization.k8s.io/v1/namespaces/{api.namespace}/rolebindings", binding
-    )
-    path = tmp_path / "kubeconfig"
-    path.write_text(token_kubeconfig(api, "viewer", plane.kubeconfig))
-    return str(path)
+    api.request("POST", f"{RIGHTS}/namespaces/{api.namespace}/rolebindings", binding)
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(token_kubeconfig(api, "viewer", plane.kubeconfig))
+    return str(kubeconfig)
 
 
 def test_a_viewer_reads_the_failure_from_the_cluster(
@@ -179,9 +183,10 @@ def test_a_viewer_reads_the_failure_from_the_cluster(
     def explained() -> str:
         arguments = ["explain", "infsvc/llama", "--kubeconfig", user, "-n", api.namespace]
         code = main.main(arguments)
-        return capsys.readouterr().out if code == 0 else ""
+        out = capsys.readouterr().out
+        return out if code == 0 and "Warning" in out else ""
 
-    screen = eventually(explained, "the rights of view")
+    screen = eventually(explained, "the rights of view, and the operator's event", 20)
     assert f"{api.namespace}/llama is not Ready: WeightsDownloadFailed" in screen
     assert "End of the log of fetch in llama-" in screen and "hub refuses org/a (401)" in screen
     assert "Warning  WeightsDownloadFailed" in screen

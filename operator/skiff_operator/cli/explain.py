@@ -276,12 +276,16 @@ def _events(snapshot: Snapshot, width: int) -> Iterator[str]:
     lines = []
     for event in snapshot.events[-EVENTS:]:
         times = f" ({event.count} times)" if event.count > 1 else ""
-        line = f"  {_duration(event.age_seconds):>4} ago  {event.type:<8} {event.reason}: {redact(event.note)}{times}"
-        lines.append(textwrap.shorten(line, width * 2, placeholder=" ...") if len(line) > width * 2 else line)
-    folded = [
-        textwrap.fill(line.strip(), width, initial_indent="  ", subsequent_indent=" " * 12) for line in lines
-    ]
-    yield "\n".join(["Events", *folded])
+        head = f"  {_duration(event.age_seconds):>4} ago  {event.type:<8} {event.reason}{times}: "
+        text = _cut(head + redact(event.note), 2 * width)
+        lines.append(textwrap.fill(text, width, subsequent_indent=" " * 12))
+    yield "\n".join(["Events", *lines])
+
+
+def _cut(text: str, length: int) -> str:
+    """Shorten a text in the middle: its beginning says what it is about, and its end often why."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
 def _log(snapshot: Snapshot, width: int) -> Iterator[str]:
@@ -289,10 +293,10 @@ def _log(snapshot: Snapshot, width: int) -> Iterator[str]:
     if not snapshot.log or blocking is None:
         return
     lines = [redact(line) for line in snapshot.log[-LOG_LINES:]]
-    # A log line may be long, and its end says most: so both ends stay.
-    room = 4 * width
-    cut = [line if len(line) <= room else f"{line[: room // 2]} ... {line[-room // 2 :]}" for line in lines]
-    folded = [textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ") for line in cut]
+    folded = [
+        textwrap.fill(_cut(line, 4 * width), width, initial_indent="  ", subsequent_indent="    ")
+        for line in lines
+    ]
     yield "\n".join([f"End of the log of {snapshot.container} in {blocking.state.name}", *folded])
 
 
@@ -352,10 +356,11 @@ def _read_log(
     name, previous = chosen
     query = {"container": name, "tailLines": str(LOG_LINES), "limitBytes": str(_LOG_BYTES)}
     path = POD.path(connected.namespace, pod["metadata"]["name"], "log")
-    try:
+    text = ""
+    with contextlib.suppress(OperatorError):  # a missing right, or a node that does not answer
         text = connected.text(path, **query, **({"previous": "true"} if previous else {}))
-    except OperatorError:
-        text = blocking.state.crash.log_tail if blocking.state.crash else ""
+    if not text and blocking.state.crash is not None:
+        text = blocking.state.crash.log_tail
     return name, tuple(line for line in text.splitlines() if line.strip())
 
 
