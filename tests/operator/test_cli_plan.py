@@ -18,20 +18,13 @@ from skiff_operator.cli.capacity import NodeGpus
 from skiff_operator.cli.plan import Plan, compare, info_arguments, merge_patch, render
 from skiff_operator.errors import OperatorError
 
-FITS = {
-    "name": "H100",
-    "memory_bytes": 80 << 30,
-    "fits": True,
-    "kv_tokens": 441_000,
-    "full_length_requests": 53.9,
-}
 MEMORY = plan.ModelMemory(
     dtype="bfloat16",
     max_model_len=8192,
     each_rank=plan.RankMemory(15 << 30, 131_072, 1 << 30),
     gpus=(
-        plan.GpuFit(**FITS),
-        plan.GpuFit(name="L4", memory_bytes=22 << 30, fits=False, kv_tokens=0, full_length_requests=0.0),
+        plan.GpuFit("H100", 80 << 30, True, 441_000, 53.9),
+        plan.GpuFit("L4", 22 << 30, False, 0, 0.0),
     ),
 )
 

@@ -99,7 +99,7 @@ class Api:
 def _pod(name: str) -> dict[str, Any]:
     labels = {"serving.skiff.dev/inferenceservice": "llama", "pod-template-hash": "h"}
     owner = {"kind": "ReplicaSet", "name": "llama-h" if name != "strange" else "else", "controller": True}
-    state = {} if name == "starting" else {"running": {}}
+    state: dict[str, Any] = {} if name == "starting" else {"running": {}}
     return {
         "metadata": {"name": name, "labels": labels, "ownerReferences": [owner]},
         "status": {
