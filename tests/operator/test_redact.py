@@ -10,7 +10,7 @@ TEXTS = [
     (f"downloads with {HUB} failed", "downloads with *** failed", HUB),
     (f"Authorization: Bearer {HUB}", "Authorization: ***", HUB),
     ("headers={'authorization': 'Basic dXNlcjpwYXNz', 'accept': '*/*'}", "headers={'authorization': '***', 'accept': '*/*'}", "dXNlcjpwYXNz"),
-    ("GET https://user:pa55word@mirror.example.com/simple failed", "GET https://***@mirror.example.com/simple failed", "pa55word"),
+    ("GET https://user:pa55word@files.example.com/a failed", "GET https://***@files.example.com/a failed", "pa55word"),
     ("redis://:pa55word@cache:6379/0", "redis://***@cache:6379/0", "pa55word"),
     (f"aws_access_key_id={AWS_ID} aws_secret_access_key={AWS_KEY} region=eu", "aws_access_key_id=*** aws_secret_access_key=*** region=eu", AWS_KEY),
     (f"InvalidAccessKeyId: {AWS_ID} does not exist", "InvalidAccessKeyId: *** does not exist", AWS_ID),

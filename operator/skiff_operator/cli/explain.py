@@ -119,9 +119,9 @@ def gather(connected: Cluster, name: str) -> Snapshot:
     meta, status, service = obj["metadata"], status_of.read(obj.get("status")), None
     with contextlib.suppress(InvalidSpec):  # the operator's condition has the reason
         service = spec.parse(obj)
-    gpu = containers.gpu_resource(service, Settings()) if service else Settings().gpu_resource_name
     found = connected.list(POD, selector=f"{contract.LABEL_SERVICE}={meta['name']}")
     owned = [pod for pod in found if workload.runs_in(pod, meta["name"])]
+    gpu = _gpu_resource(service, owned)
     pods = tuple(sorted((_pod(each, gpu, now) for each in owned), key=lambda pod: pod.state.name))
     blocking = _blocking(pods, status)
     raw = next((each for each in owned if blocking and each["metadata"]["name"] == blocking.state.name), None)
@@ -331,6 +331,20 @@ def _startup(snapshot: Snapshot) -> Iterator[str]:
         return
     steps = [f"{step} {_duration(seconds)}" for step, seconds in last.seconds().items()]
     yield f"Last start ({last.pod})\n  {', '.join(steps)}"
+
+
+def _gpu_resource(service: InferenceService | None, pods: list[dict[str, Any]]) -> str:
+    """Return the extended resource of the GPUs: that of the spec, else the operator's, which its pods show."""
+    if service is not None and service.spec.runtime.gpu_resource_name is not None:
+        return service.spec.runtime.gpu_resource_name
+    wanted = containers.gpus(service) if service is not None else 0
+    for pod in pods:
+        for each in pod["spec"]["containers"]:
+            limits = (each.get("resources") or {}).get("limits") or {}
+            for name, amount in limits.items():
+                if each["name"] == containers.RUNTIME and "/" in name and str(amount) == str(wanted):
+                    return str(name)
+    return Settings().gpu_resource_name
 
 
 def _pod(pod: dict[str, Any], gpu_resource: str, now: datetime.datetime) -> Pod:
