@@ -13,7 +13,8 @@ import msgspec
 
 from skiff_operator import events, ownership, plan
 from skiff_operator.cache import DesiredState, Entry, Objects
-from skiff_operator.client import Client
+from skiff_operator.client import MERGE_PATCH, Client
+from skiff_operator.drift import covers
 from skiff_operator.errors import (
     ApiAlreadyExists,
     ApiBusy,
@@ -22,9 +23,10 @@ from skiff_operator.errors import (
     ApiUnavailable,
     OperatorError,
 )
-from skiff_operator.kinds import EVENT, INFERENCE_SERVICE, Kind
+from skiff_operator.kinds import CONTROLLER_REVISION, EVENT, INFERENCE_SERVICE, Kind
 from skiff_operator.log import logger
 from skiff_operator.observe import Observer
+from skiff_operator.resources.metadata import FIELD_MANAGER
 from skiff_operator.status import Status
 from skiff_operator.workqueue import Key
 
@@ -109,6 +111,8 @@ class Applier:
                 return await self._client.create(step.kind, key[0], obj)
             except ApiAlreadyExists:
                 pass  # It is ours if the response to an earlier creation was lost, or its label was removed.
+        if step.kind == CONTROLLER_REVISION:
+            return await self._relabel(key, uid, step, obj)
         try:
             return await _on_current(lambda: self._change(key, uid, step.kind, obj))
         except ApiNotFound as error:
@@ -120,6 +124,8 @@ class Applier:
         namespaced_name = key[0], obj["metadata"]["name"]
         live = await self._client.get(kind, *namespaced_name)
         ownership.require_owned(kind, live, service=key[1], uid=uid)
+        if covers(obj, live):
+            return live
         fields = ownership.migrated_fields(live)
         if fields is not None:
             version = live["metadata"]["resourceVersion"]
@@ -129,6 +135,48 @@ class Applier:
         return await self._client.apply(
             kind, *namespaced_name, {**obj, "metadata": {**obj["metadata"], **guard}}
         )
+
+    async def _relabel(self, key: Key, uid: str, step: plan.Step, obj: dict[str, Any]) -> dict[str, Any]:
+        """Restore the labels and the annotations of an existing ControllerRevision, whose data cannot change."""
+        live = await self._client.get(step.kind, key[0], step.name)
+        ownership.require_owned(step.kind, live, service=key[1], uid=uid)
+        restored = {name: obj["metadata"][name] for name in ("labels", "annotations")}
+        return await self._merge(
+            key, step.kind, step.name, {"metadata": restored}, uid=live["metadata"]["uid"]
+        )
+
+    async def change_revision(self, key: Key, name: str, uid: str, patch: dict[str, Any]) -> None:
+        """Merge `patch` into the ControllerRevision of this uid.
+
+        Raises:
+            ApiConflict: it was deleted meanwhile.
+        """
+        try:
+            live = await self._merge(key, CONTROLLER_REVISION, name, patch, uid=uid)
+        except ApiNotFound as error:
+            self._observer.observe_deleted(CONTROLLER_REVISION, key, name, uid)
+            raise ApiConflict(f"ControllerRevision {name} was deleted meanwhile") from error
+        self._observer.observe_applied(CONTROLLER_REVISION, key, live)
+
+    async def _merge(
+        self, key: Key, kind: Kind, name: str, patch: dict[str, Any], *, uid: str
+    ) -> dict[str, Any]:
+        """Send a JSON merge patch to the object of this uid; another one of the name is a conflict."""
+        guarded = {**patch, "metadata": {**patch["metadata"], "uid": uid}}
+        query = {"fieldManager": FIELD_MANAGER}
+        path = kind.path(key[0], name)
+        return await self._client.request("PATCH", path, guarded, query=query, content_type=MERGE_PATCH)
+
+    async def read(self, key: Key, kind: Kind, name: str) -> dict[str, Any]:
+        """Read an object that the cache knows, such as the data of a ControllerRevision.
+
+        Raises:
+            ApiConflict: it was deleted meanwhile.
+        """
+        try:
+            return await self._client.get(kind, key[0], name)
+        except ApiNotFound as error:
+            raise ApiConflict(f"{kind.name} {name} was deleted meanwhile") from error
 
     async def _delete(self, key: Key, uid: str, step: plan.Step) -> None:
         """Delete a child of the InferenceService `uid`, unless it is gone or no longer ours."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind
+from skiff_operator.revisions import Observed, Revision, Target
 from skiff_operator.spec import InferenceService
 from skiff_operator.status import Problem, Status
 from skiff_operator.workload import PodState, Rollout
@@ -45,11 +46,15 @@ class Record(NamedTuple):
 
 
 class DesiredState(msgspec.Struct, frozen=True):
-    """The desired state of one generation: the hash of each child, the pods' revision, and the children that pods mount."""
+    """The desired state of one generation: the hash of each child, the pods' revision, and the children that pods mount.
+
+    The hash of a Deployment stands for its template by the template's revision, which `target` chose.
+    """
 
     digests: dict[tuple[Kind, str], str]
     revision: str
     used: frozenset[tuple[Kind, str]] = frozenset()
+    target: Target | None = None
 
 
 class Entry(msgspec.Struct):
@@ -72,12 +77,35 @@ class Entry(msgspec.Struct):
     problem: Problem | None = None
     children: dict[tuple[Kind, str], Child] = msgspec.field(default_factory=dict)
     rollout: Rollout | None = None
+    revisions: dict[str, Revision] = msgspec.field(default_factory=dict)
     pods: dict[str, PodState] = msgspec.field(default_factory=dict)
 
     @property
     def present(self) -> bool:
         """True when the InferenceService itself exists."""
         return bool(self.uid)
+
+    def owns(self, kind: Kind, name: str) -> bool:
+        """Return whether a child exists whose controller is this InferenceService."""
+        child = self.children.get((kind, name))
+        return child is not None and child.owner == self.uid
+
+    def observed(self, name: str) -> Observed:
+        """Collect the inputs of the choice of a revision."""
+        rollout = self.rollout if self.owns(DEPLOYMENT, name) else None
+        status = self.status
+        settled = status is not None and status.observed_generation == self.generation
+        return Observed(
+            revisions=self.own_revisions(),
+            live_revision=rollout.revision if rollout else "",
+            live_spec_hash=rollout.spec_hash if rollout else "",
+            settled_revision=status.update_revision if status is not None and settled else "",
+            current_revision=status.current_revision if status is not None else "",
+        )
+
+    def own_revisions(self) -> tuple[Revision, ...]:
+        """Return the revisions that this InferenceService owns."""
+        return tuple(each for each in self.revisions.values() if self.owns(CONTROLLER_REVISION, each.name))
 
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
@@ -148,6 +176,9 @@ class Cache:
             del entry.children[(kind, name)]
             if kind == DEPLOYMENT and name == key[1]:
                 entry.rollout = None
+            if kind == CONTROLLER_REVISION:
+                entry.revisions.pop(name, None)
+                entry.desired = None
         if self._keys_by_uid.get(uid) == key:
             del self._keys_by_uid[uid]
         self.remove_if_empty(key)

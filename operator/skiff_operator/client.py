@@ -4,6 +4,8 @@ Connections, TLS and credentials are the package's; its generated models are not
 as much CPU as the JSON itself. Errors are translated to those of `errors`.
 """
 
+import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -25,19 +27,23 @@ from skiff_operator.errors import (
     ApiUnavailable,
     OperatorError,
 )
-from skiff_operator.kinds import Kind
+from skiff_operator.kinds import CONTROLLER_REVISION, Kind
 from skiff_operator.resources.metadata import FIELD_MANAGER
 
-Body = dict[str, Any] | list[dict[str, Any]]
-"""An object, or the operations of a JSON patch."""
+Body = dict[str, Any] | list[dict[str, Any]] | str
+"""An object, the operations of a JSON patch, or text in the format of the content type."""
 
 PAGE: Final = 100
 """Objects of one list request."""
 
 # No total: time spent waiting for a free connection must not count against the server.
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
-_APPLY: Final = "application/apply-patch+yaml"
+_APPLY: Final = "application/apply-patch+yaml; charset=utf-8"
+"""With a parameter, for which the kubernetes package sends text as it is."""
 _JSON: Final = "application/json"
+_YAML: Final = "application/yaml"
+_ESCAPED_IN_YAML: Final = re.compile("[\x7f-\uffff]")
+MERGE_PATCH: Final = "application/merge-patch+json"
 _JSON_PATCH: Final = "application/json-patch+json"
 _BUSY: Final = (429, 500, 502, 503, 504)
 _MALFORMED: Final = "failed to create typed patch object"
@@ -110,7 +116,7 @@ class Client:
         """
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         path = kind.path(namespace, name, subresource)
-        return await self.request("PATCH", path, body, query=query, content_type=_APPLY)
+        return await self.request("PATCH", path, _yaml(body), query=query, content_type=_APPLY)
 
     async def create(self, kind: Kind, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
         """Create an object and return it as stored. Unknown fields are refused, as by an apply.
@@ -119,7 +125,12 @@ class Client:
             ApiAlreadyExists: another object has the name.
         """
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
-        return await self.request("POST", kind.path(namespace), body, query=query)
+        if kind != CONTROLLER_REVISION:
+            return await self.request("POST", kind.path(namespace), body, query=query)
+        # The API server keeps `data` as the bytes that it got, and refuses any other bytes later, even after a patch
+        # of something else, for which it writes the object in its own form. It converts YAML to that form beforehand.
+        text = _yaml(body)
+        return await self.request("POST", kind.path(namespace), text, query=query, content_type=_YAML)
 
     async def edit(
         self, kind: Kind, namespace: str, name: str, values: dict[str, Any], *, version: str
@@ -193,6 +204,15 @@ class Client:
         if response.status >= 400:
             raise _error(response.status, f"{method} {path}", data)
         return bytes(data)
+
+
+def _yaml(body: dict[str, Any]) -> str:
+    """Encode an object as YAML: as JSON in which only characters that YAML reads alike stay unescaped.
+
+    A pair of escaped surrogates is one character in JSON and none in YAML, so characters beyond U+FFFF stay.
+    """
+    text = json.dumps(body, ensure_ascii=False)
+    return _ESCAPED_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def _error(status: int, request: str, data: bytes) -> OperatorError:

@@ -47,6 +47,9 @@ INFERENCE_SERVICE: Final = Kind(
 )
 SERVICE_ACCOUNT: Final = Kind("ServiceAccount", "", "v1", "serviceaccounts", Stage.CHILDREN, False)
 CLAIM: Final = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims", Stage.CHILDREN, False)
+CONTROLLER_REVISION: Final = Kind(
+    "ControllerRevision", "apps", "v1", "controllerrevisions", Stage.CHILDREN, False
+)
 DEPLOYMENT: Final = Kind("Deployment", "apps", "v1", "deployments", Stage.CHILDREN, True)
 SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
 DISRUPTION_BUDGET: Final = Kind(
@@ -57,8 +60,11 @@ NODE: Final = Kind("Node", "", "v1", "nodes", Stage.STATUS, False)
 LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)
 EVENT: Final = Kind("Event", "events.k8s.io", "v1", "events", Stage.STATUS, False)
 
-CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
-"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim."""
+CHILDREN: Final = (SERVICE_ACCOUNT, CLAIM, CONTROLLER_REVISION, DEPLOYMENT, SERVICE, DISRUPTION_BUDGET)
+"""The kinds of children, in order of creation: a pod needs its ServiceAccount and its claim.
+
+A template is recorded in a ControllerRevision before the Deployment gets it.
+"""
 
 NEEDED_BY_PODS: Final = (SERVICE_ACCOUNT, CLAIM)
 """Children that a pod needs to start; it must not start with an object of another owner in their place."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skiff_operator import ownership, plan, spec, startup, status, workload
+from skiff_operator import ownership, plan, revisions, spec, startup, status, workload
 from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.drift import covers
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
 from skiff_operator.resources import containers
 from skiff_operator.resources.metadata import digest, digest_annotation
 from skiff_operator.settings import Settings
@@ -107,6 +107,8 @@ class Observer:
             self.cache.put_child(key, kind, meta["name"], _child(obj, in_sync=True))
             if kind == DEPLOYMENT:
                 entry.rollout = workload.read_rollout(obj)
+            elif kind == CONTROLLER_REVISION:
+                _observe_revision(entry, obj)
         self.cache.remove_if_empty(key)
 
     def observe_deleted(self, kind: Kind, key: Key, name: str, uid: str) -> None:
@@ -136,10 +138,11 @@ class Observer:
         if entry.uid == meta["uid"] and not _newer(meta, entry.resource_version):
             return None
         changed = (entry.uid, entry.generation) != (meta["uid"], meta["generation"])
+        requested = entry.service is not None and spec.requests(obj) != entry.service.requests
         entry.uid, entry.resource_version = meta["uid"], meta["resourceVersion"]
         entry.deleting = "deletionTimestamp" in meta
         entry.status = status.read(obj.get("status"))
-        if not changed:
+        if not changed and not requested:
             return ReconcileRequest(key, Stage.STATUS)
         entry.generation = meta["generation"]
         _parse_spec(entry, obj)
@@ -167,6 +170,8 @@ class Observer:
             rollout = workload.read_rollout(obj)
             same = same and entry.rollout == rollout
             entry.rollout = rollout
+        if kind == CONTROLLER_REVISION and _observe_revision(entry, obj):
+            return ReconcileRequest(key, Stage.CHILDREN)
         if same:
             return None
         return ReconcileRequest(key, Stage.STATUS if child.in_sync else Stage.CHILDREN)
@@ -208,8 +213,10 @@ class Observer:
         except InvalidSpec:
             return True
         if event == "LISTED" and entry.manifests is None:  # each kind's list needs it again
-            entry.manifests, entry.desired = manifests, plan.desired_state(manifests)
+            entry.manifests = manifests
         desired = manifests.get((kind, obj["metadata"]["name"]))
+        if kind == DEPLOYMENT and desired is not None and _revision(desired) != _revision(obj):
+            return False  # it may have the template of an older revision, with which the applier compares it
         return desired is None or covers(desired, obj)
 
 
@@ -248,6 +255,20 @@ def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:
         owner=ownership.controller_uid(obj),
         in_sync=in_sync,
     )
+
+
+def _observe_revision(entry: Entry, obj: dict[str, Any]) -> bool:
+    """Record a ControllerRevision; return whether the choice among them must be made anew."""
+    record = revisions.read(obj)
+    if entry.revisions.get(record.name) == record:
+        return False
+    entry.revisions[record.name] = record
+    entry.desired = None
+    return True
+
+
+def _revision(deployment: dict[str, Any]) -> str:
+    return workload.read_rollout(deployment).revision
 
 
 def _moved(kind: Kind, known: Child, child: Child) -> bool:

@@ -1,10 +1,10 @@
 """The planner: the desired objects of a spec, and the steps from the observed state to it. Pure: no I/O, no clock."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from skiff_operator import policy, workload
+from skiff_operator import policy, revisions, workload
 from skiff_operator.cache import Child, DesiredState, Entry, Objects
-from skiff_operator.kinds import BY_NAME, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
+from skiff_operator.kinds import BY_NAME, CONTROLLER_REVISION, DEPLOYMENT, NEEDED_BY_PODS, Kind, Stage
 from skiff_operator.resources import (
     cache_claim,
     deployment,
@@ -14,6 +14,7 @@ from skiff_operator.resources import (
     volumes,
 )
 from skiff_operator.resources.metadata import digest_annotation, stamp
+from skiff_operator.revisions import Target
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
@@ -41,22 +42,37 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
-    built.append(deployment.build(inference_service, settings))
+    made = deployment.build(inference_service, settings)
+    deployment.record_spec(made, revisions.spec_hash(inference_service))
+    built.append(made)
     built.append(service.build(inference_service))
     if inference_service.spec.replicas > 1:
         built.append(disruption_budget.build(inference_service))
     for obj in built:
-        stamp(obj)
+        (deployment.stamp if obj is made else stamp)(obj)
     return {(BY_NAME[obj["kind"]], obj["metadata"]["name"]): obj for obj in built}
 
 
-def desired_state(built: Objects) -> DesiredState:
-    """Reduce built objects to the part that the cache keeps."""
-    digests = {key: digest_annotation(obj) for key, obj in built.items()}
+def desired_state(built: Objects, target: Target | None = None) -> DesiredState:
+    """Reduce built objects to the part that the cache keeps. `target`: the revision in force, else the one just built."""
+    made = built_deployment(built)
+    used = workload.used_by(made["spec"]["template"]["spec"])
+    if target is None:
+        digests = {key: digest_annotation(obj) for key, obj in built.items()}
+        return DesiredState(digests, deployment.revision(made), used)
+    digests = {}
+    for key, obj in built.items():
+        if obj is made:
+            digests[(CONTROLLER_REVISION, target.name)] = ""  # its data never changes
+            obj = deployment.with_template(made, deployment.placeholder(target.deployed), target.spec_hash)
+        digests[key] = digest_annotation(obj)
+    return DesiredState(digests, target.revision, used if target.used is None else target.used, target)
+
+
+def built_deployment(built: Objects) -> dict[str, Any]:
+    """Return the Deployment among built objects."""
     [made] = [obj for (kind, _), obj in built.items() if kind == DEPLOYMENT]
-    return DesiredState(
-        digests, deployment.revision(made), workload.used_by(made["spec"]["template"]["spec"])
-    )
+    return made
 
 
 def steps(entry: Entry, desired: DesiredState) -> list[Step]:
@@ -72,22 +88,26 @@ def steps(entry: Entry, desired: DesiredState) -> list[Step]:
             result.append(Step("create", kind, name))
         elif child.owner != entry.uid:
             result.append(Step("verify", kind, name, child.uid))
-        elif not _holds(child, digest):
+        elif kind != CONTROLLER_REVISION and not _holds(child, digest):
             result.append(Step("update", kind, name, child.uid))
     surplus = [item for item in entry.children.items() if item[0] not in desired.digests]
     for (kind, name), child in sorted(surplus, key=_kind_and_name):
-        if child.owner != entry.uid:
+        if child.owner != entry.uid or kind == CONTROLLER_REVISION:
             continue
         if kind not in NEEDED_BY_PODS or _is_unused(entry, desired, (kind, name)):
             result.append(Step("delete", kind, name, child.uid))
-    return result
+    return [*result, *_history_steps(entry, desired)]
 
 
 def is_blocked(entry: Entry, desired: DesiredState, step: Step) -> bool:
-    """Return True for a Deployment whose ServiceAccount or claim is missing or not ours: its pods must not use another's."""
+    """Return True for a Deployment whose ServiceAccount, claim or revision is missing or not ours.
+
+    Its pods must not use another's, and a template that is not recorded would be lost with the next one.
+    """
     if step.kind != DEPLOYMENT:
         return False
-    needs = [entry.children.get(key) for key in desired.digests if key[0] in NEEDED_BY_PODS]
+    needed = (*NEEDED_BY_PODS, CONTROLLER_REVISION)
+    needs = [entry.children.get(key) for key in desired.digests if key[0] in needed]
     return any(child is None or child.owner != entry.uid for child in needs)
 
 
@@ -98,6 +118,19 @@ def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
     now = min(step.kind.stage for step in pending)
     later = [step.kind.stage for step in pending if step.kind.stage != now]
     return [step for step in pending if step.kind.stage == now], min(later, default=Stage.STATUS)
+
+
+def _history_steps(entry: Entry, desired: DesiredState) -> list[Step]:
+    """Return the deletions of revisions beyond the history limit, none of which has pods."""
+    if desired.target is None or entry.service is None:
+        return []
+    in_use = {pod.revision for pod in entry.pods.values()}
+    if entry.status is not None:
+        in_use.add(entry.status.current_revision)
+    limit = entry.service.spec.rollout.revision_history_limit
+    old = revisions.surplus(desired.target, entry.own_revisions(), in_use, limit)
+    uids = [entry.children[(CONTROLLER_REVISION, each.name)].uid for each in old]
+    return [Step("delete", CONTROLLER_REVISION, each.name, uid) for each, uid in zip(old, uids, strict=True)]
 
 
 def _is_unused(entry: Entry, desired: DesiredState, key: tuple[Kind, str]) -> bool:

@@ -1,17 +1,19 @@
 """One idempotent reconcile of an InferenceService: observe, plan, apply, report."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from skiff_operator import plan, status
+from skiff_operator import plan, revisions, rollback, status
 from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
-from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
-from skiff_operator.resources import containers
+from skiff_operator.resources import containers, controller_revision, deployment
 from skiff_operator.resources import service as service_builder
+from skiff_operator.revisions import Target
 from skiff_operator.settings import Settings
+from skiff_operator.upgrade_waves import UpgradeWaves
 from skiff_operator.workqueue import Key
 
 
@@ -31,6 +33,7 @@ class Reconciler:
         self._applier = applier
         self._nodes = nodes
         self._settings = settings
+        self._waves = UpgradeWaves(observer.cache, settings)
 
     async def reconcile(self, key: Key) -> Outcome:
         """Take the next steps for `key`.
@@ -42,12 +45,15 @@ class Reconciler:
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
         try:
-            desired = self._desired(entry)
+            desired = self._desired(key, entry)
+            if desired.target is not None and desired.target.renew:
+                await self._renew(key, entry, desired.target)
+                return Outcome(stage=Stage.CHILDREN)
             pending = plan.steps(entry, desired)
-            goal = Goal(entry.uid, desired, self._manifests(entry) if pending else {})
+            goal = Goal(entry.uid, desired, await self._objects(key, entry, desired, pending))
         except InvalidSpec as error:
             entry.problem = status.Problem(error.reason, str(error))
-            await self._report(key, entry, _pending(entry))
+            await self._report(key, entry, self._pending(key, entry))
             return Outcome()
         steps, later = plan.first_stage(pending)
         failures = await self._applier.run(key, entry, steps, goal)
@@ -61,7 +67,25 @@ class Reconciler:
             return Outcome(stage=later)
         entry.manifests = None
         await self._report(key, entry, pending)
-        return Outcome()
+        return await self._roll_back(key, entry, desired)
+
+    async def _renew(self, key: Key, entry: Entry, target: Target) -> None:
+        """Bring an existing revision into force again."""
+        assert entry.service is not None, "its revision was chosen"
+        uid = entry.children[(CONTROLLER_REVISION, target.name)].uid
+        patch = revisions.renewal(entry.service, target, entry.own_revisions())
+        await self._applier.change_revision(key, target.name, uid, patch)
+
+    async def _roll_back(self, key: Key, entry: Entry, desired: DesiredState) -> Outcome:
+        """Mark the revision in force as failed when it must be rolled back; the next reconcile chooses another one."""
+        target = desired.target
+        reason = rollback.reason(entry, target, clock(), self._settings.rollback_after_seconds)
+        if not reason or target is None:
+            return Outcome()
+        uid = entry.children[(CONTROLLER_REVISION, target.name)].uid
+        patch = {"metadata": {"annotations": {revisions.ANNOTATION_FAILED: reason}}}
+        await self._applier.change_revision(key, target.name, uid, patch)
+        return Outcome(stage=Stage.CHILDREN)
 
     async def _fail(self, key: Key, entry: Entry, failures: list[Failure]) -> Outcome:
         """Report refusals and failures in the status; conflicts and outages are only logged and retried."""
@@ -69,21 +93,77 @@ class Reconciler:
         if refused:
             messages = [_message(failure) for failure in refused]
             entry.problem = status.Problem(refused[0].error.reason, "; ".join(messages))
-        await self._report(key, entry, _pending(entry))
+        await self._report(key, entry, self._pending(key, entry))
         if not refused:
             raise failures[0].error
         return Outcome(refused=True)
 
-    def _desired(self, entry: Entry) -> DesiredState:
+    def _desired(self, key: Key, entry: Entry) -> DesiredState:
+        """Return the desired state, with the revision in force; raise `InvalidSpec`."""
         if entry.invalid is not None:
             raise entry.invalid
-        if entry.desired is None:
+        adopt = self._adopts(key, entry)
+        if entry.desired is None or adopt:
             try:
-                entry.desired = plan.desired_state(self._manifests(entry))
+                entry.desired = self._choose(key, entry, adopt=adopt)
+                if self._adopts(key, entry):
+                    entry.desired = self._choose(key, entry, adopt=True)
             except InvalidSpec as error:
                 entry.invalid = error
                 raise
         return entry.desired
+
+    def _pending(self, key: Key, entry: Entry) -> list[plan.Step]:
+        """Return the steps from the observed state to the desired one, if that is known."""
+        try:
+            return plan.steps(entry, self._desired(key, entry))
+        except InvalidSpec:
+            return []
+
+    def _adopts(self, key: Key, entry: Entry) -> bool:
+        """Return whether a wave lets the service adopt the template that this operator builds."""
+        target = None if entry.desired is None else entry.desired.target
+        return target is not None and bool(target.outdated) and self._waves.admit(key)
+
+    def _choose(self, key: Key, entry: Entry, *, adopt: bool) -> DesiredState:
+        built = self._manifests(entry)
+        assert entry.service is not None, "it was built"
+        revision = deployment.revision(plan.built_deployment(built))
+        target = revisions.choose(entry.service, revision, entry.observed(key[1]), adopt=adopt)
+        return plan.desired_state(built, target)
+
+    async def _objects(
+        self, key: Key, entry: Entry, desired: DesiredState, pending: list[plan.Step]
+    ) -> Objects:
+        """Return the objects that the pending steps write, the Deployment with the template of the revision in force."""
+        target = desired.target
+        if not pending or target is None:
+            return {}
+        built = self._manifests(entry)
+        written = {step.kind for step in pending if step.action != "delete"}
+        if not written & {CONTROLLER_REVISION, DEPLOYMENT}:
+            return built
+        assert entry.service is not None, "it was built"
+        made = plan.built_deployment(built)
+        template = await self._template(key, target, made["spec"]["template"])
+        objects = {**built, (DEPLOYMENT, key[1]): deployment.with_template(made, template, target.spec_hash)}
+        if not entry.owns(CONTROLLER_REVISION, target.name):
+            last = revisions.newest(entry.own_revisions())
+            number = 1 if last is None else last.number + 1
+            body = controller_revision.build(entry.service, target, template, number=number)
+            objects[(CONTROLLER_REVISION, target.name)] = body
+        return objects
+
+    async def _template(self, key: Key, target: Target, built: dict[str, Any]) -> dict[str, Any]:
+        """Return the template of the revision in force; one that this operator would not build is read."""
+        if target.source == "built":
+            return built
+        if target.source == "live":
+            template: dict[str, Any] = (await self._applier.read(key, DEPLOYMENT, key[1]))["spec"]["template"]
+            template["metadata"].pop("creationTimestamp", None)  # null in every stored template
+            return template
+        template = (await self._applier.read(key, CONTROLLER_REVISION, target.stored))["data"]["template"]
+        return revisions.restarted(template, target) if target.restart else template
 
     def _manifests(self, entry: Entry) -> Objects:
         """Return the built objects, which are kept until all of them exist."""
@@ -99,7 +179,7 @@ class Reconciler:
         if service is not None and containers.gpus(service) and facts.problem is None and not facts.placed:
             shortage = await self._nodes.shortage(service)
             # Events may have come while the nodes were listed.
-            facts = _facts(key, entry, _pending(entry), shortage)
+            facts = _facts(key, entry, self._pending(key, entry), shortage)
         new = status.report(facts, entry.status, clock())
         await self._applier.write_status(key, entry, new)
 
@@ -110,11 +190,6 @@ def _message(failure: Failure) -> str:
     return text if step.name in text else f"{step.kind.name} {step.name}: {text}"
 
 
-def _pending(entry: Entry) -> list[plan.Step]:
-    """Return the steps from the observed state to the desired one, if that is known."""
-    return plan.steps(entry, entry.desired) if entry.desired is not None else []
-
-
 def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "") -> status.Facts:
     """Collect the inputs of the status; while the spec is invalid, the last known revision stays the desired one."""
     namespace, name = key
@@ -123,15 +198,21 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "")
     ours = deployment is not None and deployment.owner == entry.uid
     rollout = entry.rollout if ours else None
     desired_replicas = rollout.desired if rollout else 0
+    target = desired.target if desired else None
+    failed = rollback.problem(target) if target and target.failed else None
     return status.Facts(
         name=name,
         generation=entry.generation,
         replicas=entry.service.spec.replicas if desired and entry.service else desired_replicas,
         revision=desired.revision if desired else before.update_revision if before else "",
         url=service_builder.url(namespace, name),
-        synced=desired is not None and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
+        synced=desired is not None
+        and failed is None
+        and not any(step.kind in (DEPLOYMENT, SERVICE) for step in pending),
         rollout=rollout,
         pods=tuple(pod for pod in entry.pods.values() if ours and not pod.terminating),
-        problem=entry.problem,
+        problem=entry.problem or failed,
         shortage=shortage,
+        outdated=target.outdated if target else "",
+        paused=entry.service is not None and entry.service.spec.rollout.paused,
     )

@@ -20,7 +20,8 @@ IMAGE_REPOSITORY: Final = "ghcr.io/skiff-dev"
 _RESOURCE_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?")
 """An extended resource: a domain and a name."""
 _OBJECT_NAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-_VERSION: Final = importlib.metadata.version("skiff")
+UPGRADE_POLICIES: Final = ("Manual", "Waves")
+VERSION: Final = importlib.metadata.version("skiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +29,15 @@ class Settings:
     """The settings of one operator process. Durations are seconds."""
 
     namespaces: tuple[str, ...] = ()
-    runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{_VERSION}"
-    runtime_image_cuda: str = f"{IMAGE_REPOSITORY}/runtime-cuda:{_VERSION}"
+    runtime_image_cpu: str = f"{IMAGE_REPOSITORY}/runtime-cpu:{VERSION}"
+    runtime_image_cuda: str = f"{IMAGE_REPOSITORY}/runtime-cuda:{VERSION}"
     default_image_pull_secrets: tuple[str, ...] = ()
     allow_host_path: bool = False
     allow_privileged_pods: bool = False
     gpu_resource_name: str = "nvidia.com/gpu"
+    upgrade_policy: str = "Manual"
+    upgrade_max_unavailable: int = 1
+    rollback_after_seconds: float = 60.0
     workers: int = 8
     resync_seconds: float = 30.0
     watch_timeout_seconds: int = 300
@@ -52,6 +56,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Validate the values; errors name the flag."""
         for name in (
+            "upgrade_max_unavailable",
+            "rollback_after_seconds",
             "workers",
             "resync_seconds",
             "watch_timeout_seconds",
@@ -70,6 +76,8 @@ class Settings:
                 raise SettingsError(f"--default-image-pull-secrets: {secret!r} is no name of a Secret")
         if self.lease_renew_seconds * 2 > self.lease_duration_seconds:
             raise SettingsError("--lease-renew-seconds must be at most half of --lease-duration-seconds")
+        if self.upgrade_policy not in UPGRADE_POLICIES:
+            raise SettingsError(f"--upgrade-policy must be {' or '.join(UPGRADE_POLICIES)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError("--log-level must be debug, info, warning or error")
 
@@ -106,6 +114,10 @@ _HELP: Final = {
     "allow_privileged_pods": "permit in podTemplate what the restricted Pod Security level forbids, "
     "other ServiceAccounts, and tokens of the API server",
     "gpu_resource_name": "extended resource that each rank requests once, when the spec names none",
+    "upgrade_policy": "Manual: pods keep the template of an older operator until `skiff rollout upgrade`; "
+    "Waves: a few InferenceServices at a time adopt the present one",
+    "upgrade_max_unavailable": "InferenceServices that adopt a new template at the same time, with Waves",
+    "rollback_after_seconds": "a revision that fails for this long is rolled back, if the spec has autoRollback",
     "workers": "InferenceServices reconciled at the same time",
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",

@@ -10,6 +10,11 @@ import msgspec
 
 from skiff_operator import model_uri
 from skiff_operator.errors import InvalidSpec
+from skiff_runtime import contract
+
+ANNOTATION_RESTARTED_AT: Final = f"{contract.API_GROUP}/restarted-at"
+ANNOTATION_UPGRADED_AT: Final = f"{contract.API_GROUP}/upgraded-at"
+"""Requests of `skiff rollout` on the InferenceService: times at which its pods shall restart or be built anew."""
 
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
@@ -82,6 +87,14 @@ class Drain(_Strict, frozen=True):
     timeout_seconds: int = 60
 
 
+class RolloutPolicy(_Strict, frozen=True):
+    """The replacement of pods. `revision_history_limit`: old revisions that are kept."""
+
+    paused: bool = False
+    auto_rollback: bool = False
+    revision_history_limit: int = 10
+
+
 class Spec(_Strict, frozen=True):
     """The complete `spec`, with defaults filled in."""
 
@@ -92,6 +105,7 @@ class Spec(_Strict, frozen=True):
     cache: Cache = Cache()
     startup: Startup = Startup()
     drain: Drain = Drain()
+    rollout: RolloutPolicy = RolloutPolicy()
     resources: dict[str, dict[str, str | int]] = {}
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
@@ -99,18 +113,25 @@ class Spec(_Strict, frozen=True):
 
 
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
-    """One InferenceService: its identity and its validated spec."""
+    """One InferenceService: its identity, its validated spec, and the last requests to restart and upgrade its pods."""
 
     namespace: str
     name: str
     uid: str
     generation: int
     spec: Spec
+    restarted_at: str = ""
+    upgraded_at: str = ""
 
     @property
     def model_name(self) -> str:
         """The model name for clients."""
         return self.spec.model.name or self.name
+
+    @property
+    def requests(self) -> tuple[str, str]:
+        """The times of the last requests to restart and to upgrade the pods."""
+        return self.restarted_at, self.upgraded_at
 
     @property
     def source(self) -> model_uri.Source:
@@ -130,13 +151,41 @@ def parse(obj: dict[str, Any]) -> InferenceService:
     except msgspec.ValidationError as error:
         raise InvalidSpec(f"spec: {error}; {_HINT}") from error
     _check(spec)
+    restarted_at, upgraded_at = requests(obj)
     return InferenceService(
         namespace=meta["namespace"],
         name=meta["name"],
         uid=meta["uid"],
         generation=meta["generation"],
         spec=spec,
+        restarted_at=restarted_at,
+        upgraded_at=upgraded_at,
     )
+
+
+def requests(obj: dict[str, Any]) -> tuple[str, str]:
+    """Return the times of the last requests to restart and to upgrade the pods; empty without one."""
+    annotations = obj["metadata"].get("annotations") or {}
+    return annotations.get(ANNOTATION_RESTARTED_AT, ""), annotations.get(ANNOTATION_UPGRADED_AT, "")
+
+
+def explicit(part: msgspec.Struct, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Convert a part of the spec to plain camelCase builtins, without the fields that have their default value."""
+    found = {}
+    for each in msgspec.structs.fields(part):
+        value = getattr(part, each.name)
+        if each.name in skip or value == _default(each):
+            continue
+        found[each.encode_name] = (
+            explicit(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+        )
+    return found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

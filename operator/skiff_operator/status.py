@@ -15,10 +15,13 @@ MODEL_READY: Final = "ModelReady"
 AVAILABLE: Final = "Available"
 PROGRESSING: Final = "Progressing"
 DEGRADED: Final = "Degraded"
+UPGRADE_AVAILABLE: Final = "UpgradeAvailable"
+"""Present only while True: the pods have the template of another operator."""
 CONDITIONS: Final = (READY, MODEL_READY, AVAILABLE, PROGRESSING, DEGRADED)
 
 SERVING: Final = "Serving"
 SCALED_TO_ZERO: Final = "ScaledToZero"
+ROLLED_BACK: Final = "RolledBack"
 
 _MESSAGE_CHARACTERS: Final = 1024
 _FAILED_POD_SECONDS: Final = 600.0
@@ -87,7 +90,8 @@ class Facts:
 
     `replicas` and `revision` are the desired ones (the last known ones while the spec is invalid); `synced` is true
     when the Deployment and the Service match them. `pods` are those of the Deployment that are not being deleted.
-    `shortage` is a message when no node could hold a pod.
+    `shortage` is a message when no node could hold a pod. `outdated` is the version of the operator whose template the
+    pods keep, if this one would build another. `paused`: the Deployment replaces no pods.
 
     The rest is derived. `live` are the pods that have not terminated, `new_pods` those of them that have the desired
     revision, and `older` the others; `new_ready` is the number of new pods that are ready. `placed` is true if a new
@@ -105,6 +109,8 @@ class Facts:
     pods: tuple[PodState, ...]
     problem: Problem | None
     shortage: str = ""
+    outdated: str = ""
+    paused: bool = False
     live: list[PodState] = field(init=False)
     new_pods: list[PodState] = field(init=False)
     older: list[PodState] = field(init=False)
@@ -137,6 +143,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         _available(facts),
         _progressing(facts, completed),
         _degraded(trouble),
+        *_upgrade_available(facts),
     )
     before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
     return Status(
@@ -199,6 +206,8 @@ def _progressing(facts: Facts, completed: str) -> _Verdict:
         return PROGRESSING, False, "RolloutComplete", f"all pods are of revision {facts.revision}"
     if facts.rollout is not None and facts.rollout.stalled:
         return PROGRESSING, False, "ProgressDeadlineExceeded", facts.rollout.stalled
+    if facts.paused:
+        return PROGRESSING, False, "RolloutPaused", f"{_count(facts)}; spec.rollout.paused is true"
     return PROGRESSING, True, _movement(facts, completed), _count(facts)
 
 
@@ -214,6 +223,14 @@ def _degraded(trouble: Problem | None) -> _Verdict:
     if trouble is None:
         return DEGRADED, False, "AsExpected", "nothing is known to be wrong"
     return DEGRADED, True, trouble.reason, trouble.message
+
+
+def _upgrade_available(facts: Facts) -> list[_Verdict]:
+    if not facts.outdated:
+        return []
+    advice = f"`skiff rollout upgrade {facts.name}` adopts the present one"
+    message = f"the pods keep the template of operator {facts.outdated}; {advice}"
+    return [(UPGRADE_AVAILABLE, True, "TemplatePinned", message)]
 
 
 def _count(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from skiff_operator import failure
 from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
 from skiff_operator.redact import redact, redact_tail
 from skiff_operator.resources.containers import FETCH
-from skiff_operator.resources.metadata import LABEL_REVISION
+from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
 from skiff_operator.startup import PodStartup
 
 LOG_TAIL_CHARACTERS: Final = 2048
@@ -28,12 +28,15 @@ _CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The progress of a Deployment, as far as its pods do not show it.
 
-    `desired` is its number of replicas. The other fields stay empty until its controller has observed the current
+    `desired` is its number of replicas; `revision` is the label of its template, and `spec_hash` the hash of the spec
+    behind it. The other fields stay empty until its controller has observed the current
     generation: `replacing`, pods of an older template exist; `complete`, all desired pods are ready and there are
     no others; `stalled` and `blocked`, messages of its conditions.
     """
 
     desired: int
+    revision: str = ""
+    spec_hash: str = ""
     replacing: bool = False
     stalled: str = ""
     blocked: str = ""
@@ -84,8 +87,11 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     """Read the status of a Deployment; a status of an older generation is ignored."""
     status = deployment.get("status") or {}
     desired = deployment["spec"].get("replicas", 1)
+    labels = deployment["spec"].get("template", {}).get("metadata", {}).get("labels") or {}
+    revision = labels.get(LABEL_REVISION, "")
+    spec_hash = (deployment["metadata"].get("annotations") or {}).get(ANNOTATION_SPEC_HASH, "")
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
-        return Rollout(desired=desired)
+        return Rollout(desired=desired, revision=revision, spec_hash=spec_hash)
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     progressing = conditions.get("Progressing", {})
     failure = conditions.get("ReplicaFailure", {})
@@ -93,6 +99,8 @@ def read_rollout(deployment: dict[str, Any]) -> Rollout:
     counts = {status.get(name, 0) for name in ("replicas", "updatedReplicas", "readyReplicas")}
     return Rollout(
         desired=desired,
+        revision=revision,
+        spec_hash=spec_hash,
         complete=counts == {desired},
         replacing=status.get("updatedReplicas", 0) != status.get("replicas", 0),
         stalled=progressing.get("message", "") if stalled else "",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from skiff_operator.failure import REMEDIES
 from skiff_operator.redact import redact, redact_tail
 
 HUB = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz"
@@ -68,3 +69,8 @@ def test_a_hostile_text_does_not_hang() -> None:
         "-----BEGIN PRIVATE KEY-----" * 70,
     ):
         assert redact(redact(text)) == redact(text)
+
+
+def test_no_remedy_looks_like_a_secret() -> None:
+    for remedy in REMEDIES.values():
+        assert redact(remedy) == remedy

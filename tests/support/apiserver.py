@@ -12,6 +12,7 @@ import yaml
 
 COLLECTIONS = {
     "inferenceservices": "/apis/serving.skiff.dev/v1alpha1/namespaces/{namespace}/inferenceservices",
+    "controllerrevisions": "/apis/apps/v1/namespaces/{namespace}/controllerrevisions",
     "deployments": "/apis/apps/v1/namespaces/{namespace}/deployments",
     "services": "/api/v1/namespaces/{namespace}/services",
     "serviceaccounts": "/api/v1/namespaces/{namespace}/serviceaccounts",

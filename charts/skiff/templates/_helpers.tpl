@@ -103,7 +103,7 @@ tolerations: {{- toYaml . | nindent 2 }}
   resources: [inferenceservices/finalizers]
   verbs: [update]
 - apiGroups: [apps]
-  resources: [deployments]
+  resources: [controllerrevisions, deployments]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services, serviceaccounts, persistentvolumeclaims]

@@ -14,14 +14,13 @@ from urllib.parse import quote
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
-from skiff_operator.client import Client
+from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import ApiNotFound, ApiRefused, OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE, Kind
 
 T = TypeVar("T")
 
 FIELD_MANAGER: Final = "kubectl-skiff"
-_MERGE: Final = "application/merge-patch+json"
 _POD_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -114,7 +113,7 @@ class Cluster:
         """Change an object by a JSON merge patch; with `metadata.resourceVersion` in it, only that version."""
         path = kind.path(self.namespace, quote(name, safe=""))
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
-        return self.run(self.client.request("PATCH", path, patch, query=query, content_type=_MERGE))
+        return self.run(self.client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
 
     def text(self, path: str, **query: str) -> str:
         """Return the text of a GET request, such as a pod's log."""

@@ -229,19 +229,22 @@ def _headline(snapshot: Snapshot) -> str:
     if snapshot.service is not None:
         parsed = snapshot.service
         gpus = containers.gpus(parsed)
-        device = f"{gpus} {snapshot.gpu_resource}" if gpus else "CPU"
-        lines.append(f"  {parsed.spec.model.uri} on {device} for each of {parsed.spec.replicas} replicas")
+        device = f"{gpus} {snapshot.gpu_resource}" if gpus else "a CPU"
+        count = f"{parsed.spec.replicas} replica{'' if parsed.spec.replicas == 1 else 's'}"
+        lines.append(f"  {parsed.spec.model.uri}, {count}, each on {device}")
     return "\n".join(lines)
 
 
 def _conditions(snapshot: Snapshot, width: int) -> Iterator[str]:
     if snapshot.status is None:
         return
-    lines = []
+    lines, said = [], set()
     for condition in snapshot.status.conditions:
-        head = f"  {condition.type:<13} {condition.status:<6} {condition.reason}: "
-        text = redact(condition.message)
-        lines.append(textwrap.fill(head + text, width, subsequent_indent=" " * 23, drop_whitespace=True))
+        line = f"  {condition.type:<13} {condition.status:<6} {condition.reason}"
+        if condition.message not in said:  # a trouble is the message of three conditions
+            line += f": {redact(condition.message)}"
+        said.add(condition.message)
+        lines.append(textwrap.fill(line, width, subsequent_indent=" " * 23))
     yield "\n".join(["Conditions", *lines])
 
 

@@ -26,6 +26,7 @@ from skiff_operator import plan, spec, workload
 from skiff_operator.cli import capacity, cluster, table
 from skiff_operator.cli.capacity import NodeGpus
 from skiff_operator.cli.cluster import Cluster
+from skiff_operator.client import MERGE_PATCH
 from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
 from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD
 from skiff_operator.redact import redact
@@ -40,7 +41,6 @@ MAX_BYTES: Final = 4 << 20
 MAX_DOCUMENTS: Final = 100
 _INFO_SECONDS: Final = 120.0
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
-_MERGE: Final = "application/merge-patch+json"
 _SETTINGS: Final = Settings(allow_host_path=True, allow_privileged_pods=True)
 """Both templates are built with the same settings, so those of the operator change no comparison; it alone knows what it permits."""
 _SIZED_BY: Final = (
@@ -229,7 +229,7 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
     else:
         path = INFERENCE_SERVICE.path(namespace, quote(name, safe=""))
         patch = merge_patch(manifest, live)
-        after = connected.run(client.request("PATCH", path, patch, query=query, content_type=_MERGE))
+        after = connected.run(client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
     service = spec.parse(after)
     new = plan.objects(service, _SETTINGS)[DEPLOYMENT, name]["spec"]
     old = _deployment(live) if live is not None else None

@@ -11,6 +11,8 @@ from skiff_runtime import contract
 
 FIELD_MANAGER: Final = "skiff-operator"
 ANNOTATION_HASH: Final = f"{contract.API_GROUP}/desired-hash"
+ANNOTATION_SPEC_HASH: Final = f"{contract.API_GROUP}/spec-hash"
+"""Hash of the spec from which a pod template was built, on ControllerRevisions and Deployments."""
 LABEL_REVISION: Final = f"{contract.API_GROUP}/revision"
 
 

@@ -1,0 +1,64 @@
+"""Automatic rollback: the decision that a revision has failed while an older one served. Pure: the time is an argument.
+
+A revision has failed when the Deployment's progress deadline is over, or when its pods have been in trouble for a
+while. One crash is no failure: a server may start again after an outage of the hub, and a Secret may arrive late.
+"""
+
+import datetime
+from typing import Final
+
+from skiff_operator.cache import Entry
+from skiff_operator.revisions import Target
+from skiff_operator.status import DEGRADED, ROLLED_BACK, Problem
+
+_FAILURES: Final = frozenset(
+    {"CrashLoop", "OutOfMemory", "ContainerConfigError", "ImagePullFailed", "WeightsDownloadFailed"}
+)
+"""Troubles of pods that the revision causes. A lack of GPUs is none, because the old revision needs as many."""
+_REASON_CHARACTERS: Final = 512
+
+
+def reason(entry: Entry, target: Target | None, now: str, after_seconds: float) -> str:
+    """Return the reason why the revision in force must be rolled back at `now`; empty when it must not.
+
+    A failure must have lasted `after_seconds`, which the last written status shows.
+    """
+    service, status = entry.service, entry.status
+    if service is None or status is None or target is None or target.failed:
+        return ""
+    policy = service.spec.rollout
+    if not policy.auto_rollback or policy.paused or service.spec.replicas == 0:
+        return ""
+    if status.current_revision in ("", target.revision) or not _has(entry, status.current_revision):
+        return ""
+    if entry.rollout is not None and entry.rollout.stalled:
+        return _shortened(f"ProgressDeadlineExceeded: {entry.rollout.stalled}")
+    degraded = status.condition(DEGRADED)
+    if degraded is None or degraded.status != "True" or degraded.reason not in _FAILURES:
+        return ""
+    lasted = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(
+        degraded.last_transition_time
+    )
+    pods = [pod for pod in entry.pods.values() if pod.revision == target.revision and not pod.terminating]
+    if lasted.total_seconds() < after_seconds or any(pod.ready for pod in pods):
+        return ""
+    failing = sorted((pod.name, pod) for pod in pods if pod.trouble in _FAILURES)
+    return _shortened(f"{failing[0][1].trouble}: {failing[0][1].message}") if failing else ""
+
+
+def problem(target: Target) -> Problem:
+    """Return what the status reports after a rollback: the reason, and the way out."""
+    way_out = "change the spec, or try it again with `skiff rollout restart`"
+    return Problem(
+        ROLLED_BACK,
+        f"revision {target.revision} failed, revision {target.deployed} serves; {way_out}; {target.failed}",
+    )
+
+
+def _has(entry: Entry, revision: str) -> bool:
+    """Return whether there is a sound revision to return to."""
+    return any(each.revision == revision and not each.failed for each in entry.own_revisions())
+
+
+def _shortened(text: str) -> str:
+    return text[:_REASON_CHARACTERS]
