@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from kube import Kube, inference_service, wait
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +113,44 @@ def test_explain_shows_the_log_of_a_pod_that_fails(kube: Kube, operator: Kube) -
     kube.run("delete", "infsvc", "mistyped", "--timeout=60s")
 
 
-def test_explain_shows_the_nodes_of_a_pod_that_waits_for_gpus(kube: Kube, operator: Kube) -> None:
-    kube.apply(inference_service("greedy", runtime={"device": "cuda"}, parallelism={"tensor": 8}))
-    wait(lambda: kube.condition("greedy").get("reason") == "NoNodeLargeEnough", timeout_seconds=60)
-    code, screen = skiff(kube, "explain", "greedy")
-    assert code == 0 and "no node has any nvidia.com/gpu: does its device plugin run?" in screen
-    assert "Lower spec.parallelism.tensor" in screen
-    kube.run("delete", "infsvc", "greedy", "--timeout=60s")
+@pytest.fixture
+def gpus(operator: Kube) -> Iterator[str]:
+    """The name of a node that pretends to have two GPUs, as a device plugin and the GPU feature discovery would show them."""
+    name: str = operator.list("nodes")[0]["metadata"]["name"]
+    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "nvidia.com/gpu.memory": "81559"}
+
+    def pretend(count: str | None) -> None:
+        amounts = {"nvidia.com/gpu": count}
+        status = {"status": {"capacity": amounts, "allocatable": amounts}}
+        marked = {"metadata": {"labels": labels if count else dict.fromkeys(labels)}}
+        operator.run("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+        operator.run("patch", "node", name, "--type=merge", "-p", json.dumps(marked))
+
+    pretend("2")
+    yield name
+    pretend(None)
+
+
+def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
+    """The first takes both GPUs, and its container sees neither of them; the second finds none free."""
+    taker = inference_service("taker", runtime={"device": "cuda"}, parallelism={"tensor": 2})
+    code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(taker))
+    assert code == 1 and f"free nvidia.com/gpu: {gpus} 2 of 2" in text and "not enough" not in text
+    assert "79.65 GiB): fits" in text
+    kube.apply(taker)
+
+    def cause() -> str:
+        status = (kube.get("infsvc", "taker") or {}).get("status", {})
+        return str(status.get("lastFailure", {}).get("reason"))
+
+    wait(lambda: cause() == "NoGPU", timeout_seconds=120, explain=cause)
+    waiter = inference_service("waiter", runtime={"device": "cuda"})
+    code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(waiter))
+    assert code == 1 and "not enough: 0 of 1 pods" in text
+    kube.apply(waiter)
+    wait(lambda: kube.condition("waiter").get("reason") == "InsufficientGPU", timeout_seconds=60)
+    code, screen = skiff(kube, "explain", "waiter")
+    assert code == 0 and "Add or free GPUs" in screen
+    [row] = [line.split() for line in screen.splitlines() if line.split()[:1] == [gpus]]
+    assert row[1:] == ["0", "2", "NVIDIA-H100-80GB-HBM3"]
+    kube.run("delete", "infsvc", "taker", "waiter", "--timeout=60s")

@@ -37,6 +37,7 @@ def planned(**fields: Any) -> Plan:
         "exists": True,
         "changes": (plan.Change("spec.parallelism.tensor", "1", "2"),),
         "restarts": True,
+        "paused": False,
         "pods": ("llama-a", "llama-b"),
         "surge": 1,
         "started": 0,
@@ -74,6 +75,7 @@ def test_pods_that_would_wait_for_gpus_are_counted() -> None:
 
 
 def test_without_a_restart_nothing_needs_room() -> None:
+    assert "Pods: 2 restart, once the rollout is resumed: llama-a" in render(planned(paused=True))
     text = render(planned(restarts=False, pods=(), surge=0))
     assert "Pods: none restarts" in text and "Room" not in text
     assert "no difference" in render(planned(changes=(), restarts=False, surge=0, memory="not computed"))

@@ -96,7 +96,7 @@ class Plan:
     """The effect of one manifest. `exists` is False for a new InferenceService.
 
     `pods` are the names of those that restart, `surge` the number of pods that a rollout needs beside them, and `started`
-    those that are added or, below 0, removed by `replicas`. `requests` are the resources of one pod. `memory` is a text
+    those that are added or, below 0, removed by `replicas`. `paused`: the rollout waits for `skiff rollout resume`. `requests` are the resources of one pod. `memory` is a text
     where the sizes are not known.
     """
 
@@ -105,6 +105,7 @@ class Plan:
     exists: bool
     changes: tuple[Change, ...]
     restarts: bool
+    paused: bool
     pods: tuple[str, ...]
     surge: int
     started: int
@@ -246,6 +247,7 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
         exists=live is not None,
         changes=compare(live["spec"], after["spec"]) if live else compare({}, manifest["spec"]),
         restarts=restarts,
+        paused=bool(new.get("paused")),
         pods=tuple(listed),
         surge=_surge(new) if restarts and min(replicas, service.spec.replicas) else 0,
         started=service.spec.replicas - replicas,
@@ -390,7 +392,8 @@ def _pods(planned: Plan) -> Iterator[str]:
         return
     if planned.restarts:
         names = f": {', '.join(planned.pods)}" if planned.pods else ""
-        yield f"Pods: {len(planned.pods)} restart{names}"
+        when = ", once the rollout is resumed" if planned.paused else ""
+        yield f"Pods: {len(planned.pods)} restart{when}{names}"
     elif planned.exists:
         yield "Pods: none restarts"
     if planned.started:
