@@ -136,7 +136,7 @@ def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
     taker = inference_service("taker", runtime={"device": "cuda"}, parallelism={"tensor": 2})
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(taker))
     assert code == 1 and f"free nvidia.com/gpu: {gpus} 2 of 2" in text and "not enough" not in text
-    assert "79.65 GiB): fits" in text
+    assert "NVIDIA-H100-80GB-HBM3 (79.65 GiB): fits" in text
     kube.apply(taker)
 
     def cause() -> str:

@@ -126,7 +126,8 @@ def test_the_runtime_computes_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     found = plan._model_memory(service(), [node])
     assert isinstance(found, plan.ModelMemory), found
     [fit] = found.gpus
-    assert fit.name == "24 GiB" and fit.fits and fit.kv_tokens > 100_000
+    assert fit.name == "the GPUs of node-1" and fit.memory_bytes == 24 << 30
+    assert fit.fits and fit.kv_tokens > 100_000
     assert plan._model_memory(service(model={"uri": "pvc://claim/path"}), None) == (
         "not known here: the model's files are in the cluster (pvc://)"
     )

@@ -300,8 +300,10 @@ def _model_memory(service: InferenceService, nodes: Sequence[NodeGpus] | None) -
     """Run `skiff info`: the operator's package knows nothing of models, and the runtime's may lack its dependencies."""
     if service.source.scheme not in ("hf", "demo"):
         return f"not known here: the model's files are in the cluster ({service.source.scheme}://)"
-    known = [node.memory_bytes for node in nodes or () if node.usable and node.memory_bytes]
-    command = [sys.executable, "-m", "skiff_runtime", *info_arguments(service, min(known, default=0))]
+    known = [node for node in nodes or () if node.usable and node.memory_bytes]
+    smallest = min(known, key=lambda node: node.memory_bytes, default=None)
+    gpu_bytes = smallest.memory_bytes if smallest is not None else 0
+    command = [sys.executable, "-m", "skiff_runtime", *info_arguments(service, gpu_bytes)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_INFO_SECONDS, env=_environment()
@@ -313,9 +315,15 @@ def _model_memory(service: InferenceService, nodes: Sequence[NodeGpus] | None) -
         missing = "ModuleNotFoundError" in lines[-1]
         return "not computed: pip install 'skiff[runtime]'" if missing else f"not known: {redact(lines[-1])}"
     try:
-        return msgspec.json.decode(done.stdout, type=ModelMemory)
+        memory = msgspec.json.decode(done.stdout, type=ModelMemory)
     except msgspec.MsgspecError as error:
         return f"not known: skiff info printed something else ({error})"
+    if smallest is None:
+        return memory
+    name = smallest.product or f"the GPUs of {smallest.name}"
+    return msgspec.structs.replace(
+        memory, gpus=tuple(msgspec.structs.replace(fit, name=name) for fit in memory.gpus)
+    )
 
 
 def _environment() -> dict[str, str]:
