@@ -26,7 +26,7 @@ from skiff_operator import plan, spec, workload
 from skiff_operator.cli import capacity, cluster, table
 from skiff_operator.cli.capacity import NodeGpus
 from skiff_operator.cli.cluster import Cluster
-from skiff_operator.client import MERGE_PATCH
+from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
 from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD
 from skiff_operator.redact import redact
@@ -215,40 +215,28 @@ def render(planned: Plan) -> str:
 
 
 def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> Plan:
-    meta = manifest["metadata"]
-    namespace, name = meta.get("namespace") or connected.namespace, meta["name"]
-    client, query = (
-        connected.client,
-        {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": cluster.FIELD_MANAGER},
-    )
-    live: dict[str, Any] | None = None
-    with contextlib.suppress(ApiNotFound):
-        live = connected.run(client.get(INFERENCE_SERVICE, namespace, quote(name, safe="")))
-    if live is None:
-        path = INFERENCE_SERVICE.path(namespace)
-        after = connected.run(client.request("POST", path, manifest, query=query))
-    else:
-        path = INFERENCE_SERVICE.path(namespace, quote(name, safe=""))
-        patch = merge_patch(manifest, live)
-        after = connected.run(client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
+    namespace = manifest["metadata"].get("namespace") or connected.namespace
+    name, client = manifest["metadata"]["name"], connected.client
+    live, after = connected.run(_dry_run(client, namespace, manifest))
     service = spec.parse(after)
     new = plan.objects(service, _SETTINGS)[DEPLOYMENT, name]["spec"]
     old = _deployment(live) if live is not None else None
     # While the live spec is invalid, pods of an earlier one run, so any valid one makes new pods.
     restarts = live is not None and (old is None or old["template"] != new["template"])
     replicas = live["spec"].get("replicas", 1) if live is not None else 0
-    listed = connected.run(_pods_of(client, namespace, name)) if restarts else []
-    resource = containers.gpu_resource(service, _SETTINGS)
-    gpus = containers.gpus(service)
+    resource, gpus = containers.gpu_resource(service, _SETTINGS), containers.gpus(service)
     nodes = connected.run(capacity.gather(client, resource, service.spec.node_selector)) if gpus else None
     return Plan(
         namespace=namespace,
         name=name,
         exists=live is not None,
-        changes=compare(live["spec"], after["spec"]) if live else compare({}, manifest["spec"]),
+        # The fields of a new one are those of its manifest; the API server adds every default.
+        changes=compare(live["spec"], after["spec"])
+        if live is not None
+        else compare({}, manifest.get("spec") or {}),
         restarts=restarts,
         paused=bool(new.get("paused")),
-        pods=tuple(listed),
+        pods=connected.run(_running_pods(client, namespace, name)) if restarts else (),
         surge=_surge(new) if restarts and min(replicas, service.spec.replicas) else 0,
         started=service.spec.replicas - replicas,
         requests=_requests(new["template"]["spec"]),
@@ -257,6 +245,25 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
         nodes=nodes,
         memory=_model_memory(service, nodes) if with_model else "not computed (--no-model)",
     )
+
+
+async def _dry_run(
+    client: Client, namespace: str, manifest: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the live object, or None, and the one that the API server would store.
+
+    Raises:
+        OperatorError: the API server refuses the manifest; the message is its own.
+    """
+    query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": cluster.FIELD_MANAGER}
+    name = quote(manifest["metadata"]["name"], safe="")
+    try:
+        live = await client.get(INFERENCE_SERVICE, namespace, name)
+    except ApiNotFound:
+        path = INFERENCE_SERVICE.path(namespace)
+        return None, await client.request("POST", path, manifest, query=query)
+    path, patch = INFERENCE_SERVICE.path(namespace, name), merge_patch(manifest, live)
+    return live, await client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH)
 
 
 def _deployment(live: dict[str, Any]) -> dict[str, Any] | None:
@@ -269,16 +276,18 @@ def _deployment(live: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-async def _pods_of(client: Any, namespace: str, name: str) -> list[str]:
+async def _running_pods(client: Client, namespace: str, name: str) -> tuple[str, ...]:
+    """Return the names of the pods of an InferenceService that a rollout would replace."""
     selector = f"{contract.LABEL_SERVICE}={name}"
     found = [pod async for pod in client.list(POD, namespace, selector=selector)]
-    return sorted(
+    alive = [
         str(pod["metadata"]["name"])
         for pod in found
         if workload.runs_in(pod, name)
         and "deletionTimestamp" not in pod["metadata"]
         and (pod.get("status") or {}).get("phase") in ("Pending", "Running")
-    )
+    ]
+    return tuple(sorted(alive))
 
 
 def _surge(deployment_spec: dict[str, Any]) -> int:
@@ -385,12 +394,11 @@ def _headline(planned: Plan) -> Iterator[str]:
     name = f"{planned.namespace}/{planned.name}"
     if not planned.exists:
         yield f"{name}: a new InferenceService"
-        rows = [(f"  {each.field}", each.new) for each in planned.changes]
-        yield table.render(("  FIELD", "VALUE"), rows)
+        yield table.render(("  FIELD", "VALUE"), [(f"  {each.field}", each.new) for each in planned.changes])
     elif planned.changes:
         yield f"{name}: {len(planned.changes)} field{'s' if len(planned.changes) > 1 else ''} would change"
-        rows3 = [(f"  {each.field}", each.old or "-", each.new or "-") for each in planned.changes]
-        yield table.render(("  FIELD", "NOW", "PLANNED"), rows3)
+        rows = [(f"  {each.field}", each.old or "-", each.new or "-") for each in planned.changes]
+        yield table.render(("  FIELD", "NOW", "PLANNED"), rows)
     else:
         yield f"{name}: no difference"
 
