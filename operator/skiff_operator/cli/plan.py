@@ -7,7 +7,6 @@ difference, 1 with one, and 2 for an error.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
