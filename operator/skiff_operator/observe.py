@@ -182,13 +182,17 @@ class Observer:
         entry, name = self.cache.get_or_create(key), obj["metadata"]["name"]
         gpu = containers.gpu_resource(entry.service, self._settings) if entry.service else ""
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
-        known, started = entry.pods.get(name), None
-        if known is not None and known.uid == state.uid:
-            begun = known.startup
-            if begun is None and state.ready and not known.ready and (begun := startup.read(obj)) is not None:
-                started = StartedPod(state.uid, obj["status"].get("podIP", ""), begun)
-            if begun is not None:
-                state = msgspec.structs.replace(state, startup=begun)
+        known = entry.pods.get(name)
+        if known is not None and known.uid != state.uid:
+            known = None
+        recorded = known.startup if known else None
+        begun = (known is not None and known.begun) or not startup.has_started(obj)
+        started = None
+        if known is not None and begun and recorded is None and state.ready:
+            recorded = startup.read(obj)
+            if recorded is not None:
+                started = StartedPod(state.uid, obj["status"].get("podIP", ""), recorded)
+        state = msgspec.structs.replace(state, startup=recorded, begun=begun)
         if known == state:
             return None
         self.cache.put_pod(key, state)

@@ -9,7 +9,7 @@ The same holds for a pod whose container was restarted: what went before is a fa
 """
 
 import datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -51,14 +51,24 @@ class PodStartup(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
         return {step: value for step, value in values.items() if value is not None}
 
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""A duration that a pod reports about itself, within reason."""
+
+
 class _Process(msgspec.Struct):
     """One process in the body of /startupz: the seconds of its finished phases."""
 
-    seconds: dict[str, float]
+    seconds: dict[str, _Seconds]
 
 
 class _StartupReport(msgspec.Struct):
     processes: dict[str, _Process]
+
+
+def has_started(pod: dict[str, Any]) -> bool:
+    """Return whether the server has passed its startup probe: from then on the pod may have been ready before."""
+    found = (pod.get("status") or {}).get("containerStatuses") or []
+    return any(each["name"] == RUNTIME and each.get("started") for each in found)
 
 
 def read(pod: dict[str, Any]) -> PodStartup | None:

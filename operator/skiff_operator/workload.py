@@ -58,7 +58,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
     `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter.
-    `startup` is set by the observer when it sees the pod become ready for the first time.
+    `startup` is set by the observer when it sees the pod become ready for the first time; `begun` is True if it has
+    seen it before that, with a server that had not started yet.
     """
 
     name: str
@@ -73,6 +74,7 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     used: frozenset[tuple[Kind, str]] = frozenset()
     terminating: bool = False
     startup: PodStartup | None = None
+    begun: bool = False
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:

@@ -109,7 +109,6 @@ def test_one_screen_holds_many_pods_and_events_and_no_secret() -> None:
             type="Warning",
             reason="BackOff",
             note=f"pulling with {HUB_TOKEN}",
-            about="Pod",
             count=3,
             age_seconds=9,
         )

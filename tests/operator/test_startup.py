@@ -63,7 +63,13 @@ def at(second: int) -> str:
 
 
 def pod(
-    *, ready: bool = True, restarts: int = 0, version: int = 1, download: bool = True, **status: Any
+    *,
+    ready: bool = True,
+    restarts: int = 0,
+    version: int = 1,
+    download: bool = True,
+    started: bool | None = None,
+    **status: Any,
 ) -> dict[str, Any]:
     """A pod that waited 2 s for a node, 8 for its image, 58 for its weights, 1 for the server, and started in 31."""
     fetch = {"terminated": {"exitCode": 0, "startedAt": at(10), "finishedAt": at(68)}}
@@ -78,7 +84,8 @@ def pod(
     ]
     image = {"image": "img:1", "restartCount": 0}
     inits = [{"name": "fetch", "state": fetch, **image}] if download else []
-    running = {"running": {"startedAt": at(69)}}
+    main = {"name": "runtime", "state": {"running": {"startedAt": at(69)}}, "restartCount": restarts}
+    main["started"] = ready if started is None else started
     return {
         "metadata": {
             "name": "llama-1",
@@ -98,7 +105,7 @@ def pod(
             "podIP": "127.0.0.1",
             "conditions": conditions,
             "initContainerStatuses": inits,
-            "containerStatuses": [{"name": "runtime", "state": running, **image, "restartCount": restarts}],
+            "containerStatuses": [{**image, **main}],
             **status,
         },
     }
@@ -143,9 +150,15 @@ def test_a_start_is_reported_once_and_only_when_it_was_seen() -> None:
         assert request is not None and request.started is None, "a probe that failed for a while is no start"
     entry = seen.cache.get(KEY)
     assert entry is not None and entry.pods["llama-1"].startup == FULL
-    late = observer()
-    request = late.observe(POD, pod(), "LISTED")
-    assert request is not None and request.started is None
+
+
+def test_a_pod_that_may_have_been_ready_before_is_not_recorded() -> None:
+    """Its readiness may have come and gone before this operator started."""
+    for first, second in ((True, True), (False, True)):
+        late = observer()
+        for version, ready, event in ((1, first, "LISTED"), (2, False, "MODIFIED"), (3, second, "MODIFIED")):
+            request = late.observe(POD, pod(ready=ready, version=version, started=True), event)  # type: ignore[arg-type]
+            assert request is None or request.started is None
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""GPUs of the cluster's nodes, and how many of them no pod has requested. `gather` asks, `count` is pure.
+"""GPUs of the cluster's nodes, and the part of them that no pod has requested. `gather` reads, `count` is pure.
 
 Both lists cover the whole cluster, so they need rights that a user of one namespace may not have: then the answer is
 None, and the commands say so instead of guessing.

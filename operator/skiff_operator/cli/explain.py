@@ -67,7 +67,6 @@ class Event:
     type: str
     reason: str
     note: str
-    about: str
     count: int
     age_seconds: float
 
@@ -418,12 +417,10 @@ def _event(item: dict[str, Any], now: datetime.datetime) -> Event:
         or item.get("eventTime")
         or item["metadata"]["creationTimestamp"]
     )
-    about = item.get("regarding") or {}
     return Event(
         type=item.get("type", ""),
         reason=item.get("reason", ""),
         note=item.get("note", ""),
-        about=about.get("kind", ""),
         count=series.get("count") or item.get("deprecatedCount") or 1,
         age_seconds=_age(last, now),
     )
