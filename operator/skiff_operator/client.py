@@ -44,7 +44,7 @@ _JSON: Final = "application/json"
 _YAML: Final = "application/yaml"
 _ESCAPED_IN_YAML: Final = re.compile("[\x7f-\uffff]")
 MERGE_PATCH: Final = "application/merge-patch+json"
-_JSON_PATCH: Final = "application/json-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 _BUSY: Final = (429, 500, 502, 503, 504)
 _MALFORMED: Final = "failed to create typed patch object"
 """A server-side apply with a field of the wrong type or name is answered by 500 and these words."""
@@ -139,7 +139,7 @@ class Client:
         replacements = {"/metadata/resourceVersion": version, **values}
         operations = [{"op": "replace", "path": path, "value": value} for path, value in replacements.items()]
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
-        return await self.request("PATCH", path, operations, query=query, content_type=_JSON_PATCH)
+        return await self.request("PATCH", path, operations, query=query, content_type=JSON_PATCH)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Replace an object at the version it was read. Raises `ApiConflict` when that version is stale."""

@@ -16,6 +16,8 @@ ANNOTATION_RESTARTED_AT: Final = f"{contract.API_GROUP}/restarted-at"
 ANNOTATION_UPGRADED_AT: Final = f"{contract.API_GROUP}/upgraded-at"
 """Requests of `skiff rollout` on the InferenceService: times at which its pods shall restart or be built anew."""
 
+_REQUEST_CHARACTERS: Final = 64
+"""More of such an annotation does not count, and is not copied to pods."""
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
 
@@ -166,7 +168,11 @@ def parse(obj: dict[str, Any]) -> InferenceService:
 def requests(obj: dict[str, Any]) -> tuple[str, str]:
     """Return the times of the last requests to restart and to upgrade the pods; empty without one."""
     annotations = obj["metadata"].get("annotations") or {}
-    return annotations.get(ANNOTATION_RESTARTED_AT, ""), annotations.get(ANNOTATION_UPGRADED_AT, "")
+    restarted_at, upgraded_at = (
+        annotations.get(name, "")[:_REQUEST_CHARACTERS]
+        for name in (ANNOTATION_RESTARTED_AT, ANNOTATION_UPGRADED_AT)
+    )
+    return restarted_at, upgraded_at
 
 
 def explicit(part: msgspec.Struct, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def chart_pods(bodies: list[Any]) -> list[Any]:
         ("fullnameOverride=Skiff", "fullnameOverride"),
         (f"nameOverride={'n' * 41}", "nameOverride"),
         ("rbac.aggregate=true", "aggregate"),
+        ("upgrade.policy=Auto", "policy"),
+        ("upgrade.maxUnavailable=0", "maxUnavailable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Helm, value: str, named: str) -> None:
@@ -104,10 +106,12 @@ def test_arguments_and_environment_reach_the_operator(helm: Helm) -> None:
         'extraEnv:=[{"name":"HTTPS_PROXY","value":"http://egress.example.com"}]',
     ]
     secrets = 'runtimeImage.pullSecrets:=[{"name":"one"},{"name":"two"}]'
+    values += ["upgrade.policy=Waves", "upgrade.maxUnavailable=3"]
     (container,) = pod(helm.render(*values, secrets))["containers"]
     environ = {each["name"]: each.get("value", "given") for each in container["env"]}
     assert environ["HTTPS_PROXY"] == "http://egress.example.com"
     settings = from_arguments(container["args"], environ)
+    assert (settings.upgrade_policy, settings.upgrade_max_unavailable) == ("Waves", 3)
     assert settings.resync_seconds == 60 and settings.default_image_pull_secrets == ("one", "two")
 
 

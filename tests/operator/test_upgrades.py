@@ -74,87 +74,62 @@ def upgrade(api: ApiServer, at: str, name: str = "llama") -> None:
     api.merge("inferenceservices", name, {"metadata": {"annotations": {UPGRADED_AT: at}}})
 
 
+def make_legacy(api: ApiServer, name: str) -> None:
+    """Make a service as an operator without revisions leaves it."""
+    for each in api.list("controllerrevisions", f"serving.skiff.dev/inferenceservice={name}"):
+        api.delete("controllerrevisions", each["metadata"]["name"])
+    api.merge("deployments", name, {"metadata": {"annotations": {HASH: None}}})
+
+
 def test_a_newer_operator_changes_pods_with_their_spec_or_on_request_only(
     api: ApiServer, start: Start, newer: Callable[[], None]
 ) -> None:
     first = start("first")
     first.start()
-    kubelet = create(api)
-    before, pods = template(api), {pod["metadata"]["uid"] for pod in kubelet.pods()}
+    kubelets = {name: create(api, name) for name in ("llama", "legacy")}
+    awkward = [{"name": "AWKWARD", "value": '<a&b> \x7f\x85 é \u2028 🙂 \ufeff "quoted" \\n: #'}]
+    create(api, "edited", runtime={"device": "cpu", "env": awkward})
+    before = {name: template(api, name) for name in kubelets}
+    uids = {name: {pod["metadata"]["uid"] for pod in kubelets[name].pods()} for name in kubelets}
+    old = template(api, "edited")["metadata"]["labels"][REVISION]
+    first.stop()
+    make_legacy(api, "legacy")
     newer()
-    restart(first, start, "--runtime-image-cpu", "other:2")
-    eventually(
-        lambda: condition(api, "UpgradeAvailable") == ("True", "TemplatePinned"), "the status reports it"
-    )
-    assert template(api) == before and is_ready(api)
-    # Drift is repaired from the ControllerRevision.
-    container = {**before["spec"]["containers"][0], "image": "drift:1"}
+    start("second", "--resync-seconds", "0.5", "--runtime-image-cpu", "other:2").start()
+    pinned = ("True", "TemplatePinned")
+    for name, kubelet in kubelets.items():
+        eventually(lambda: condition(api, "UpgradeAvailable", name) == pinned, "the status reports it")  # noqa: B023
+        assert template(api, name) == before[name] and is_ready(api, name)
+        assert uids[name] == {pod["metadata"]["uid"] for pod in kubelet.pods()}
+    assert HASH in api.get("deployments", "legacy")["metadata"]["annotations"], "it is adopted"
+
+    # Drift is repaired from the ControllerRevision. A paused Deployment replaces no pods meanwhile.
+    container = {**before["llama"]["spec"]["containers"][0], "image": "drift:1"}
     api.merge("deployments", "llama", {"spec": {"paused": True}})
     api.merge("deployments", "llama", {"spec": {"template": {"spec": {"containers": [container]}}}})
-    eventually(lambda: template(api) == before, "the pinned template is back")
+    eventually(lambda: template(api) == before["llama"], "the pinned template is back")
     api.merge("deployments", "llama", {"spec": {"paused": None}})
     api.merge("inferenceservices", "llama", {"spec": {"replicas": 2}})
     eventually(lambda: api.get("deployments", "llama")["spec"]["replicas"] == 2, "scaling")
-    assert template(api) == before
-    assert pods <= {pod["metadata"]["uid"] for pod in kubelet.pods()}
-    upgrade(api, "2026-01-01T00:00:00Z")
-    eventually(lambda: is_newer(api), "the present template on request")
-    assert template(api)["spec"]["containers"][0]["image"] == "other:2"
-    eventually(lambda: condition(api, "UpgradeAvailable") == ("", ""), "nothing to upgrade")
-    revisions = api.list("controllerrevisions")
+    assert template(api) == before["llama"]
+    assert uids["llama"] <= {pod["metadata"]["uid"] for pod in kubelets["llama"].pods()}
+
+    for name in kubelets:
+        upgrade(api, "2026-01-01T00:00:00Z", name)
+        eventually(lambda: is_newer(api, name), "the present template on request")  # noqa: B023
+        assert template(api, name)["spec"]["containers"][0]["image"] == "other:2"
+        eventually(lambda: condition(api, "UpgradeAvailable", name) == ("", ""), "nothing to upgrade")  # noqa: B023
+    revisions = api.list("controllerrevisions", "serving.skiff.dev/inferenceservice=llama")
     assert sorted(each["revision"] for each in revisions) == [1, 2]
-    assert len({each["metadata"]["annotations"][HASH] for each in revisions}) == 1
+    assert len({each["metadata"]["annotations"][HASH] for each in revisions}) == 1, (
+        "two templates of one spec"
+    )
 
-
-def test_an_edit_takes_the_present_template(api: ApiServer, start: Start, newer: Callable[[], None]) -> None:
-    first = start("first")
-    first.start()
-    awkward = [{"name": "AWKWARD", "value": '<a&b> \x7f\x85 é \u2028 🙂 \ufeff "quoted" \\n: #'}]
-    create(api, runtime={"device": "cpu", "env": awkward})
-    old = template(api)["metadata"]["labels"][REVISION]
-    newer()
-    restart(first, start)
-    api.merge("inferenceservices", "llama", {"spec": {"drain": {"timeoutSeconds": 5}}})
-    eventually(lambda: is_newer(api), "an edit takes the new template")
-    api.merge("inferenceservices", "llama", {"spec": {"drain": {"timeoutSeconds": 60}}})
-    eventually(lambda: template(api)["metadata"]["labels"][REVISION] == old, "back to the recorded revision")
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_pods_of_an_operator_without_revisions_are_adopted(
-    api: ApiServer, start: Start, newer: Callable[[], None], changed: bool
-) -> None:
-    first = start("first")
-    first.start()
-    kubelet = create(api)
-    first.stop()
-    for each in api.list("controllerrevisions"):
-        api.delete("controllerrevisions", each["metadata"]["name"])
-    api.merge("deployments", "llama", {"metadata": {"annotations": {HASH: None}}})
-    before, uids = template(api), [pod["metadata"]["uid"] for pod in kubelet.pods()]
-    if changed:
-        newer()
-    start("second", "--resync-seconds", "0.5").start()
-    [revision] = eventually(lambda: api.list("controllerrevisions"), "a revision records the template")
-    assert revision["data"]["template"]["metadata"]["labels"] == before["metadata"]["labels"]
-    eventually(lambda: HASH in api.get("deployments", "llama")["metadata"]["annotations"], "adopted")
-    assert template(api) == before and is_ready(api)
-    assert [pod["metadata"]["uid"] for pod in kubelet.pods()] == uids
-    if changed:
-        eventually(lambda: condition(api, "UpgradeAvailable")[0] == "True", "an upgrade is offered")
-    upgrade(api, "2026-01-01T00:00:00Z")
-    if changed:
-        eventually(lambda: is_newer(api), "the present template on request")
-    else:
-        at = "metadata", "annotations", UPGRADED_AT
-        eventually(lambda: _field(api.list("controllerrevisions")[0], *at), "the request is recorded")
-        assert template(api) == before
-
-
-def _field(obj: Any, *path: str) -> Any:
-    for each in path:
-        obj = obj.get(each, {})
-    return obj
+    api.merge("inferenceservices", "edited", {"spec": {"drain": {"timeoutSeconds": 5}}})
+    eventually(lambda: is_newer(api, "edited"), "an edit takes the new template")
+    api.merge("inferenceservices", "edited", {"spec": {"drain": {"timeoutSeconds": 60}}})
+    reverted = "the recorded revision of the old spec"
+    eventually(lambda: template(api, "edited")["metadata"]["labels"][REVISION] == old, reverted)
 
 
 def test_waves_take_a_few_services_at_a_time(api: ApiServer, start: Start, newer: Callable[[], None]) -> None:

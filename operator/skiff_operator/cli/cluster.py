@@ -6,6 +6,7 @@ The requests are those of the operator's client. Without a kubeconfig, in a pod,
 import argparse
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,7 +15,7 @@ from urllib.parse import quote
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
-from skiff_operator.client import MERGE_PATCH, Client
+from skiff_operator.client import JSON_PATCH, MERGE_PATCH, Client
 from skiff_operator.errors import ApiNotFound, ApiRefused, OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE, Kind
 
@@ -53,6 +54,7 @@ def connected(arguments: argparse.Namespace) -> Iterator["Cluster"]:
 async def _configure(kubeconfig: str | None, context: str | None) -> tuple[Configuration, str]:
     """Return the credentials, and the namespace of the context."""
     settings = Configuration()
+    logging.getLogger("kubernetes").addHandler(logging.NullHandler())  # its warnings repeat the error below
     try:
         await config.load_kube_config(kubeconfig, context, settings)
         contexts, current = config.list_kube_config_contexts(kubeconfig)
@@ -114,6 +116,28 @@ class Cluster:
         path = kind.path(self.namespace, quote(name, safe=""))
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         return self.run(self.client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
+
+    def replace_spec(self, kind: Kind, live: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+        """Replace the spec of an object, unless it has changed since `live` was read; its status may have.
+
+        Raises:
+            OperatorError: it has changed.
+        """
+        meta = live["metadata"]
+        operations = [
+            {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
+            {"op": "test", "path": "/metadata/generation", "value": meta["generation"]},
+            {"op": "replace", "path": "/spec", "value": spec},
+        ]
+        path, query = kind.path(self.namespace, meta["name"]), {"fieldManager": FIELD_MANAGER}
+        try:
+            return self.run(
+                self.client.request("PATCH", path, operations, query=query, content_type=JSON_PATCH)
+            )
+        except ApiRefused as error:
+            if "test" in str(error) and "failed" in str(error):
+                raise OperatorError(f"{meta['name']} was changed meanwhile; try again") from error
+            raise
 
     def text(self, path: str, **query: str) -> str:
         """Return the text of a GET request, such as a pod's log."""

@@ -1,14 +1,20 @@
 """Manage the rollouts of an InferenceService."""
 
 import argparse
+import datetime
+import json
 import re
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from skiff_operator import ownership, revisions, spec
 from skiff_operator.cli import cluster
 from skiff_operator.cli.cluster import Cluster
 from skiff_operator.errors import OperatorError
+from skiff_operator.kinds import CONTROLLER_REVISION, INFERENCE_SERVICE
+from skiff_operator.revisions import Revision
+from skiff_runtime import contract
 
 _POLL_SECONDS: Final = 1.0
 _UNITS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -34,6 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="10m",
         help="give up after this time (default: never)",
+    )
+    status.add_argument(
+        "--revision", type=int, default=0, metavar="N", help="fail if another revision comes into force"
+    )
+    history = _add_action(actions, "history", "list the revisions, or show one", _history)
+    history.add_argument(
+        "--revision", type=int, default=0, metavar="N", help="show the spec and the template of this one"
+    )
+    undo = _add_action(actions, "undo", "return to the spec of an earlier revision", _undo)
+    undo.add_argument(
+        "--to-revision",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the revision (default: the one before the present one)",
+    )
+    _add_action(actions, "pause", "replace no pods until `resume`", _pause)
+    _add_action(actions, "resume", "replace pods again", _resume)
+    _add_action(actions, "restart", "replace all pods by new ones of the same template", _restart)
+    _add_action(
+        actions, "upgrade", "adopt the pod template and the image of the installed operator", _upgrade
     )
 
 
@@ -69,7 +96,10 @@ def _status(connected: Cluster, arguments: argparse.Namespace) -> int:
     deadline = time.monotonic() + arguments.timeout if arguments.timeout else None
     shown = ""
     while True:
-        progress, ended = _progress(connected.service(arguments.name))
+        service = connected.service(arguments.name)
+        if arguments.revision and (number := _in_force(connected, service).number) != arguments.revision:
+            raise OperatorError(f"revision {arguments.revision} is not in force: revision {number} is")
+        progress, ended = _progress(service, _revisions(connected, service))
         if progress != shown:
             print(progress, flush=True)
             shown = progress
@@ -80,19 +110,145 @@ def _status(connected: Cluster, arguments: argparse.Namespace) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def _progress(service: dict[str, Any]) -> tuple[str, bool]:
+def _progress(service: dict[str, Any], known: tuple[Revision, ...]) -> tuple[str, bool]:
     """Return a line about the rollout, and whether it has ended.
 
     Raises:
         OperatorError: it has failed.
     """
     name, status = service["metadata"]["name"], service.get("status", {})
-    if status.get("observedGeneration", 0) < service["metadata"]["generation"]:
+    last = revisions.newest(known)
+    handled = last is not None and (last.restarted_at, last.upgraded_at) == spec.requests(service)
+    if status.get("observedGeneration", 0) < service["metadata"]["generation"] or not handled:
         return "Waiting for the operator to observe the spec...", False
     conditions = {each["type"]: each for each in status["conditions"]}
     progressing, ready = conditions["Progressing"], conditions["Ready"]
-    if progressing["status"] == "False" and progressing["reason"] != "RolloutComplete":
+    if status["updateRevision"] != last.revision:  # type: ignore[union-attr]  # `handled` says that there is one
+        return "Waiting for the operator to observe the spec...", False
+    if progressing["status"] == "True" or progressing["reason"] == "RolloutPaused":
+        return f"Waiting for the rollout to finish: {_message(progressing, ready)}", False
+    if progressing["reason"] != "RolloutComplete":
         raise OperatorError(f"{name}: {progressing['reason']}: {progressing['message']}")
-    if progressing["status"] == "False":
-        return f'inferenceservice "{name}" successfully rolled out', True
-    return f"Waiting for the rollout to finish: {ready['message']}", False
+    return f'inferenceservice "{name}" successfully rolled out', True
+
+
+def _message(progressing: dict[str, Any], ready: dict[str, Any]) -> str:
+    return (
+        progressing["message"] if ready["reason"] == "Serving" else f"{ready['reason']}: {ready['message']}"
+    )
+
+
+def _history(connected: Cluster, arguments: argparse.Namespace) -> int:
+    """Print a line for each revision, or all of one."""
+    service = connected.service(arguments.name)
+    if arguments.revision:
+        data = connected.get(CONTROLLER_REVISION, _numbered(connected, service, arguments.revision).name)[
+            "data"
+        ]
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+        return 0
+    table = [("REVISION", "NAME", "PODS", "OPERATOR", "STATE", "CHANGE-CAUSE")]
+    for each in sorted(_revisions(connected, service), key=lambda each: each.number):
+        state = f"failed: {each.failed.partition(':')[0]}" if each.failed else ""
+        table.append(
+            (
+                str(each.number),
+                each.name,
+                each.revision,
+                each.operator_version,
+                state or "<none>",
+                each.cause or "<none>",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
+    """Write the spec of an earlier revision, with the present replicas and rollout policy."""
+    service = connected.service(arguments.name)
+    present = _in_force(connected, service)
+    if arguments.to_revision:
+        chosen = _numbered(connected, service, arguments.to_revision)
+    else:
+        older = [each for each in _revisions(connected, service) if each.spec_hash != present.spec_hash]
+        earlier = revisions.newest(tuple(each for each in older if not each.failed))
+        if earlier is None:
+            raise OperatorError(f"{arguments.name} has no earlier revision with another spec")
+        chosen = earlier
+    name = service["metadata"]["name"]
+    if chosen.spec_hash == present.spec_hash:
+        print(f"inferenceservice/{name} skipped rollback (its spec is that of revision {chosen.number})")
+        return 0
+    old: dict[str, Any] = connected.get(CONTROLLER_REVISION, chosen.name)["data"]["spec"]
+    spec_now = service["spec"]
+    kept = {each: spec_now[each] for each in ("replicas", "rollout") if each in spec_now}
+    if "size" in spec_now.get("cache", {}) and "size" in old.get("cache", {}):
+        kept["cache"] = spec_now["cache"]  # a claim only grows
+    connected.replace_spec(INFERENCE_SERVICE, service, {**old, **kept})
+    print(f"inferenceservice/{name} rolled back to revision {chosen.number}")
+    return 0
+
+
+def _pause(connected: Cluster, arguments: argparse.Namespace) -> int:
+    return _set_paused(connected, arguments.name, paused=True)
+
+
+def _resume(connected: Cluster, arguments: argparse.Namespace) -> int:
+    return _set_paused(connected, arguments.name, paused=False)
+
+
+def _set_paused(connected: Cluster, name: str, *, paused: bool) -> int:
+    service = connected.service(name)
+    done = "paused" if paused else "resumed"
+    if service["spec"].get("rollout", {}).get("paused", False) == paused:
+        raise OperatorError(f"{name} is {'already paused' if paused else 'not paused'}")
+    return _change(connected, service, {"spec": {"rollout": {"paused": paused}}}, done)
+
+
+def _restart(connected: Cluster, arguments: argparse.Namespace) -> int:
+    service = connected.service(arguments.name)
+    if service["spec"].get("rollout", {}).get("paused", False):
+        raise OperatorError(f"{arguments.name} is paused; run `resume` first")
+    return _request(connected, service, spec.ANNOTATION_RESTARTED_AT, "restarted")
+
+
+def _upgrade(connected: Cluster, arguments: argparse.Namespace) -> int:
+    return _request(connected, connected.service(arguments.name), spec.ANNOTATION_UPGRADED_AT, "upgraded")
+
+
+def _request(connected: Cluster, service: dict[str, Any], annotation: str, done: str) -> int:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return _change(connected, service, {"metadata": {"annotations": {annotation: now}}}, done)
+
+
+def _change(connected: Cluster, service: dict[str, Any], patch: dict[str, Any], done: str) -> int:
+    name = service["metadata"]["name"]
+    connected.merge(INFERENCE_SERVICE, name, patch)
+    print(f"inferenceservice/{name} {done}")
+    return 0
+
+
+def _revisions(connected: Cluster, service: dict[str, Any]) -> tuple[Revision, ...]:
+    """Return the revisions of an InferenceService."""
+    meta = service["metadata"]
+    found = connected.list(CONTROLLER_REVISION, selector=f"{contract.LABEL_SERVICE}={meta['name']}")
+    return tuple(revisions.read(each) for each in found if ownership.controller_uid(each) == meta["uid"])
+
+
+def _in_force(connected: Cluster, service: dict[str, Any]) -> Revision:
+    found = revisions.newest(_revisions(connected, service))
+    if found is None:
+        raise OperatorError(f"{service['metadata']['name']} has no revision yet; see its conditions")
+    return found
+
+
+def _numbered(connected: Cluster, service: dict[str, Any], number: int) -> Revision:
+    known = _revisions(connected, service)
+    for each in known:
+        if each.number == number:
+            return each
+    numbers = ", ".join(str(each.number) for each in sorted(known, key=lambda each: each.number))
+    raise OperatorError(f"there is no revision {number}; there are: {numbers or 'none'}")

@@ -1,0 +1,165 @@
+"""Rollouts by `kubectl skiff rollout`, and the rollback of a revision that fails, against a real API server."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from apiserver import ApiServer
+from controlplane import ControlPlane
+from operator_process import OperatorProcess, eventually
+from play_kubelet import REVISION, PlayKubelet
+
+from skiff_operator.cli.main import main
+
+Start = Callable[..., OperatorProcess]
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def skiff(api: ApiServer, plane: ControlPlane, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run `skiff rollout` in the namespace of the test: its exit code and its output."""
+
+    def run(action: str, *words: str) -> tuple[int, str]:
+        where = ["--kubeconfig", str(plane.kubeconfig), "--namespace", api.namespace]
+        code = main(["rollout", action, "llama", *words, *where], "skiff")
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    yield run
+
+
+def create(api: ApiServer, **fields: Any) -> PlayKubelet:
+    """Create a demo service, and serve it."""
+    spec = {"model": {"uri": "demo://"}, "runtime": {"device": "cpu"}, **fields}
+    body = {"apiVersion": "serving.skiff.dev/v1alpha1", "kind": "InferenceService"}
+    api.create("inferenceservices", {**body, "metadata": {"name": "llama"}, "spec": spec})
+    kubelet = PlayKubelet(api, "llama")
+    kubelet.serve(1)
+    eventually(lambda: condition(api, "Ready") == ("True", "Serving"), "ready")
+    return kubelet
+
+
+def edit(api: ApiServer, **fields: Any) -> None:
+    api.merge("inferenceservices", "llama", {"spec": fields})
+
+
+def condition(api: ApiServer, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition of the present generation."""
+    found = api.get("inferenceservices", "llama")
+    status = found.get("status", {})
+    if status.get("observedGeneration") != found["metadata"]["generation"]:
+        return "", ""
+    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == kind)
+
+
+def revision(api: ApiServer) -> str:
+    """The revision of the Deployment's template."""
+    label: str = api.get("deployments", "llama")["spec"]["template"]["metadata"]["labels"][REVISION]
+    return label
+
+
+def roll(api: ApiServer, kubelet: PlayKubelet, old: str) -> str:
+    """Wait for another template, and let its pod replace the old one."""
+    new = eventually(lambda: (found := revision(api)) != old and found, "another template")
+    assert isinstance(new, str)
+
+    def replaced() -> bool:
+        kubelet.serve(1, new)
+        kubelet.remove_deleted()
+        return not kubelet.pods(old)
+
+    eventually(replaced, "the old pods are deleted")
+    return new
+
+
+def test_rollouts_from_the_command_line(api: ApiServer, start: Start, skiff: Run) -> None:
+    start("operator").start()
+    kubelet = create(api, rollout={"revisionHistoryLimit": 2})
+    first = revision(api)
+    assert skiff("status") == (0, 'inferenceservice "llama" successfully rolled out\n')
+    edit(api, drain={"timeoutSeconds": 5})
+    eventually(lambda: condition(api, "Progressing") == ("True", "RolloutInProgress"), "the edit")
+    code, said = skiff("status", "--timeout", "1ms")
+    assert code == 1 and "Waiting for the rollout to finish" in said and "timed out" in said
+    second = roll(api, kubelet, first)
+    assert skiff("status", "--revision", "2")[0] == 0
+    code, said = skiff("status", "--revision", "1")
+    assert code == 1 and "revision 1 is not in force: revision 2 is" in said
+
+    code, said = skiff("history")
+    rows = [line.split()[0:3:2] for line in said.splitlines()]
+    assert (code, rows) == (0, [["REVISION", "PODS"], ["1", first], ["2", second]])
+    assert '"timeoutSeconds": 5' in skiff("history", "--revision", "2")[1]
+    assert "there is no revision 9; there are: 1, 2" in skiff("history", "--revision", "9")[1]
+
+    edit(api, replicas=2)
+    assert skiff("undo") == (0, "inferenceservice/llama rolled back to revision 1\n")
+    assert roll(api, kubelet, second) == first
+    spec = api.get("inferenceservices", "llama")["spec"]
+    assert (spec["drain"]["timeoutSeconds"], spec["replicas"]) == (60, 2)
+    edit(api, replicas=1)
+    assert skiff("undo", "--to-revision", "3")[1].endswith(
+        "skipped rollback (its spec is that of revision 3)\n"
+    )
+
+    assert skiff("restart") == (0, "inferenceservice/llama restarted\n")
+    restarted = roll(api, kubelet, first)
+    template = api.get("deployments", "llama")["spec"]["template"]
+    assert "kubectl.kubernetes.io/restartedAt" in template["metadata"]["annotations"]
+    assert skiff("status")[0] == 0
+
+    assert skiff("pause") == (0, "inferenceservice/llama paused\n")
+    assert "already paused" in skiff("pause")[1]
+    eventually(lambda: api.get("deployments", "llama")["spec"].get("paused"), "the Deployment is paused")
+    edit(api, drain={"timeoutSeconds": 6})
+    eventually(lambda: condition(api, "Progressing") == ("False", "RolloutPaused"), "the status says so")
+    assert kubelet.pods(restarted) and len(kubelet.pods()) == 1
+    assert skiff("resume") == (0, "inferenceservice/llama resumed\n")
+    edited = roll(api, kubelet, restarted)
+    assert skiff("status")[0] == 0
+
+    def kept() -> list[str]:
+        return sorted(each["metadata"]["labels"][REVISION] for each in api.list("controllerrevisions"))
+
+    eventually(lambda: kept() == sorted([first, restarted, edited]), "the oldest is beyond the limit")
+    assert skiff("upgrade")[0] == skiff("status", "--timeout", "1m")[0] == 0
+    assert revision(api) == edited, "it is the template of this operator already"
+
+
+def test_a_revision_that_fails_is_rolled_back(api: ApiServer, start: Start, skiff: Run) -> None:
+    operator = start("operator", "--resync-seconds", "0.3", "--rollback-after-seconds", "0.5")
+    operator.start()
+    kubelet = create(api, rollout={"autoRollback": True})
+    good = revision(api)
+    edit(api, runtime={"args": ["--max-running-requests=0"]})
+    bad = eventually(lambda: (found := revision(api)) != good and found, "the new template")
+    [pod] = eventually(lambda: kubelet.pods(str(bad)), "its pod")
+    kubelet.crash(pod, code=2, log="must be greater than 0")
+    eventually(lambda: revision(api) == good, "the last good template is back")
+    eventually(lambda: condition(api, "Ready") == ("False", "RolledBack"), "the status reports it")
+    status = api.get("inferenceservices", "llama")["status"]
+    assert (status["currentRevision"], status["updateRevision"]) == (good, bad)
+    assert condition(api, "Degraded") == ("True", "RolledBack") and condition(api, "Available")[0] == "True"
+    message = next(each["message"] for each in status["conditions"] if each["type"] == "Ready")
+    assert "CrashLoop" in message and "skiff rollout restart" in message
+    assert api.get("inferenceservices", "llama")["spec"]["runtime"]["args"], "the spec is the user's"
+    assert "RolledBack" in skiff("status")[1] and "failed: CrashLoop" in skiff("history")[1]
+    eventually(lambda: not kubelet.pods(str(bad)), "its pods are deleted")
+    kubelet.remove_deleted()
+
+    assert skiff("restart")[0] == 0
+    again = roll(api, kubelet, good)
+    assert again not in (good, bad), "a new attempt, which succeeds"
+    eventually(lambda: condition(api, "Ready") == ("True", "Serving"), "it serves")
+
+    # A changed spec starts anew, even if it is one that failed before.
+    edit(api, runtime={"image": "absent:1"})
+    absent = eventually(lambda: (found := revision(api)) != again and found, "the next template")
+    [pod] = eventually(lambda: kubelet.pods(str(absent)), "its pod")
+    kubelet.report(pod, state={"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})
+    eventually(lambda: condition(api, "Degraded") == ("True", "RolledBack"), "rolled back")
+    edit(api, runtime={"image": None})
+    eventually(lambda: condition(api, "Ready") == ("True", "Serving"), "the old spec serves")
+    edit(api, runtime={"image": "absent:1"})
+    eventually(lambda: revision(api) == absent, "the failed spec is tried again")
+    assert condition(api, "Degraded")[1] != "RolledBack"
