@@ -127,8 +127,8 @@ def _decisive_line(log_tail: str) -> str:
 def _argument_remedy(line: str) -> str:
     """Name the field, the flag or the variable that the message is about."""
     flag, variable = _FLAG.search(line), _VARIABLE.search(line)
-    if flag is not None and policy.OWNED_FLAGS.get(flag[0]):
-        return f"Correct {policy.OWNED_FLAGS[flag[0]]}, which sets {flag[0]}."
+    if flag is not None and policy.field_of(flag[0]):
+        return f"Correct {policy.field_of(flag[0])}, which sets {flag[0]}."
     if flag is not None and flag[0] != "--help":
         return f"Correct or remove {flag[0]} in spec.runtime.args, or its variable in spec.runtime.env."
     if variable is not None:

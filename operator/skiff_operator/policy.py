@@ -8,7 +8,7 @@ from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
 
-OWNED_FLAGS: Final = {
+_OWNED_FLAGS: Final = {
     contract.FLAG_MODEL: "spec.model.uri",
     contract.FLAG_REVISION: "spec.model.revision",
     contract.FLAG_SERVED_MODEL_NAME: "spec.model.name",
@@ -23,7 +23,6 @@ OWNED_FLAGS: Final = {
     contract.FLAG_DRAIN_TIMEOUT: "spec.drain.timeoutSeconds",
     contract.FLAG_STARTUP_TIMEOUT: "spec.startup.timeoutSeconds",
 }
-"""Flags of `skiff serve` that the operator sets, and the field that decides each; empty where none does."""
 
 
 def check(service: InferenceService, settings: Settings) -> None:
@@ -52,8 +51,8 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
 def _check_arguments(service: InferenceService) -> None:
     for argument in service.spec.runtime.args:
         flag = argument.partition("=")[0]
-        if flag in OWNED_FLAGS:
-            advice = f"use {OWNED_FLAGS[flag]}" if OWNED_FLAGS[flag] else "remove it"
+        if flag in _OWNED_FLAGS:
+            advice = f"use {_OWNED_FLAGS[flag]}" if _OWNED_FLAGS[flag] else "remove it"
             raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")
 
 
@@ -66,3 +65,8 @@ def _check_gpus(service: InferenceService, settings: Settings) -> None:
                 f"spec.resources.{group}[{name}] is {given}, but the pod needs {wanted} "
                 "by spec.parallelism.tensor and spec.runtime.device; remove it"
             )
+
+
+def field_of(flag: str) -> str:
+    """Return the field of the spec that decides a flag of `skiff serve`; empty if none does."""
+    return _OWNED_FLAGS.get(flag, "")
