@@ -70,6 +70,7 @@ async def serve(settings: Settings) -> None:
             lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
             await _until_first(lead, _signalled())
     finally:
+        await controller.startups.close()
         await client.close()
 
 

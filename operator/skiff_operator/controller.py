@@ -11,6 +11,7 @@ from skiff_operator.log import logger
 from skiff_operator.observe import Observer, ReconcileRequest
 from skiff_operator.reconcile import Reconciler
 from skiff_operator.settings import Settings
+from skiff_operator.startup_reader import StartupReader
 from skiff_operator.watch_streams import Event, StreamKey, WatchStreams
 from skiff_operator.workqueue import STAGE_DEADLINE_SECONDS, Key, WorkQueue
 
@@ -27,6 +28,7 @@ class Controller:
         self._reconciler = reconciler
         self._settings = settings
         self._queue = WorkQueue()
+        self.startups = StartupReader(observer, self._enqueue, enabled=settings.read_startup_phases)
         self._resynced_at = time.monotonic()
         self._started = False
         metrics.queue_depth.set_function(lambda: len(self._queue))
@@ -43,6 +45,8 @@ class Controller:
         for request in requests:
             if request is not None:
                 self._enqueue(request)
+                if request.started is not None:
+                    self.startups.begin(request.key, request.started)
 
     def on_listed(self, stream: StreamKey, shown: set[str], resource_version: int) -> None:
         """Handle the end of a list; after the last list of a namespace, start to reconcile it."""

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from skiff_operator.cache import Cache
+from skiff_operator.startup import STEPS
 from skiff_operator.status import CONDITIONS, DEGRADED, READY
 from skiff_operator.watch_streams import WatchStreams
 from skiff_runtime import contract
@@ -52,6 +53,15 @@ api_requests: Final = Counter(
     ["method", "code"],
     registry=registry,
 )
+pod_startup: Final = Histogram(
+    contract.OPERATOR_POD_STARTUP,
+    "Seconds of each step of a pod's start, once for each pod that became ready; ready: from its creation.",
+    ["phase"],
+    buckets=(0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600),
+    registry=registry,
+)
+for _step in STEPS:
+    pod_startup.labels(_step)
 for _result in ("done", "retry", "refused", "bug"):
     reconciles.labels(_result)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skiff_operator import ownership, plan, revisions, spec, status, workload
+from skiff_operator import ownership, plan, revisions, spec, startup, status, workload
 from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.drift import covers
 from skiff_operator.errors import InvalidSpec
@@ -21,15 +21,25 @@ from skiff_operator.workqueue import Key
 from skiff_runtime import contract
 
 
+class StartedPod(NamedTuple):
+    """A pod that has become ready for the first time."""
+
+    uid: str
+    ip: str
+    startup: startup.PodStartup
+
+
 class ReconcileRequest(NamedTuple):
     """A request to reconcile an InferenceService, with the most urgent stage that the event may have caused.
 
-    `edited`: its spec changed, so its backoff from earlier failures is dropped.
+    `edited`: its spec changed, so its backoff from earlier failures is dropped. `started`: the event shows the end of
+    a pod's start.
     """
 
     key: Key
     stage: Stage
     edited: bool = False
+    started: StartedPod | None = None
 
 
 class Observer:
@@ -171,9 +181,29 @@ class Observer:
         entry, name = self.cache.get_or_create(key), obj["metadata"]["name"]
         gpu = containers.gpu_resource(entry.service, self._settings) if entry.service else ""
         state = workload.read_pod(obj, gpu_resource=gpu or self._settings.gpu_resource_name)
-        if entry.pods.get(name) == state:
+        known = entry.pods.get(name)
+        if known is not None and known.uid != state.uid:
+            known = None
+        recorded = known.startup if known else None
+        begun = (known is not None and known.begun) or not startup.has_started(obj)
+        started = None
+        if known is not None and begun and recorded is None and state.ready:
+            recorded = startup.read(obj)
+            if recorded is not None:
+                started = StartedPod(state.uid, obj["status"].get("podIP", ""), recorded)
+        state = msgspec.structs.replace(state, startup=recorded, begun=begun)
+        if known == state:
             return None
         self.cache.put_pod(key, state)
+        return ReconcileRequest(key, Stage.STATUS, started=started)
+
+    def observe_startup(self, key: Key, uid: str, completed: startup.PodStartup) -> ReconcileRequest | None:
+        """Observe the server's report of a pod's start; None when the pod is gone."""
+        entry = self.cache.get(key)
+        pod = entry.pods.get(completed.pod) if entry else None
+        if pod is None or pod.uid != uid or pod.terminating:
+            return None
+        self.cache.put_pod(key, msgspec.structs.replace(pod, startup=completed))
         return ReconcileRequest(key, Stage.STATUS)
 
     def _is_in_sync(self, kind: Kind, key: Key, obj: dict[str, Any], event: Event) -> bool:

@@ -70,3 +70,8 @@ def _check_gpus(service: InferenceService, settings: Settings) -> None:
                 f"spec.resources.{group}[{name}] is {given}, but the pod needs {wanted} "
                 "by spec.parallelism.tensor and spec.runtime.device; remove it"
             )
+
+
+def field_of(flag: str) -> str:
+    """Return the field of the spec that decides a flag of `skiff serve`; empty if none does."""
+    return _OWNED_FLAGS.get(flag, "")

@@ -42,6 +42,7 @@ class Settings:
     resync_seconds: float = 30.0
     watch_timeout_seconds: int = 300
     status_delay_seconds: float = 0.5
+    read_startup_phases: bool = True
     leader_elect: bool = True
     lease_name: str = "skiff-operator"
     lease_namespace: str = "skiff-system"
@@ -121,6 +122,7 @@ _HELP: Final = {
     "resync_seconds": "every InferenceService that is not backing off is looked at again this often, from the cache",
     "watch_timeout_seconds": "the API server ends each watch request after this long; load balancers may need less",
     "status_delay_seconds": "changes of status are collected this long before they are written",
+    "read_startup_phases": "read the server's start phases, once from each pod that becomes ready, by one GET at its IP",
     "leader_elect": "wait for the Lease before working; needed with more than one replica",
     "lease_name": "name of the Lease",
     "lease_namespace": "namespace of the Lease",

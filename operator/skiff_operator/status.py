@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from skiff_operator import rollout_blockers
+from skiff_operator.startup import PodStartup
 from skiff_operator.workload import Crash, PodState, Rollout
 from skiff_runtime import contract
 
@@ -66,13 +67,14 @@ class Condition(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LastFailure(msgspec.Struct, frozen=True, rename="camel"):
-    """The newest unsuccessful termination of a container; `log_tail` is the end of its output."""
+    """The newest unsuccessful termination of a container: its cause, the redacted end of its output, and what to change."""
 
     pod: str
     reason: str
     exit_code: int
     log_tail: str
     at: str
+    remedy: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -88,6 +90,7 @@ class Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     conditions: tuple[Condition, ...]
     current_revision: str = ""
     last_failure: LastFailure | None = None
+    startup: PodStartup | None = None
 
     @property
     def rolling_out(self) -> bool:
@@ -178,6 +181,7 @@ def report(facts: Facts, previous: Status | None, now: str) -> Status:
         conditions=tuple(_dated(verdict, facts, before.get(verdict[0]), now) for verdict in verdicts),
         current_revision=completed,
         last_failure=_last_failure(facts, concerned, previous),
+        startup=_startup(facts, previous),
     )
 
 
@@ -380,8 +384,16 @@ def _last_failure(facts: Facts, concerned: list[PodState], previous: Status | No
     crashes = [(pod.crash, pod.name) for pod in concerned if pod.crash is not None]
     if crashes:
         crash, pod = max(crashes, key=_moment)
-        return LastFailure(pod, crash.reason, crash.exit_code, crash.log_tail, crash.at)
+        return LastFailure(pod, crash.reason, crash.exit_code, crash.log_tail, crash.at, crash.remedy)
     return None if previous is None or facts.settled else previous.last_failure
+
+
+def _startup(facts: Facts, previous: Status | None) -> PodStartup | None:
+    """Return the startup of the pod of the desired revision that became ready last, else the one reported before."""
+    started = [pod.startup for pod in facts.new_pods if pod.startup is not None]
+    if started:
+        return max(started, key=lambda startup: (startup.at, startup.pod))
+    return None if previous is None else previous.startup
 
 
 def _moment(entry: tuple[Crash, str]) -> tuple[str, str]:

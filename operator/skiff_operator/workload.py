@@ -7,10 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
+from skiff_operator import failure
 from skiff_operator.kinds import CLAIM, SERVICE_ACCOUNT, Kind
+from skiff_operator.redact import redact, redact_tail
 from skiff_operator.resources.containers import FETCH
 from skiff_operator.resources.metadata import ANNOTATION_SPEC_HASH, LABEL_REVISION
 from skiff_operator.rollout_strategy import ANNOTATION_REPLACE_REASON
+from skiff_operator.startup import PodStartup
 
 LOG_TAIL_CHARACTERS: Final = 2048
 _PULL_REASONS: Final = (
@@ -44,12 +47,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The termination of a container: exit code, the end of its output, and time (RFC 3339)."""
+    """The termination of a container: its cause and remedy, exit code, the redacted end of its output, and time (RFC 3339)."""
 
     reason: str
     exit_code: int
     log_tail: str
     at: str
+    remedy: str = ""
 
 
 class PodState(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +63,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a
     `terminating` pod only what it uses still matters, and `ends_by`, the time (RFC 3339) at which its grace period ends.
     `unschedulable_since`: the time at which the scheduler first found no node for it, or empty. `placed_at`: the time at
-    which a pod got its node, until its first container is created.
+    which a pod got its node, until its first container is created. `startup` is set by the observer when it sees the pod
+    become ready for the first time; `begun` is True if it has seen it before that, with a server that had not started.
     """
 
     name: str
@@ -77,6 +82,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     unschedulable_since: str = ""
     placed_at: str = ""
     restarts: int = 0
+    startup: PodStartup | None = None
+    begun: bool = False
 
 
 def used_by(pod_spec: dict[str, Any]) -> frozenset[tuple[Kind, str]]:
@@ -158,7 +165,7 @@ def read_pod(pod: dict[str, Any], *, gpu_resource: str) -> PodState:
         ready=ready,
         phase=_phase(status, ready=ready),
         trouble=trouble,
-        message=message,
+        message=redact(message),
         crash=_last_crash(status),
         ended=_ended(pod),
         used=used,
@@ -240,9 +247,9 @@ def _container_trouble(container: dict[str, Any]) -> tuple[str, str] | None:
     ended = _terminated(container)
     if ended is None or ended["exitCode"] == 0:
         return None
-    failure = _crash_reason(name, ended)
-    times = container.get("restartCount", 0)
-    return failure, f"container {name} ended with exit code {ended['exitCode']}, restarted {times} times"
+    times, found = container.get("restartCount", 0), _diagnose(name, ended)
+    ending = f"container {name} ended with exit code {ended['exitCode']}, restarted {times} times"
+    return _crash_reason(name, ended), f"{ending}: {found.reason}. {found.remedy}"
 
 
 def _terminated(container: dict[str, Any]) -> dict[str, Any] | None:
@@ -260,15 +267,32 @@ def _crash_reason(container_name: str, ended: dict[str, Any]) -> str:
     return "WeightsDownloadFailed" if container_name == FETCH else "CrashLoop"
 
 
+def _diagnose(container_name: str, ended: dict[str, Any]) -> failure.Diagnosis:
+    return failure.diagnose(
+        container_name,
+        exit_code=ended["exitCode"],
+        reason=ended.get("reason", ""),
+        log_tail=_log_tail(ended),
+    )
+
+
+def _log_tail(ended: dict[str, Any]) -> str:
+    return redact_tail(ended.get("message", ""), limit=LOG_TAIL_CHARACTERS)
+
+
 def _last_crash(status: dict[str, Any]) -> Crash | None:
-    crashes = [
-        Crash(
-            reason=_crash_reason(container["name"], ended),
-            exit_code=ended["exitCode"],
-            log_tail=ended.get("message", "")[-LOG_TAIL_CHARACTERS:],
-            at=ended.get("finishedAt") or "",
-        )
-        for container in _containers(status)
-        if (ended := _terminated(container)) is not None and ended["exitCode"] != 0
+    stops = [
+        (each["name"], ended) for each in _containers(status) if (ended := _terminated(each)) is not None
     ]
-    return max(crashes, key=lambda crash: crash.at, default=None)
+    failed = [(name, ended) for name, ended in stops if ended["exitCode"] != 0]
+    if not failed:
+        return None
+    name, ended = max(failed, key=lambda stop: stop[1].get("finishedAt") or "")
+    found = _diagnose(name, ended)
+    return Crash(
+        reason=found.reason,
+        exit_code=ended["exitCode"],
+        log_tail=_log_tail(ended),
+        at=ended.get("finishedAt") or "",
+        remedy=found.remedy,
+    )

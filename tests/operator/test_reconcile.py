@@ -188,6 +188,7 @@ def test_failures_are_read_from_the_pods(api: ApiServer) -> None:
         "exitCode": 5,
         "logTail": "404: no such repository",
         "at": "2026-01-01T00:00:00Z",
+        "remedy": "Read logTail: the download's last line names what failed.",
     }
     kubelet.crash(pod, code=137, log="", reason="OOMKilled")
     wait_for(api, "Ready", "False", "OutOfMemory")

@@ -13,9 +13,15 @@ from typing import Any, Final, NoReturn, cast
 from skiff_operator.errors import OperatorError
 
 COMMANDS: Final = {
+    "explain": ("skiff_operator.cli.explain", "say why an InferenceService is not Ready, and what to do"),
+    "top": ("skiff_operator.cli.top", "show the load of InferenceServices, live"),
+    "plan": ("skiff_operator.cli.plan", "show what a manifest would change, restart and need"),
     "rollout": ("skiff_operator.cli.rollout", "manage the rollouts of an InferenceService"),
 }
 """Module and summary of each command. The entry points in pyproject.toml have the same names."""
+
+_ERROR_CODES: Final = {"plan": 2}
+"""The exit code of an error where 1 has another meaning: `plan` has those of `kubectl diff`."""
 
 _DESCRIPTION: Final = "Manage the InferenceServices of a Kubernetes cluster."
 
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "kubectl skiff") -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, such as `head`, has left
         sys.stderr.close()
-    return 1
+    return _ERROR_CODES.get(words[0], 1) if words else 1
 
 
 def make_parser(words: Sequence[str], prog: str) -> Parser:

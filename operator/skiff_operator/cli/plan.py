@@ -1,0 +1,465 @@
+"""Show what a manifest would change: fields, pods that restart, the room that a rollout needs, and whether the model fits.
+
+The API server validates the manifest in a dry run, as `kubectl apply` would send it; nothing is changed. Whether weights
+and KV cache fit a GPU follows from the model's config.json alone: of an hf:// model nothing else is downloaded. This part
+needs the runtime's packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a
+difference, 1 with one, and 2 for an error.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+import yaml
+
+from skiff_operator import plan, spec, workload
+from skiff_operator.cli import capacity, cluster, table
+from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator.cli.cluster import Cluster
+from skiff_operator.client import MERGE_PATCH, Client
+from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
+from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD
+from skiff_operator.redact import redact
+from skiff_operator.resources import containers
+from skiff_operator.settings import Settings
+from skiff_operator.spec import InferenceService
+from skiff_runtime import contract
+
+NO_DIFFERENCE: Final = 0
+DIFFERENCE: Final = 1
+MAX_BYTES: Final = 4 << 20
+MAX_DOCUMENTS: Final = 100
+_INFO_SECONDS: Final = 120.0
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+_SETTINGS: Final = Settings(allow_host_path=True, allow_privileged_pods=True)
+"""Both templates are built with the same settings, so those of the operator change no comparison; it alone knows what it permits."""
+_SIZED_BY: Final = (
+    "--quantization",
+    "--rope-scaling",
+    "--max-running-requests",
+    "--max-num-batched-tokens",
+    "--page-size",
+    "--kv-cache-dtype",
+    "--mem-fraction-static",
+)
+"""Flags of `skiff serve` with a value that change the sizes; `skiff info` accepts them too."""
+_EXPERT_PARALLEL: Final = "--expert-parallel"
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One field with its old and new value as text; empty for one that is absent."""
+
+    field: str
+    old: str
+    new: str
+
+
+class GpuFit(msgspec.Struct, frozen=True):
+    """The KV cache that remains beside the weights on one kind of GPU, as `skiff info` computes it."""
+
+    name: str
+    memory_bytes: int
+    fits: bool
+    kv_tokens: int
+    full_length_requests: float
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """The memory that each rank needs."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    working_bytes: int
+
+
+class ModelMemory(msgspec.Struct, frozen=True):
+    """The output of `skiff info --json`, as far as it is shown here."""
+
+    dtype: str
+    max_model_len: int
+    each_rank: RankMemory
+    gpus: tuple[GpuFit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The effect of one manifest. `exists` is False for a new InferenceService.
+
+    `pods` are the names of those that restart, `surge` the number of pods that a rollout needs beside them, and `started`
+    those that are added or, below 0, removed by `replicas`. `paused`: the rollout waits for `skiff rollout resume`. `requests` are the resources of one pod. `memory` is a text
+    where the sizes are not known.
+    """
+
+    namespace: str
+    name: str
+    exists: bool
+    changes: tuple[Change, ...]
+    restarts: bool
+    paused: bool
+    pods: tuple[str, ...]
+    surge: int
+    started: int
+    requests: tuple[tuple[str, str], ...]
+    gpus: int
+    gpu_resource: str
+    nodes: tuple[NodeGpus, ...] | None
+    memory: ModelMemory | str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument(
+        "-f",
+        "--filename",
+        required=True,
+        metavar="FILE",
+        help="manifest with InferenceServices; - for standard input",
+    )
+    parser.add_argument(
+        "--no-model",
+        action="store_true",
+        help="do not read the model's configuration, which may need the network",
+    )
+    cluster.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan of each InferenceService in the file, and return `kubectl diff`'s exit code."""
+    manifests = read_manifests(arguments.filename)
+    with cluster.connected(arguments) as connected:
+        plans = [_plan(connected, each, with_model=not arguments.no_model) for each in manifests]
+    print("\n\n".join(render(each) for each in plans))
+    return DIFFERENCE if any(each.changes or not each.exists for each in plans) else NO_DIFFERENCE
+
+
+def read_manifests(filename: str) -> list[dict[str, Any]]:
+    """Return the InferenceServices of a YAML or JSON file.
+
+    Raises:
+        OperatorError: it cannot be read, or contains something else.
+    """
+    try:
+        with sys.stdin if filename == "-" else Path(filename).open(encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise OperatorError(f"{filename} has more than {MAX_BYTES >> 20} MiB")
+        documents = [each for each in yaml.safe_load_all(text) if each is not None]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OperatorError(f"{filename}: {error}") from error
+    if len(documents) > MAX_DOCUMENTS:
+        raise OperatorError(f"{filename} has more than {MAX_DOCUMENTS} documents")
+    for each in documents:
+        meta = each.get("metadata") if isinstance(each, dict) else None
+        if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+            raise OperatorError(f"{filename}: a document is no Kubernetes object with a metadata.name")
+        if each.get("kind") != INFERENCE_SERVICE.name:
+            raise OperatorError(
+                f"{filename}: {each.get('kind')} {meta['name']}: only InferenceServices can be planned"
+            )
+    if not documents:
+        raise OperatorError(f"{filename} contains no InferenceService")
+    return documents
+
+
+def compare(live: dict[str, Any], planned: dict[str, Any]) -> tuple[Change, ...]:
+    """Return the fields of two specs that differ; entries of lists with names are compared by name."""
+    old, new = dict(_flatten(live, "spec")), dict(_flatten(planned, "spec"))
+    fields = [*new, *(field for field in old if field not in new)]
+    return tuple(
+        Change(field, _shown(field, old), _shown(field, new))
+        for field in fields
+        if old.get(field) != new.get(field)
+    )
+
+
+def merge_patch(manifest: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+    """Return the patch that `kubectl apply` sends: the manifest's spec, and null for what it removed since the last apply."""
+    applied = (live["metadata"].get("annotations") or {}).get(_LAST_APPLIED, "{}")
+    try:
+        last = json.loads(applied).get("spec") or {}
+    except (ValueError, AttributeError):
+        last = {}
+    return {"spec": _with_removals(manifest.get("spec") or {}, last)}
+
+
+def info_arguments(service: InferenceService, gpu_bytes: int) -> list[str]:
+    """Return the arguments of `skiff info` for a service; `gpu_bytes` is the memory of its GPUs, or 0."""
+    parsed, arguments = service.spec, ["info", service.spec.model.uri, "--json"]
+    arguments += [contract.FLAG_TENSOR_PARALLEL, str(parsed.parallelism.tensor)]
+    if parsed.model.revision is not None:
+        arguments += [contract.FLAG_REVISION, parsed.model.revision]
+    if parsed.runtime.dtype != "auto":
+        arguments += [contract.FLAG_DTYPE, parsed.runtime.dtype]
+    if parsed.runtime.max_model_len is not None:
+        arguments += [contract.FLAG_MAX_MODEL_LEN, str(parsed.runtime.max_model_len)]
+    arguments += _sizing_flags(parsed.runtime.args)
+    if gpu_bytes:
+        arguments += ["--gpu-memory", f"{gpu_bytes / (1 << 30):.6g}"]
+    return arguments
+
+
+def render(planned: Plan) -> str:
+    """Return the plan as text."""
+    lines = [*_headline(planned), *_pods(planned), *_room(planned), *_memory(planned)]
+    return "\n".join(lines)
+
+
+def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> Plan:
+    namespace = manifest["metadata"].get("namespace") or connected.namespace
+    name, client = manifest["metadata"]["name"], connected.client
+    live, after = connected.run(_dry_run(client, namespace, manifest))
+    service = spec.parse(after)
+    new = plan.objects(service, _SETTINGS)[DEPLOYMENT, name]["spec"]
+    old = _deployment(live) if live is not None else None
+    # While the live spec is invalid, pods of an earlier one run, so any valid one makes new pods.
+    restarts = live is not None and (old is None or old["template"] != new["template"])
+    replicas = live["spec"].get("replicas", 1) if live is not None else 0
+    resource, gpus = containers.gpu_resource(service, _SETTINGS), containers.gpus(service)
+    nodes = connected.run(capacity.gather(client, resource, service.spec.node_selector)) if gpus else None
+    return Plan(
+        namespace=namespace,
+        name=name,
+        exists=live is not None,
+        # The fields of a new one are those of its manifest; the API server adds every default.
+        changes=compare(live["spec"], after["spec"])
+        if live is not None
+        else compare({}, manifest.get("spec") or {}),
+        restarts=restarts,
+        paused=bool(new.get("paused")),
+        pods=connected.run(_running_pods(client, namespace, name)) if restarts else (),
+        surge=_surge(new) if restarts and min(replicas, service.spec.replicas) else 0,
+        started=service.spec.replicas - replicas,
+        requests=_requests(new["template"]["spec"]),
+        gpus=gpus,
+        gpu_resource=resource,
+        nodes=nodes,
+        memory=_model_memory(service, nodes) if with_model else "not computed (--no-model)",
+    )
+
+
+async def _dry_run(
+    client: Client, namespace: str, manifest: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the live object, or None, and the one that the API server would store.
+
+    Raises:
+        OperatorError: the API server refuses the manifest; the message is its own.
+    """
+    query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": cluster.FIELD_MANAGER}
+    name = quote(manifest["metadata"]["name"], safe="")
+    try:
+        live = await client.get(INFERENCE_SERVICE, namespace, name)
+    except ApiNotFound:
+        path = INFERENCE_SERVICE.path(namespace)
+        return None, await client.request("POST", path, manifest, query=query)
+    path, patch = INFERENCE_SERVICE.path(namespace, name), merge_patch(manifest, live)
+    return live, await client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH)
+
+
+def _deployment(live: dict[str, Any]) -> dict[str, Any] | None:
+    """Build the spec of the Deployment of a live object; None while the object's own spec is invalid."""
+    try:
+        built = plan.objects(spec.parse(live), _SETTINGS)
+    except InvalidSpec:
+        return None
+    found: dict[str, Any] = built[DEPLOYMENT, live["metadata"]["name"]]["spec"]
+    return found
+
+
+async def _running_pods(client: Client, namespace: str, name: str) -> tuple[str, ...]:
+    """Return the names of the pods of an InferenceService that a rollout would replace."""
+    selector = f"{contract.LABEL_SERVICE}={name}"
+    found = [pod async for pod in client.list(POD, namespace, selector=selector)]
+    alive = [
+        str(pod["metadata"]["name"])
+        for pod in found
+        if workload.runs_in(pod, name)
+        and "deletionTimestamp" not in pod["metadata"]
+        and (pod.get("status") or {}).get("phase") in ("Pending", "Running")
+    ]
+    return tuple(sorted(alive))
+
+
+def _surge(deployment_spec: dict[str, Any]) -> int:
+    """Return the number of pods that a rollout may start before it stops old ones."""
+    rolling = deployment_spec["strategy"].get("rollingUpdate") or {}
+    surge, replicas = rolling.get("maxSurge", 0), deployment_spec["replicas"]
+    return math.ceil(int(surge[:-1]) * replicas / 100) if isinstance(surge, str) else int(surge)
+
+
+def _requests(pod_spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what the serving container requests; the download never requests more by default."""
+    [runtime] = [each for each in pod_spec["containers"] if each["name"] == containers.RUNTIME]
+    given = runtime["resources"]
+    extended = {name: value for name, value in given.get("limits", {}).items() if "/" in name}
+    return tuple((name, str(value)) for name, value in {**given.get("requests", {}), **extended}.items())
+
+
+def _model_memory(service: InferenceService, nodes: Sequence[NodeGpus] | None) -> ModelMemory | str:
+    """Run `skiff info`: the operator's package knows nothing of models, and the runtime's may lack its dependencies."""
+    if service.source.scheme not in ("hf", "demo"):
+        return f"not known here: the model's files are in the cluster ({service.source.scheme}://)"
+    known = [node for node in nodes or () if node.usable and node.memory_bytes]
+    smallest = min(known, key=lambda node: node.memory_bytes, default=None)
+    gpu_bytes = smallest.memory_bytes if smallest is not None else 0
+    command = [sys.executable, "-m", "skiff_runtime", *info_arguments(service, gpu_bytes)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_INFO_SECONDS, env=_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return f"not known: skiff info took longer than {_INFO_SECONDS:g} s"
+    if not done.stdout:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
+        missing = "ModuleNotFoundError" in lines[-1]
+        return "not computed: pip install 'skiff[runtime]'" if missing else f"not known: {redact(lines[-1])}"
+    try:
+        memory = msgspec.json.decode(done.stdout, type=ModelMemory)
+    except msgspec.MsgspecError as error:
+        return f"not known: skiff info printed something else ({error})"
+    if smallest is None:
+        return memory
+    name = smallest.product or f"the GPUs of {smallest.name}"
+    return msgspec.structs.replace(
+        memory, gpus=tuple(msgspec.structs.replace(fit, name=name) for fit in memory.gpus)
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the server's options, which would change the sizes here and not in the cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(contract.ENV_PREFIX)}
+
+
+def _sizing_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the flags that change the sizes, from both `--flag=value` and `--flag value`."""
+    found, following = [], ""
+    for argument in arguments:
+        flag, separator, _ = argument.partition("=")
+        if following:
+            found += [following, argument]
+            following = ""
+        elif flag in _SIZED_BY and separator:
+            found.append(argument)
+        elif flag in _SIZED_BY:
+            following = flag
+        elif flag == _EXPERT_PARALLEL:
+            found.append(argument)
+    return found
+
+
+def _with_removals(new: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+    patch: dict[str, Any] = {name: None for name in last if name not in new}
+    for name, value in new.items():
+        before = last.get(name)
+        both = isinstance(value, dict) and isinstance(before, dict)
+        patch[name] = _with_removals(value, before) if both and before is not None else value
+    return patch
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flatten(inner, f"{path}.{name}")
+    elif (
+        isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value)
+    ):
+        for each in value:
+            rest = {name: inner for name, inner in each.items() if name != "name"}
+            yield from _flatten(rest, f"{path}[{each['name']}]")
+    else:
+        yield path, value
+
+
+def _shown(field: str, values: dict[str, Any]) -> str:
+    """Return a value as text; that of a variable with a secret's name is masked."""
+    if field not in values:
+        return ""
+    value = values[field]
+    text = value if isinstance(value, str) else json.dumps(value)
+    name = field.removesuffix(".value").rpartition("[")[2].rstrip("]")
+    return redact(f"{name}={text}").removeprefix(f"{name}=") if field.endswith("].value") else redact(text)
+
+
+def _headline(planned: Plan) -> Iterator[str]:
+    name = f"{planned.namespace}/{planned.name}"
+    if not planned.exists:
+        yield f"{name}: a new InferenceService"
+        yield table.render(("  FIELD", "VALUE"), [(f"  {each.field}", each.new) for each in planned.changes])
+    elif planned.changes:
+        yield f"{name}: {len(planned.changes)} field{'s' if len(planned.changes) > 1 else ''} would change"
+        rows = [(f"  {each.field}", each.old or "-", each.new or "-") for each in planned.changes]
+        yield table.render(("  FIELD", "NOW", "PLANNED"), rows)
+    else:
+        yield f"{name}: no difference"
+
+
+def _pods(planned: Plan) -> Iterator[str]:
+    if planned.exists and not planned.changes:
+        return
+    if planned.restarts:
+        names = f": {', '.join(planned.pods)}" if planned.pods else ""
+        when = ", once the rollout is resumed" if planned.paused else ""
+        yield f"Pods: {len(planned.pods)} restart{when}{names}"
+    elif planned.exists:
+        yield "Pods: none restarts"
+    if planned.started:
+        more = "start" if planned.started > 0 else "stop"
+        yield f"Replicas: {abs(planned.started)} {more}"
+
+
+def _room(planned: Plan) -> Iterator[str]:
+    pods = planned.surge + max(planned.started, 0)
+    if not pods:
+        return
+    each = ", ".join(f"{name} {value}" for name, value in planned.requests)
+    why = "beside the running ones" if planned.exists else "in all"
+    yield f"Room: {pods} pod{'s' if pods > 1 else ''} {why}, each with {each}"
+    if not planned.gpus:
+        return
+    if planned.nodes is None or any(node.free is None for node in planned.nodes):
+        yield "  free GPUs are not known: you may not list the nodes and pods of the cluster"
+        return
+    places = sum((node.free or 0) // planned.gpus for node in planned.nodes if node.usable)
+    free = ", ".join(f"{node.name} {node.free} of {node.total}" for node in planned.nodes if node.usable)
+    yield f"  free {planned.gpu_resource}: {free or 'none'}"
+    if places < pods:
+        yield f"  not enough: {places} of {pods} pods find their {planned.gpus} GPUs now; the others wait (InsufficientGPU)"
+
+
+def _memory(planned: Plan) -> Iterator[str]:
+    memory = planned.memory
+    if isinstance(memory, str):
+        yield f"Memory: {memory}"
+        return
+    need = memory.each_rank
+    yield (
+        f"Memory of each rank: weights {_size(need.weight_bytes)} in {memory.dtype}, KV cache "
+        f"{_size(need.kv_bytes_per_token)} a token, working memory up to {_size(need.working_bytes)}"
+    )
+    if not planned.gpus:
+        yield "  on a CPU the KV cache takes its share of the free memory; see resources.limits.memory"
+        return
+    for fit in memory.gpus:
+        result = (
+            f"fits, {fit.kv_tokens:,} tokens of KV cache: {fit.full_length_requests:.1f} requests of "
+            f"{memory.max_model_len:,} tokens"
+            if fit.fits
+            else "does not fit"
+        )
+        yield f"  {fit.name} ({_size(fit.memory_bytes)}): {result}"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"

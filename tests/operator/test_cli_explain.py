@@ -1,0 +1,195 @@
+"""`skiff explain`: the rendering of many situations, and what it reads from a real API server."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from apiserver import APPLY, ApiServer
+from controlplane import ControlPlane
+from installation import RIGHTS
+from operator_process import OperatorProcess, eventually, token_kubeconfig
+from play_kubelet import PlayKubelet
+from services import hub, raw, service
+from strangers import condition
+
+from skiff_operator.cli import main
+from skiff_operator.cli.capacity import NodeGpus, count
+from skiff_operator.cli.explain import Event, Pod, Snapshot, render
+from skiff_operator.failure import REMEDIES
+from skiff_operator.startup import PodStartup
+from skiff_operator.status import Facts, Problem, report
+from skiff_operator.workload import Crash, PodState, Rollout
+
+USER_ROLES = Path(__file__).parents[2] / "manifests/operator/user-roles.yaml"
+NOW = "2026-01-01T00:00:00Z"
+HUB_TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQr"
+CRASH = Crash(
+    reason="UnsupportedModel",
+    exit_code=2,
+    log_tail="skiff: architecture MambaForCausalLM is not supported",
+    at=NOW,
+    remedy=REMEDIES["UnsupportedModel"],
+)
+STARTUP = PodStartup(pod="llama-0", revision="old", at=NOW, loaded_seconds=4.25, ready_seconds=61.0)
+
+
+def pod(name: str = "llama-1", *, age: float = 30.0, **fields: Any) -> Pod:
+    """A pod of the new revision that loads its model."""
+    values: dict[str, Any] = {"revision": "new", "ready": False, "phase": "Loading", **fields}
+    return Pod(state=PodState(name=name, uid=name, **values), node="node-1", age_seconds=age, restarts=0)
+
+
+def snapshot(*pods: Pod, problem: Problem | None = None, shortage: str = "", **fields: Any) -> Snapshot:
+    """One replica with these pods, and the status that the operator would report."""
+    facts = Facts(
+        name="llama",
+        generation=1,
+        replicas=1,
+        revision="new",
+        url="http://llama.default.svc/v1",
+        synced=problem is None,
+        rollout=Rollout(desired=1),
+        pods=tuple(each.state for each in pods),
+        problem=problem,
+        shortage=shortage,
+    )
+    status = msgspec.structs.replace(report(facts, None, NOW), startup=fields.pop("startup", None))
+    given: dict[str, Any] = {
+        "service": service(),
+        "status": status,
+        "gpu_resource": "nvidia.com/gpu",
+        **fields,
+    }
+    return Snapshot(namespace="default", name="llama", generation=1, pods=pods, **given)
+
+
+LACKS = pod(phase="Scheduling", trouble="InsufficientGPU", message="0/2 nodes: 2 Insufficient nvidia.com/gpu")
+NODES = (NodeGpus("node-1", True, 8, 0), NodeGpus("node-2", False, 8, 8, product="H100"))
+SITUATIONS = [
+    (snapshot(pod(ready=True, phase="Serving")), ["default/llama is Ready", "Nothing: all is well."]),
+    (snapshot(pod()), ["is not Ready: RolloutInProgress", "llama-1   Loading", "the server loads the model"]),
+    (snapshot(pod(age=50), startup=STARTUP), ["began 50s ago; the last start took 61s", "loaded 4.2s, ready 61s"]),
+    (snapshot(pod(age=900), startup=STARTUP), ["That is slow: look at the log."]),
+    (snapshot(pod(phase="Fetching")), ["kubectl logs llama-1 -c fetch"]),
+    (snapshot(), ["is not Ready", "Wait: pods are about to be created"]),
+    (snapshot(pod(trouble="CrashLoop", message="ended", crash=CRASH)), ["is not Ready: CrashLoop", REMEDIES["UnsupportedModel"][:40]]),
+    (snapshot(pod(trouble="ImagePullFailed", message="no such image")), ["no such image", "Correct spec.runtime.image"]),
+    (snapshot(pod(trouble="Preempted", message="by another")), ["kubectl describe pod"]),
+    (snapshot(LACKS, nodes=NODES, needs_gpus=True), ["node-1   0      8", "excluded by nodeSelector", "Add or free GPUs"]),
+    (snapshot(LACKS, nodes=None, needs_gpus=True), ["you may not list nodes"]),
+    (snapshot(LACKS, nodes=(), needs_gpus=True), ["no node has any nvidia.com/gpu"]),
+    (snapshot(pod(phase="Scheduling"), shortage="no schedulable node has 8"), ["NoNodeLargeEnough", "Lower spec.parallelism.tensor"]),
+    (snapshot(problem=Problem("InvalidSpec", "spec.cache: set only one"), service=None), ["set only one", "Change spec as the message says"]),
+    (snapshot(status=None), ["no operator has reported on it", "Check that the operator runs"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of", "texts"), SITUATIONS)
+def test_an_explanation_says_what_is_wrong_and_what_to_do(of: Snapshot, texts: list[str]) -> None:
+    screen = " ".join(render(of, width=100).split())
+    for text in texts:
+        assert " ".join(text.split()) in screen, render(of, width=100)
+    assert len(render(of, width=100).splitlines()) <= 40
+
+
+def test_a_spec_that_the_operator_has_not_seen_is_not_explained_by_the_old_status() -> None:
+    of = snapshot(pod(trouble="CrashLoop", message="ended", crash=CRASH))
+    unseen = Snapshot(**{**{name: getattr(of, name) for name in of.__dataclass_fields__}, "generation": 2})
+    assert "the operator has not seen this spec yet" in render(unseen, width=200)
+
+
+def test_one_screen_holds_many_pods_and_events_and_no_secret() -> None:
+    pods = [
+        pod(f"llama-{index:02d}", trouble="CrashLoop", message="ended", crash=CRASH) for index in range(30)
+    ]
+    events = [
+        Event(
+            type="Warning",
+            reason="BackOff",
+            note=f"pulling with {HUB_TOKEN}",
+            count=3,
+            age_seconds=9,
+        )
+        for _ in range(30)
+    ]
+    log = tuple(f"line {index} Authorization: Bearer {HUB_TOKEN}" for index in range(100))
+    screen = render(snapshot(*pods, events=tuple(events), log=log, container="runtime"), width=100)
+    assert HUB_TOKEN not in screen
+    assert "and 22 more" in screen and "line 99" in screen and "line 80 " not in screen
+    assert len(screen.splitlines()) <= 60
+    assert max(map(len, screen.splitlines())) <= 100
+
+
+def test_free_gpus_are_what_no_pod_requests() -> None:
+    def node(name: str, gpus: int, **node_spec: Any) -> dict[str, Any]:
+        meta = {"name": name, "labels": {"pool": name, "nvidia.com/gpu.memory": "81559"}}
+        return {"metadata": meta, "spec": node_spec, "status": {"allocatable": {"nvidia.com/gpu": str(gpus)}}}
+
+    def takes(node_name: str, *counts: int, init: int = 0) -> dict[str, Any]:
+        def of(units: int) -> dict[str, Any]:
+            return {"resources": {"limits": {"nvidia.com/gpu": str(units)}}}
+
+        return {
+            "spec": {"nodeName": node_name, "containers": [*map(of, counts)], "initContainers": [of(init)]}
+        }
+
+    nodes = [node("a", 8), node("b", 4, unschedulable=True), node("none", 0)]
+    found = count(nodes, [takes("a", 1, 2), takes("a", 1, init=3), takes("gone", 9)], "nvidia.com/gpu", {})
+    assert [(each.name, each.usable, each.total, each.free) for each in found] == [
+        ("a", True, 8, 2),
+        ("b", False, 4, 4),
+    ]
+    assert found[0].memory_bytes == 81_559 << 20
+    unknown = count(nodes, None, "nvidia.com/gpu", {"pool": "b"})
+    assert [(each.usable, each.free) for each in unknown] == [(False, None), (False, None)]
+
+
+@pytest.fixture
+def user(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> str:
+    """A kubeconfig of a user with the role view in the test's namespace, which the chart's roles extend."""
+    for role in yaml.safe_load_all(USER_ROLES.read_text()):
+        path = f"{RIGHTS}/clusterroles/{role['metadata']['name']}?fieldManager=tests&force=true"
+        api.request("PATCH", path, role, kind=APPLY)
+    api.create("serviceaccounts", {"metadata": {"name": "viewer"}})
+    binding = {
+        "metadata": {"name": "viewer"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
+        "subjects": [{"kind": "ServiceAccount", "name": "viewer", "namespace": api.namespace}],
+    }
+    api.request("POST", f"{RIGHTS}/namespaces/{api.namespace}/rolebindings", binding)
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(token_kubeconfig(api, "viewer", plane.kubeconfig))
+    return str(kubeconfig)
+
+
+def test_a_viewer_reads_the_failure_from_the_cluster(
+    api: ApiServer, user: str, operator: OperatorProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chart's roles let it read InferenceServices; this control plane has no kubelet, so the log is the status's."""
+    body = raw("llama", model=hub(), runtime={"device": "cuda"})
+    api.create("inferenceservices", {**body, "metadata": {"name": "llama"}})
+    kubelet = PlayKubelet(api, "llama")
+    made = (eventually(kubelet.pods, "a pod") or [])[0]
+    log = f'{HUB_TOKEN} 2026 error fetch fetch_failed message="hub refuses org/a (401): check its name"'
+    kubelet.crash(made, code=5, log=log, init=True)
+    eventually(lambda: condition(api, "llama")[1] == "WeightsDownloadFailed", "the failure")
+    failure = api.get("inferenceservices", "llama")["status"]["lastFailure"]
+    assert failure["reason"] == "Unauthorized" and "credentialsSecretRef" in failure["remedy"]
+    assert HUB_TOKEN not in str(api.get("inferenceservices", "llama"))
+
+    def explained() -> str:
+        arguments = ["explain", "infsvc/llama", "--kubeconfig", user, "-n", api.namespace]
+        code = main.main(arguments)
+        out = capsys.readouterr().out
+        return out if code == 0 and "Warning" in out else ""
+
+    screen = eventually(explained, "the rights of view, and the operator's event", 20)
+    assert f"{api.namespace}/llama is not Ready: WeightsDownloadFailed" in screen
+    assert "End of the log of fetch in llama-" in screen and "hub refuses org/a (401)" in screen
+    assert "Warning  WeightsDownloadFailed" in screen
+    assert REMEDIES["Unauthorized"][:50] in screen
+    assert HUB_TOKEN not in screen
+    assert main.main(["explain", "none", "--kubeconfig", user, "-n", api.namespace]) == 1
+    assert "none" in capsys.readouterr().err

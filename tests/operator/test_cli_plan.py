@@ -1,0 +1,199 @@
+"""`skiff plan`: what a manifest would change, against a real API server, and the parts that need none."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from apiserver import ApiServer
+from controlplane import ControlPlane
+from operator_process import OperatorProcess, eventually
+from play_kubelet import PlayKubelet
+from services import service
+
+from skiff_operator.cli import main, plan
+from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator.cli.plan import Plan, compare, info_arguments, merge_patch, render
+from skiff_operator.errors import OperatorError
+
+MEMORY = plan.ModelMemory(
+    dtype="bfloat16",
+    max_model_len=8192,
+    each_rank=plan.RankMemory(15 << 30, 131_072, 1 << 30),
+    gpus=(
+        plan.GpuFit("H100", 80 << 30, True, 441_000, 53.9),
+        plan.GpuFit("L4", 22 << 30, False, 0, 0.0),
+    ),
+)
+
+
+def planned(**fields: Any) -> Plan:
+    """A change of the arguments of two replicas with two GPUs each."""
+    values: dict[str, Any] = {
+        "namespace": "default",
+        "name": "llama",
+        "exists": True,
+        "changes": (plan.Change("spec.parallelism.tensor", "1", "2"),),
+        "restarts": True,
+        "paused": False,
+        "pods": ("llama-a", "llama-b"),
+        "surge": 1,
+        "started": 0,
+        "requests": (("cpu", "4"), ("nvidia.com/gpu", "2")),
+        "gpus": 2,
+        "gpu_resource": "nvidia.com/gpu",
+        "nodes": (
+            NodeGpus("node-1", True, 8, 3),
+            NodeGpus("node-2", True, 8, 1),
+            NodeGpus("node-3", False, 8, 8),
+        ),
+        "memory": MEMORY,
+        **fields,
+    }
+    return Plan(**values)
+
+
+def test_a_plan_names_pods_room_and_memory() -> None:
+    text = render(planned())
+    assert "default/llama: 1 field would change" in text
+    assert "Pods: 2 restart: llama-a, llama-b" in text
+    assert "Room: 1 pod beside the running ones, each with cpu 4, nvidia.com/gpu 2" in text
+    assert "free nvidia.com/gpu: node-1 3 of 8, node-2 1 of 8" in text
+    assert "not enough" not in text
+    assert "weights 15 GiB in bfloat16, KV cache 128 KiB a token" in text
+    assert "H100 (80 GiB): fits, 441,000 tokens of KV cache: 53.9 requests of 8,192 tokens" in text
+    assert "L4 (22 GiB): does not fit" in text
+
+
+def test_pods_that_would_wait_for_gpus_are_counted() -> None:
+    text = render(planned(started=3))
+    assert "not enough: 1 of 4 pods find their 2 GPUs now" in text
+    for nodes in (None, (NodeGpus("node-1", True, 8, None),)):
+        assert "free GPUs are not known" in render(planned(nodes=nodes))
+
+
+def test_without_a_restart_nothing_needs_room() -> None:
+    assert "Pods: 2 restart, once the rollout is resumed: llama-a" in render(planned(paused=True))
+    text = render(planned(restarts=False, pods=(), surge=0))
+    assert "Pods: none restarts" in text and "Room" not in text
+    assert "no difference" in render(planned(changes=(), restarts=False, surge=0, memory="not computed"))
+
+
+def test_fields_are_compared_one_by_one_and_secrets_masked() -> None:
+    env = [{"name": "A", "value": "1"}, {"name": "SKIFF_API_KEY", "value": "s3cr3t"}]
+    old = {"replicas": 1, "runtime": {"args": ["--x"], "env": env[:1], "device": "cuda"}}
+    new = {"replicas": 2, "runtime": {"args": ["--x", "--y"], "env": env}, "cache": {"size": "10Gi"}}
+    found = [(each.field, each.old, each.new) for each in compare(old, new)]
+    assert found == [
+        ("spec.replicas", "1", "2"),
+        ("spec.runtime.args", '["--x"]', '["--x", "--y"]'),
+        ("spec.runtime.env[SKIFF_API_KEY].value", "", "***"),
+        ("spec.cache.size", "", "10Gi"),
+        ("spec.runtime.device", "cuda", ""),
+    ]
+
+
+def test_the_patch_removes_what_the_last_apply_had() -> None:
+    """And nothing else: a field that an autoscaler wrote stays, as with `kubectl apply`."""
+    last = {"spec": {"model": {"uri": "demo://", "name": "a"}, "cache": {"size": "1Gi"}, "drain": {}}}
+    annotations = {"kubectl.kubernetes.io/last-applied-configuration": json.dumps(last)}
+    live = {"metadata": {"annotations": annotations}, "spec": {**last["spec"], "replicas": 3}}
+    patch = merge_patch({"spec": {"model": {"uri": "demo://"}}}, live)
+    assert patch == {"spec": {"model": {"uri": "demo://", "name": None}, "cache": None, "drain": None}}
+    assert merge_patch({"spec": {"replicas": 1}}, {"metadata": {}}) == {"spec": {"replicas": 1}}
+
+
+def test_the_models_size_is_computed_from_the_same_flags() -> None:
+    args = ["--kv-cache-dtype=fp8_e4m3", "--page-size", "16", "--enable-metrics", "--expert-parallel"]
+    given = service(
+        model={"uri": "hf://org/name", "revision": "v1"},
+        runtime={"args": args, "maxModelLen": 8192, "dtype": "bfloat16"},
+        parallelism={"tensor": 4},
+    )
+    assert info_arguments(given, 80 << 30) == [
+        *("info", "hf://org/name", "--json", "--tp", "4", "--revision", "v1", "--dtype", "bfloat16"),
+        *("--max-model-len", "8192", "--kv-cache-dtype=fp8_e4m3", "--page-size", "16", "--expert-parallel"),
+        *("--gpu-memory", "80"),
+    ]
+
+
+def test_the_runtime_computes_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable for the server on this machine does not change the sizes in the cluster."""
+    monkeypatch.setenv("SKIFF_MAX_MODEL_LEN", "nonsense")
+    node = NodeGpus("node-1", True, 1, 1, memory_bytes=24 << 30)
+    found = plan._model_memory(service(), [node])
+    assert isinstance(found, plan.ModelMemory), found
+    [fit] = found.gpus
+    assert fit.name == "the GPUs of node-1" and fit.memory_bytes == 24 << 30
+    assert fit.fits and fit.kv_tokens > 100_000
+    assert plan._model_memory(service(model={"uri": "pvc://claim/path"}), None) == (
+        "not known here: the model's files are in the cluster (pvc://)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "while parsing"),
+        ("", "contains no InferenceService"),
+        ("kind: Pod\nmetadata: {name: a}", "only InferenceServices"),
+        ("- 1", "no Kubernetes object"),
+        ("kind: InferenceService", "metadata.name"),
+        ("---\nkind: Pod\nmetadata: {name: a}\n" * 101, "more than 100"),
+    ],
+)
+def test_a_file_that_cannot_be_planned_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    with pytest.raises(OperatorError, match=message):
+        plan.read_manifests("-")
+
+
+def test_errors_have_the_exit_code_of_kubectl_diff(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan"]) == main.main(["plan", "-f", "/no/such/file"]) == 2
+    assert "/no/such/file" in capsys.readouterr().err
+
+
+def test_a_plan_of_the_cluster(
+    api: ApiServer,
+    plane: ControlPlane,
+    operator: OperatorProcess,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "llama.yaml"
+
+    def plans(**spec: Any) -> tuple[int, str]:
+        body = {
+            "apiVersion": "serving.skiff.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "llama"},
+            "spec": {"model": {"uri": "demo://"}, "runtime": {"device": "cpu"}, **spec},
+        }
+        file.write_text(yaml.safe_dump(body))
+        flags = ["--no-model", "--kubeconfig", str(plane.kubeconfig), "-n", api.namespace]
+        code = main.main(["plan", "-f", str(file), *flags])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    code, text = plans()
+    assert code == 1 and "a new InferenceService" in text and "Room: 1 pod in all" in text
+    assert api.find("inferenceservices", "llama") is None, "a plan changes nothing"
+    api.create("inferenceservices", yaml.safe_load(file.read_text()))
+    [pod] = eventually(PlayKubelet(api, "llama").pods, "a pod")
+    assert plans() == (0, f"{api.namespace}/llama: no difference\nMemory: not computed (--no-model)\n")
+    code, text = plans(replicas=3)
+    assert code == 1 and "Pods: none restarts" in text and "Replicas: 2 start" in text
+    code, text = plans(drain={"timeoutSeconds": 5})
+    assert code == 1 and f"Pods: 1 restart: {pod['metadata']['name']}" in text
+    assert "spec.drain.timeoutSeconds   60    5" in text and "Room: 1 pod beside" in text
+    code, text = plans(replicas=-1)
+    assert code == 2 and "spec.replicas" in text
+    code, text = plans(unheardOf=1)
+    assert code == 2 and "unheardOf" in text
+    code, text = plans(runtime={"args": ["--port=1"]})
+    assert code == 2 and "--port is set by the operator" in text
+    assert api.get("inferenceservices", "llama")["metadata"]["generation"] == 1
