@@ -122,6 +122,8 @@ def test_the_history_keeps_what_has_pods_or_was_ready_last() -> None:
     old = revisions.surplus(target, known, {"2", "3"}, 2)
     assert [each.revision for each in old] == ["1", "4", "5"]
     assert revisions.surplus(target, known, set(), 10) == []
+    alike = tuple(record(number, "one", spec_hash=str(number)) for number in range(1, 8))
+    assert [each.number for each in revisions.surplus(target, alike, {"one"}, 2)] == [1, 2, 3, 4]
 
 
 def failing(**changes: Any) -> Entry:
