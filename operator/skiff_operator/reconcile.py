@@ -11,7 +11,7 @@ from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.pod_events import PodEvents
-from skiff_operator.resources import containers, controller_revision, deployment
+from skiff_operator.resources import containers, controller_revision, deployment, pod
 from skiff_operator.resources import service as service_builder
 from skiff_operator.revisions import Target
 from skiff_operator.scale_in import ScaleIn
@@ -206,6 +206,8 @@ class Reconciler:
         assert entry.service is not None, "it was built"
         made = plan.built_deployment(built)
         template = await self._template(key, target, made["spec"]["template"])
+        if target.source != "built":
+            pod.check_recorded(template, entry.service, self._settings)
         made = deployment.with_template(made, template, target.spec_hash)
         made = deployment.with_strategy(made, entry.service.spec.rollout, entry.choice)
         objects = {**built, (DEPLOYMENT, key[1]): made}
@@ -277,7 +279,7 @@ def _facts(
     rollout = entry.rollout if ours else None
     desired_replicas = rollout.desired if rollout else 0
     target = desired.target if desired else None
-    failed = rollback.problem(target) if target and target.failed else None
+    failed = rollback.problem(name, target) if target and target.failed else None
     return status.Facts(
         name=name,
         generation=entry.generation,
