@@ -37,17 +37,19 @@ class PodEvents:
         """The last look at each pod: when, and what it showed."""
 
     async def obstacle(self, namespace: str, name: str, uid: str) -> Problem | None:
-        """Return the newest obstacle to the creation of a pod's containers, read at most three times between two resyncs."""
+        """Return the obstacle to the creation of a pod's containers, unless a newer Event shows that it is overcome.
+
+        The Events of a pod are read at most three times between two resyncs.
+        """
         now = time.monotonic()
         known = self._obstacles.get(uid)
         if known is not None and now - known[0] < self._fresh_seconds:
             return known[1]
         if len(self._obstacles) >= _MAX_REMEMBERED:
             self._obstacles.clear()
-        found = [each for each in await self._list(namespace, uid) if each.get("reason") in _OBSTACLES]
-        problem = None
-        if found:
-            newest = max(found, key=_time)
+        events, problem = await self._list(namespace, uid), None
+        newest = max(events, key=lambda each: (_time(each), each.get("reason") in _OBSTACLES), default={})
+        if newest.get("reason") in _OBSTACLES:
             problem = Problem(_OBSTACLES[newest["reason"]], f"pod {name}: {newest.get('message', '')}")
         self._obstacles[uid] = now, problem
         return problem

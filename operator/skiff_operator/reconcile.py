@@ -123,6 +123,8 @@ class Reconciler:
         service, pod_spec = entry.service, self._pod_spec(key, entry)
         assert service is not None, "its spec was planned"
         choice = await self._chooser.choose(service, desired.deployed, pod_spec)
+        if entry.desired is not desired:
+            return  # the spec was edited meanwhile
         entry.decide(choice)
         if choice.replace_reason:
             await self._report(key, entry, plan.steps(entry, self._desired(key, entry)))
@@ -134,6 +136,8 @@ class Reconciler:
             return Outcome()
         pod_spec = self._pod_spec(key, entry)
         found = await self._chooser.reconsider(entry, desired.deployed, pod_spec, clock())
+        if entry.desired is not desired:
+            return Outcome(stage=Stage.CHILDREN)  # the spec was edited meanwhile
         if found.choice is None:
             return Outcome(again_seconds=found.again_seconds)
         entry.decide(found.choice)

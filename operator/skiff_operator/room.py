@@ -17,7 +17,7 @@ from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import NODE, POD
 from skiff_operator.log import logger
 from skiff_operator.resources import volumes
-from skiff_operator.resources.metadata import selector
+from skiff_operator.resources.metadata import LABEL_REVISION, selector
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
@@ -39,31 +39,29 @@ class RoomFinder:
         self._pods: dict[str, list[dict[str, Any]]] = {}
         self._read_at = -self.fresh_seconds
 
-    async def find(self, service: InferenceService, pod_spec: dict[str, Any]) -> Room | None:
-        """Return the room for a pod of `pod_spec` beside and instead of the service's pods; None when it is unknown."""
+    async def find(self, service: InferenceService, revision: str, pod_spec: dict[str, Any]) -> Room | None:
+        """Return the room for a pod of `revision` beside and instead of older ones; None when it is unknown."""
         async with self._lock:
             try:
-                return await self._find(service, pod_spec)
+                return await self._find(service, revision, pod_spec)
             except OperatorError as error:
                 logger.info("room for a rollout is unknown", extra={"error": str(error)})
                 return None
 
-    async def fits_in_place(
-        self, service: InferenceService, revision_label: str, new: str, pod_spec: dict[str, Any]
-    ) -> bool:
-        """Return whether a pod of `pod_spec` fits wherever each older pod of the service runs; False when it is unknown."""
+    async def fits_in_place(self, service: InferenceService, revision: str, pod_spec: dict[str, Any]) -> bool:
+        """Return whether a pod of `revision` fits wherever each older pod of the service runs; False when it is unknown."""
         try:
             pods = await self._own_pods(service)
         except OperatorError as error:
             logger.info("pods not listed", extra={"error": str(error)})
             return False
-        of_new = [pod for pod in pods if pod["metadata"]["labels"].get(revision_label) == new]
+        of_new = [pod for pod in pods if _revision(pod) == revision]
         older = [pod["spec"] for pod in pods if pod not in of_new and "nodeName" in pod["spec"]]
         # As admitted: webhooks and the API server's defaults apply to the pods of both revisions.
         wanted = of_new[0]["spec"] if of_new else pod_spec
         return bool(older) and all(capacity.fits_in_place(wanted, old) for old in older)
 
-    async def _find(self, service: InferenceService, pod_spec: dict[str, Any]) -> Room | None:
+    async def _find(self, service: InferenceService, revision: str, pod_spec: dict[str, Any]) -> Room | None:
         now = time.monotonic()
         if now - self._read_at >= self.fresh_seconds:
             self._pods.clear()
@@ -85,12 +83,14 @@ class RoomFinder:
         for node in candidates[:MAX_NODES]:
             if node.name not in self._pods:
                 self._pods[node.name] = await self._pods_of(node)
-            if capacity.find_room(needed, self._placed(service, [node])).beside:
+            if capacity.find_room(needed, self._placed(service, revision, [node])).beside:
                 break
-        room = capacity.find_room(needed, self._placed(service, candidates[:MAX_NODES]))
+        room = capacity.find_room(needed, self._placed(service, revision, candidates[:MAX_NODES]))
         return None if not room.beside and len(candidates) > MAX_NODES else room
 
-    def _placed(self, service: InferenceService, nodes: list[Node]) -> Iterator[tuple[Node, list[PlacedPod]]]:
+    def _placed(
+        self, service: InferenceService, revision: str, nodes: list[Node]
+    ) -> Iterator[tuple[Node, list[PlacedPod]]]:
         """Yield the nodes whose pods were listed, each with its pods."""
         labels = selector(service).items()
         for node in nodes:
@@ -100,7 +100,7 @@ class RoomFinder:
             for pod in self._pods[node.name]:
                 meta = pod["metadata"]
                 ours = meta["namespace"] == service.namespace and labels <= (meta.get("labels") or {}).items()
-                old = ours and "deletionTimestamp" not in meta
+                old = ours and _revision(pod) != revision and "deletionTimestamp" not in meta
                 pods.append(PlacedPod(capacity.requests(pod["spec"]), old))
             yield node, pods
 
@@ -113,6 +113,11 @@ class RoomFinder:
         label = ",".join(f"{name}={value}" for name, value in selector(service).items())
         pods = self._client.list(POD, service.namespace, selector=label, fields=_NOT_ENDED)
         return [pod async for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+
+def _revision(pod: dict[str, Any]) -> str:
+    revision: str = (pod["metadata"].get("labels") or {}).get(LABEL_REVISION, "")
+    return revision
 
 
 def _reduced(pod: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from skiff_operator import rollout_strategy, status
 from skiff_operator.cache import Entry
 from skiff_operator.pod_events import PodEvents
-from skiff_operator.resources.metadata import LABEL_REVISION
 from skiff_operator.rollout_strategy import SCALE_UP_SECONDS, UNSCHEDULABLE_SECONDS, Choice
 from skiff_operator.room import RoomFinder
 from skiff_operator.spec import InferenceService
@@ -50,7 +49,7 @@ class StrategyChooser:
 
     async def choose(self, service: InferenceService, revision: str, pod_spec: dict[str, Any]) -> Choice:
         """Choose the strategy of a rollout to `revision` that is about to begin."""
-        room = await self._room.find(service, pod_spec)
+        room = await self._room.find(service, revision, pod_spec)
         if room is None or room.beside or not room.instead:
             return Choice(revision)
         return Choice(revision, rollout_strategy.no_room(room.shortage))
@@ -73,9 +72,9 @@ class StrategyChooser:
             since = pod.unschedulable_since
             if await self._pod_events.scale_up_announced(entry.service.namespace, pod.uid, since=since):
                 return Reconsideration()
-        room = await self._room.find(entry.service, pod_spec) if pod is not None else None
+        room = await self._room.find(entry.service, revision, pod_spec) if pod is not None else None
         helps = room is not None and not room.beside and room.instead
-        if helps or await self._room.fits_in_place(entry.service, LABEL_REVISION, revision, pod_spec):
+        if helps or await self._room.fits_in_place(entry.service, revision, pod_spec):
             return Reconsideration(choice=Choice(revision, rollout_strategy.no_room(obstacle)))
         return Reconsideration()
 

@@ -96,8 +96,8 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-OUTPUTS: Final = [1000] + [250] * (CLIENTS - 1)
-"""Tokens of the answers during a drain: one goes on until a new request was refused, however slow the machine is."""
+OUTPUTS: Final = [4000] + [250] * (CLIENTS - 1)
+"""Tokens of the answers during a drain: one goes on until a new request was refused, a second after the drain began."""
 
 
 def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
@@ -108,8 +108,10 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: is_draining(service))
             with pytest.raises(APIStatusError) as caught:
-                await ask(client, 1, 1)
+                while True:  # for a second, requests are still accepted
+                    assert await ask(client, 1, 1) == 1
             assert caught.value.status_code == 503
+            assert not requests[0].done()
             return await asyncio.gather(*requests)
 
     with running_service(model, *FLAGS, "--drain-timeout-seconds", "300") as service:

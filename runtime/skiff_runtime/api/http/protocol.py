@@ -196,8 +196,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._keep_alive = self.cycle.keep_alive = False
 
     def close_if_idle(self) -> None:
-        """Close the connection between two requests."""
-        if self._serving is None and not self._progress.head_bytes and not self._linger.begun:
+        """Close the connection between two requests. A new one, whose first request is on the way, is left open."""
+        if (
+            self.cycle is not None
+            and self._serving is None
+            and not self._progress.head_bytes
+            and not self._linger.begun
+        ):
             self.transport.close()
 
     def shutdown(self) -> None:
