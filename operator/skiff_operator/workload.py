@@ -50,7 +50,8 @@ class PodState(msgspec.Struct, frozen=True, kw_only=True):
     """One pod. `trouble` is the reason why it does not serve now; `crash` is its last one, even after recovery.
 
     `ended` is the time (RFC 3339) at which the whole pod terminated, or empty; the object may stay for long.
-    `used`: the ServiceAccount and the claims that it uses; `restarts`: of its containers, since it exists. Of a `terminating` pod only these still matter.
+    `used`: the ServiceAccount and the claims that it uses. Of a `terminating` pod only these still matter. `restarts`:
+    of its containers, since the pod exists.
     """
 
     name: str
