@@ -48,7 +48,7 @@ class NetworkPolicy(_Strict, frozen=True):
 
     sources: tuple[dict[str, Any], ...] | None = msgspec.field(name="from", default=None)
     metrics_from: tuple[dict[str, Any], ...] = ()
-    egress: tuple[dict[str, Any], ...] = ()
+    egress: tuple[dict[str, list[dict[str, Any]]], ...] = ()
 
 
 class Fetch(_Strict, frozen=True):

@@ -69,6 +69,8 @@ NAMES = st.sampled_from(
         "limits",
         "cpu",
         "size",
+        "egress",
+        "ports",
         "x",
     ]
 )
@@ -78,7 +80,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 FIELDS = st.sampled_from(
-    ["model", "runtime", "replicas", "cache", "resources", "podTemplate", "tolerations", "x"]
+    ["model", "runtime", "replicas", "cache", "resources", "podTemplate", "networkPolicy", "tolerations", "x"]
 )
 
 

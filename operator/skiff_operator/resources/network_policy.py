@@ -39,7 +39,7 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     )
 
 
-def _with_protocol(rule: dict[str, Any]) -> dict[str, Any]:
+def _with_protocol(rule: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return an egress rule with the protocol that the API server would fill in."""
     if "ports" not in rule:
         return rule

@@ -15,7 +15,7 @@ SCRATCH_LIMIT: Final = "10Gi"
 
 
 class Volume(NamedTuple):
-    """One volume and its mount. `source`: the volume without its name; `serving`: only the serving container mounts it."""
+    """One volume and its mount. `source`: the volume without its name; `serving`: the download does not mount it."""
 
     name: str
     source: dict[str, Any]
