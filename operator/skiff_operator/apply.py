@@ -23,7 +23,7 @@ from skiff_operator.errors import (
     ApiUnavailable,
     OperatorError,
 )
-from skiff_operator.kinds import CONTROLLER_REVISION, EVENT, INFERENCE_SERVICE, Kind
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, EVENT, INFERENCE_SERVICE, Kind
 from skiff_operator.log import logger
 from skiff_operator.observe import Observer
 from skiff_operator.resources.metadata import FIELD_MANAGER
@@ -124,8 +124,8 @@ class Applier:
         namespaced_name = key[0], obj["metadata"]["name"]
         live = await self._client.get(kind, *namespaced_name)
         ownership.require_owned(kind, live, service=key[1], uid=uid)
-        if covers(obj, live):
-            return live
+        if kind == DEPLOYMENT and covers(obj, live):
+            return live  # the observer cannot compare the template of an older revision, which it would have to read
         fields = ownership.migrated_fields(live)
         if fields is not None:
             version = live["metadata"]["resourceVersion"]

@@ -199,7 +199,7 @@ def _facts(key: Key, entry: Entry, pending: list[plan.Step], shortage: str = "")
     rollout = entry.rollout if ours else None
     desired_replicas = rollout.desired if rollout else 0
     target = desired.target if desired else None
-    failed = rollback.problem(target) if target and target.failed else None
+    failed = rollback.problem(name, target) if target and target.failed else None
     return status.Facts(
         name=name,
         generation=entry.generation,

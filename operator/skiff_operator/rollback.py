@@ -46,13 +46,13 @@ def reason(entry: Entry, target: Target | None, now: str, after_seconds: float) 
     return _shortened(f"{failing[0][1].trouble}: {failing[0][1].message}") if failing else ""
 
 
-def problem(target: Target) -> Problem:
+def problem(name: str, target: Target) -> Problem:
     """Return what the status reports after a rollback: the reason, and the way out."""
-    way_out = "change the spec, or try it again with `skiff rollout restart`"
-    return Problem(
-        ROLLED_BACK,
-        f"revision {target.revision} failed, revision {target.deployed} serves; {way_out}; {target.failed}",
+    way_out = f"change the spec, or try it again with `skiff rollout restart {name}`"
+    message = (
+        f"revision {target.revision} failed: {target.failed}; revision {target.deployed} serves; {way_out}"
     )
+    return Problem(ROLLED_BACK, message)
 
 
 def _has(entry: Entry, revision: str) -> bool:

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 from operator_process import eventually
 from services import hub, raw
 
-from skiff_operator import plan, spec
-from skiff_operator.kinds import CHILDREN
+from skiff_operator import plan, revisions, spec
+from skiff_operator.kinds import CHILDREN, CONTROLLER_REVISION
+from skiff_operator.resources import controller_revision
+from skiff_operator.resources.metadata import LABEL_REVISION
+from skiff_operator.revisions import Observed
 from skiff_operator.settings import Settings
 
 Object = dict[str, Any]
@@ -26,6 +29,7 @@ SMALLER: Object = {"replicas": 1, "cache": None}
 """An edit after which neither the claim nor the PodDisruptionBudget is needed."""
 SHORT = {kind.plural: kind.name.lower() for kind in CHILDREN}
 PLURALS = {kind.name: kind.plural for kind in CHILDREN}
+REVISIONS = CONTROLLER_REVISION.plural
 FLAVOURS = ("identical", "unlabelled", "controlled")
 OWN_NAMES = ("default", "skiff-operator")
 QUIET_SECONDS = 2.0
@@ -59,7 +63,13 @@ def inference_service(name: str, **fields: Any) -> Object:
 def children(name: str, namespace: str) -> Iterator[tuple[ObjectKey, Object]]:
     """Yield what the operator would make for `inference_service(name)`, without the owner."""
     service = spec.parse(raw(name, namespace=namespace, **copy.deepcopy(SPEC)))
-    for (kind, child), built in plan.objects(service, Settings()).items():
+    objects = plan.objects(service, Settings())
+    template = plan.built_deployment(objects)["spec"]["template"]
+    target = revisions.choose(service, template["metadata"]["labels"][LABEL_REVISION], Observed())
+    objects[(CONTROLLER_REVISION, target.name)] = controller_revision.build(
+        service, target, template, number=1
+    )
+    for (kind, child), built in objects.items():
         obj = copy.deepcopy(built)
         del obj["metadata"]["ownerReferences"]
         yield (kind.plural, child), obj
@@ -170,7 +180,10 @@ def play(cluster: Cluster) -> None:
     strangers.check()
     for name in names:
         cluster.merge("inferenceservices", name, {"spec": {"replicas": 3, "drain": {"timeoutSeconds": 7}}})
-    _all_conflict(cluster, names)
+    # Another spec has a ControllerRevision of another name.
+    _all_conflict(
+        cluster, [*OWN_NAMES, *(name for name, (plural, _) in single.items() if plural != REVISIONS)]
+    )
     strangers.check()
     for name in names:
         cluster.merge("inferenceservices", name, {"spec": SMALLER})

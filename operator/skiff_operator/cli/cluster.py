@@ -16,7 +16,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
 from skiff_operator.client import JSON_PATCH, MERGE_PATCH, Client
-from skiff_operator.errors import ApiNotFound, ApiRefused, OperatorError
+from skiff_operator.errors import ApiNotFound, ApiRefused, ApiUnavailable, OperatorError
 from skiff_operator.kinds import INFERENCE_SERVICE, Kind
 
 T = TypeVar("T")
@@ -82,8 +82,17 @@ class Cluster:
         self._runner.run(self.client.close())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run several requests of `client` at once, as the coroutine arranges them."""
-        return self._runner.run(work)
+        """Run one request of `client`, or several as the coroutine arranges them.
+
+        Raises:
+            OperatorError: the API server does not answer, or refused.
+        """
+        try:
+            return self._runner.run(work)
+        except ApiUnavailable as error:
+            if error.__cause__ is None:
+                raise  # it answered that it is busy
+            raise OperatorError(f"the API server does not answer: {error.__cause__}") from error
 
     def get(self, kind: Kind, name: str) -> dict[str, Any]:
         """Return one object of the namespace.

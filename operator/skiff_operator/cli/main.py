@@ -5,6 +5,7 @@ Only the module of the given command is imported. Exit codes are kubectl's: 0, a
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "kubectl skiff") -> int:
         print(f"{prog}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, such as `head`, has left
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader, such as `head`, has left; what is buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _ERROR_CODES.get(words[0], 1) if words else 1
 
 
