@@ -89,6 +89,16 @@ def test_fields_are_compared_one_by_one_and_secrets_masked() -> None:
     ]
 
 
+def test_an_object_that_was_empty_is_shown_by_its_fields() -> None:
+    assert [each.field for each in compare({}, {"replicas": 1})] == ["spec.replicas"]
+    assert [each.field for each in compare({"cache": {}}, {"cache": {"size": "1Gi"}})] == ["spec.cache.size"]
+    volume = {"name": "tmp", "emptyDir": {}}
+    assert [each.field for each in compare({"volumes": []}, {"volumes": [volume]})] == [
+        "spec.volumes[tmp].emptyDir"
+    ]
+    assert [each.field for each in compare({"cache": {}}, {})] == ["spec.cache"]
+
+
 def test_the_patch_removes_what_the_last_apply_had() -> None:
     """And nothing else: a field that an autoscaler wrote stays, as with `kubectl apply`."""
     last = {"spec": {"model": {"uri": "demo://", "name": "a"}, "cache": {"size": "1Gi"}, "drain": {}}}

@@ -177,7 +177,7 @@ def compare(live: dict[str, Any], planned: dict[str, Any]) -> tuple[Change, ...]
     return tuple(
         Change(field, _shown(field, old), _shown(field, new))
         for field in fields
-        if old.get(field) != new.get(field)
+        if old.get(field) != new.get(field) and not _is_filled(field, old, new)
     )
 
 
@@ -377,6 +377,12 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(rest, f"{path}[{each['name']}]")
     else:
         yield path, value
+
+
+def _is_filled(field: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Return whether a field is empty on one side and has fields of its own on the other, which are shown instead."""
+    inside = (f"{field}.", f"{field}[")
+    return any(name.startswith(inside) for name in (old if field in new else new))
 
 
 def _shown(field: str, values: dict[str, Any]) -> str:
