@@ -147,7 +147,7 @@ def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
     wait(lambda: cause() == "NoGPU", timeout_seconds=120, explain=cause)
     waiter = inference_service("waiter", runtime=runtime)
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(waiter))
-    assert code == 1 and "not enough: 0 of 1 pods" in text
+    assert code == 1 and "not enough: GPUs are free for 0 of 1 now" in text
     kube.apply(waiter)
     wait(lambda: kube.condition("waiter").get("reason") == "InsufficientGPU", timeout_seconds=60)
     code, screen = skiff(kube, "explain", "waiter")

@@ -63,7 +63,7 @@ def test_a_plan_names_pods_room_and_memory() -> None:
 
 def test_pods_that_would_wait_for_gpus_are_counted() -> None:
     text = render(planned(started=3))
-    assert "not enough: 1 of 4 pods find their 2 GPUs now" in text
+    assert "not enough: GPUs are free for 1 of 4 now" in text
     for nodes in (None, (NodeGpus("node-1", True, 8, None),)):
         assert "free GPUs are not known" in render(planned(nodes=nodes))
 

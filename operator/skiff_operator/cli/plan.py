@@ -438,7 +438,7 @@ def _room(planned: Plan) -> Iterator[str]:
     free = ", ".join(f"{node.name} {node.free} of {node.total}" for node in planned.nodes if node.usable)
     yield f"  free {planned.gpu_resource}: {free or 'none'}"
     if places < pods:
-        yield f"  not enough: {places} of {pods} pods find their {planned.gpus} GPUs now; the others wait (InsufficientGPU)"
+        yield f"  not enough: GPUs are free for {places} of {pods} now; what finds none waits (InsufficientGPU)"
 
 
 def _memory(planned: Plan) -> Iterator[str]:
