@@ -31,7 +31,9 @@ def pod(name: str = "llama-1", *, age: float = 30.0, **fields: Any) -> Pod:
     return Pod(state=PodState(name=name, uid=name, **values), node="node-1", age_seconds=age, restarts=0)
 
 
-def snapshot(*pods: Pod, problem: Problem | None = None, shortage: str = "", **fields: Any) -> Snapshot:
+def snapshot(
+    *pods: Pod, problem: Problem | None = None, shortage: str = "", paused: bool = False, **fields: Any
+) -> Snapshot:
     """One replica with these pods, and the status that the operator would report."""
     facts = Facts(
         name="llama",
@@ -44,6 +46,7 @@ def snapshot(*pods: Pod, problem: Problem | None = None, shortage: str = "", **f
         pods=tuple(each.state for each in pods),
         problem=problem,
         shortage=shortage,
+        paused=paused,
     )
     status = msgspec.structs.replace(report(facts, None, NOW), startup=fields.pop("startup", None))
     given: dict[str, Any] = {
@@ -63,6 +66,7 @@ SITUATIONS = [
     (snapshot(pod(age=50), startup=STARTUP), ["began 50s ago; the last start took 61s", "loaded 4.2s, ready 61s"]),
     (snapshot(pod(age=900), startup=STARTUP), ["That is slow: look at the log."]),
     (snapshot(pod(phase="Fetching")), ["kubectl logs llama-1 -c fetch"]),
+    (snapshot(pod(revision="old", ready=True, phase="Serving"), paused=True), ["kubectl skiff rollout resume llama"]),
     (snapshot(), ["is not Ready", "Wait: pods are about to be created"]),
     (snapshot(pod(trouble="CrashLoop", message="ended", crash=CRASH)), ["is not Ready: CrashLoop", REMEDIES["UnsupportedModel"][:40]]),
     (snapshot(pod(trouble="ImagePullFailed", message="no such image")), ["no such image", "Correct spec.runtime.image"]),
