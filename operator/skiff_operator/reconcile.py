@@ -9,7 +9,7 @@ from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
-from skiff_operator.resources import containers, controller_revision, deployment
+from skiff_operator.resources import containers, controller_revision, deployment, pod
 from skiff_operator.resources import service as service_builder
 from skiff_operator.revisions import Target
 from skiff_operator.settings import Settings
@@ -146,6 +146,8 @@ class Reconciler:
         assert entry.service is not None, "it was built"
         made = plan.built_deployment(built)
         template = await self._template(key, target, made["spec"]["template"])
+        if target.source != "built":
+            pod.check_recorded(template, entry.service, self._settings)
         objects = {**built, (DEPLOYMENT, key[1]): deployment.with_template(made, template, target.spec_hash)}
         if not entry.owns(CONTROLLER_REVISION, target.name):
             last = revisions.newest(entry.own_revisions())

@@ -275,8 +275,15 @@ def restarted(template: dict[str, Any], target: Target) -> dict[str, Any]:
 
 
 def surplus(target: Target, revisions: tuple[Revision, ...], in_use: set[str], limit: int) -> list[Revision]:
-    """Return the revisions beyond the history limit, oldest first; `in_use` are labels of pods and of the last Ready one."""
+    """Return the revisions beyond the history limit, oldest first.
+
+    `in_use` are the labels of pods and of the last Ready revision. Several specs may have one template, such as those
+    with another size of the cache; the newest of these records it.
+    """
     kept = {target.name, target.stored}
-    old = [each for each in revisions if each.name not in kept and each.revision not in in_use]
-    old.sort(key=lambda each: (each.number, each.name))
+    by_number = sorted(revisions, key=lambda each: (each.number, each.name))
+    kept |= {
+        each.name for each in {each.revision: each for each in by_number}.values() if each.revision in in_use
+    }
+    old = [each for each in by_number if each.name not in kept]
     return old[: max(len(old) - limit, 0)]

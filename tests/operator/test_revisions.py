@@ -8,8 +8,11 @@ from services import raw, service
 
 from skiff_operator import revisions, rollback, spec
 from skiff_operator.cache import Child, Entry
+from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import CONTROLLER_REVISION
+from skiff_operator.resources import pod
 from skiff_operator.revisions import Observed, Revision, choose
+from skiff_operator.settings import Settings
 from skiff_operator.status import Condition, Status
 from skiff_operator.workload import PodState, Rollout
 
@@ -122,6 +125,8 @@ def test_the_history_keeps_what_has_pods_or_was_ready_last() -> None:
     old = revisions.surplus(target, known, {"2", "3"}, 2)
     assert [each.revision for each in old] == ["1", "4", "5"]
     assert revisions.surplus(target, known, set(), 10) == []
+    alike = tuple(record(number, "one", spec_hash=str(number)) for number in range(1, 8))
+    assert [each.number for each in revisions.surplus(target, alike, {"one"}, 2)] == [1, 2, 3, 4]
 
 
 def failing(**changes: Any) -> Entry:
@@ -192,6 +197,29 @@ def test_a_revision_fails_by_its_pods_or_its_deadline() -> None:
 )
 def test_nothing_else_is_a_failure_of_the_revision(changes: dict[str, Any]) -> None:
     assert reason(failing(**changes)) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flags", "said"),
+    [
+        ({"hostNetwork": True}, {}, "hostNetwork"),
+        ({"serviceAccountName": "admin"}, {}, "serviceAccountName"),
+        (
+            {"volumes": [{"name": "etc", "hostPath": {"path": "/etc"}}]},
+            {"allow_privileged_pods": True},
+            "hostPath",
+        ),
+    ],
+)
+def test_a_recorded_template_has_no_rights_that_a_new_one_would_not_get(
+    wrong: dict[str, Any], flags: dict[str, bool], said: str
+) -> None:
+    template = pod.build(SERVICE, Settings())
+    pod.check_recorded(template, SERVICE, Settings())
+    template["spec"].update(wrong)
+    with pytest.raises(InvalidSpec, match=f"{said}.*skiff rollout upgrade llama"):
+        pod.check_recorded(template, SERVICE, Settings(**flags))
+    pod.check_recorded(template, SERVICE, Settings(allow_privileged_pods=True, allow_host_path=True))
 
 
 def test_requests_are_read_from_annotations_within_a_limit() -> None:

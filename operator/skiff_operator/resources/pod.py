@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from skiff_operator.errors import InvalidSpec
 from skiff_operator.resources import containers, overlay, pod_security, volumes
 from skiff_operator.resources.metadata import LABEL_REVISION, digest, labels, selector
 from skiff_operator.settings import Settings
@@ -28,6 +29,25 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
         pod_security.check(template, account=service.name)
     template["metadata"]["labels"][LABEL_REVISION] = digest(template)
     return template
+
+
+def check_recorded(template: dict[str, Any], service: InferenceService, settings: Settings) -> None:
+    """Check a template from a ControllerRevision: others may have written it, or the settings were different then.
+
+    Raises:
+        InvalidSpec: it has what the operator's settings do not permit.
+    """
+    try:
+        if not settings.allow_privileged_pods:
+            pod_security.check(template, account=service.name)
+        hosts = [each["name"] for each in template["spec"].get("volumes") or [] if "hostPath" in each]
+        if hosts and not settings.allow_host_path:
+            raise InvalidSpec(f"volumes[{hosts[0]}]: hostPath volumes are off")
+    except InvalidSpec as error:
+        way_out = f"`skiff rollout upgrade {service.name}` builds another one"
+        raise InvalidSpec(
+            f"the recorded pod template is not permitted any more: {error}; {way_out}"
+        ) from error
 
 
 def grace_seconds(service: InferenceService) -> int:
