@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube import Kube, inference_service, wait
+from kube import Kube, inference_service, tool, wait
 
 ROOT = Path(__file__).parents[2]
 CHAT = """
@@ -133,7 +133,8 @@ def gpus(operator: Kube) -> Iterator[str]:
 
 def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
     """The first takes both GPUs, and its container sees neither of them; the second finds none free."""
-    taker = inference_service("taker", runtime={"device": "cuda"}, parallelism={"tensor": 2})
+    runtime = {"device": "cuda", "image": tool("image", "runtime")}  # the only image there is
+    taker = inference_service("taker", runtime=runtime, parallelism={"tensor": 2})
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(taker))
     assert code == 1 and f"free nvidia.com/gpu: {gpus} 2 of 2" in text and "not enough" not in text
     assert "NVIDIA-H100-80GB-HBM3 (79.65 GiB): fits" in text
@@ -144,9 +145,9 @@ def test_pods_that_wait_for_gpus(kube: Kube, gpus: str) -> None:
         return str(status.get("lastFailure", {}).get("reason"))
 
     wait(lambda: cause() == "NoGPU", timeout_seconds=120, explain=cause)
-    waiter = inference_service("waiter", runtime={"device": "cuda"})
+    waiter = inference_service("waiter", runtime=runtime)
     code, text = skiff(kube, "plan", "-f", "-", text=json.dumps(waiter))
-    assert code == 1 and "not enough: 0 of 1 pods" in text
+    assert code == 1 and "not enough: GPUs are free for 0 of 1 now" in text
     kube.apply(waiter)
     wait(lambda: kube.condition("waiter").get("reason") == "InsufficientGPU", timeout_seconds=60)
     code, screen = skiff(kube, "explain", "waiter")

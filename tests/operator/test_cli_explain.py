@@ -1,20 +1,11 @@
-"""`skiff explain`: the rendering of many situations, and what it reads from a real API server."""
+"""`skiff explain`: the rendering of many situations."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import yaml
-from apiserver import APPLY, ApiServer
-from controlplane import ControlPlane
-from installation import RIGHTS
-from operator_process import OperatorProcess, eventually, token_kubeconfig
-from play_kubelet import PlayKubelet
-from services import hub, raw, service
-from strangers import condition
+from services import service
 
-from skiff_operator.cli import main
 from skiff_operator.cli.capacity import NodeGpus, count
 from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
@@ -22,7 +13,6 @@ from skiff_operator.startup import PodStartup
 from skiff_operator.status import Facts, Problem, report
 from skiff_operator.workload import Crash, PodState, Rollout
 
-USER_ROLES = Path(__file__).parents[2] / "manifests/operator/user-roles.yaml"
 NOW = "2026-01-01T00:00:00Z"
 HUB_TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQr"
 CRASH = Crash(
@@ -41,7 +31,9 @@ def pod(name: str = "llama-1", *, age: float = 30.0, **fields: Any) -> Pod:
     return Pod(state=PodState(name=name, uid=name, **values), node="node-1", age_seconds=age, restarts=0)
 
 
-def snapshot(*pods: Pod, problem: Problem | None = None, shortage: str = "", **fields: Any) -> Snapshot:
+def snapshot(
+    *pods: Pod, problem: Problem | None = None, shortage: str = "", paused: bool = False, **fields: Any
+) -> Snapshot:
     """One replica with these pods, and the status that the operator would report."""
     facts = Facts(
         name="llama",
@@ -54,6 +46,7 @@ def snapshot(*pods: Pod, problem: Problem | None = None, shortage: str = "", **f
         pods=tuple(each.state for each in pods),
         problem=problem,
         shortage=shortage,
+        paused=paused,
     )
     status = msgspec.structs.replace(report(facts, None, NOW), startup=fields.pop("startup", None))
     given: dict[str, Any] = {
@@ -73,6 +66,7 @@ SITUATIONS = [
     (snapshot(pod(age=50), startup=STARTUP), ["began 50s ago; the last start took 61s", "loaded 4.2s, ready 61s"]),
     (snapshot(pod(age=900), startup=STARTUP), ["That is slow: look at the log."]),
     (snapshot(pod(phase="Fetching")), ["kubectl logs llama-1 -c fetch"]),
+    (snapshot(pod(revision="old", ready=True, phase="Serving"), paused=True), ["kubectl skiff rollout resume llama"]),
     (snapshot(), ["is not Ready", "Wait: pods are about to be created"]),
     (snapshot(pod(trouble="CrashLoop", message="ended", crash=CRASH)), ["is not Ready: CrashLoop", REMEDIES["UnsupportedModel"][:40]]),
     (snapshot(pod(trouble="ImagePullFailed", message="no such image")), ["no such image", "Correct spec.runtime.image"]),
@@ -144,52 +138,3 @@ def test_free_gpus_are_what_no_pod_requests() -> None:
     assert found[0].memory_bytes == 81_559 << 20
     unknown = count(nodes, None, "nvidia.com/gpu", {"pool": "b"})
     assert [(each.usable, each.free) for each in unknown] == [(False, None), (False, None)]
-
-
-@pytest.fixture
-def user(api: ApiServer, plane: ControlPlane, tmp_path: Path) -> str:
-    """A kubeconfig of a user with the role view in the test's namespace, which the chart's roles extend."""
-    for role in yaml.safe_load_all(USER_ROLES.read_text()):
-        path = f"{RIGHTS}/clusterroles/{role['metadata']['name']}?fieldManager=tests&force=true"
-        api.request("PATCH", path, role, kind=APPLY)
-    api.create("serviceaccounts", {"metadata": {"name": "viewer"}})
-    binding = {
-        "metadata": {"name": "viewer"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
-        "subjects": [{"kind": "ServiceAccount", "name": "viewer", "namespace": api.namespace}],
-    }
-    api.request("POST", f"{RIGHTS}/namespaces/{api.namespace}/rolebindings", binding)
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(token_kubeconfig(api, "viewer", plane.kubeconfig))
-    return str(kubeconfig)
-
-
-def test_a_viewer_reads_the_failure_from_the_cluster(
-    api: ApiServer, user: str, operator: OperatorProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The chart's roles let it read InferenceServices; this control plane has no kubelet, so the log is the status's."""
-    body = raw("llama", model=hub(), runtime={"device": "cuda"})
-    api.create("inferenceservices", {**body, "metadata": {"name": "llama"}})
-    kubelet = PlayKubelet(api, "llama")
-    made = (eventually(kubelet.pods, "a pod") or [])[0]
-    log = f'{HUB_TOKEN} 2026 error fetch fetch_failed message="hub refuses org/a (401): check its name"'
-    kubelet.crash(made, code=5, log=log, init=True)
-    eventually(lambda: condition(api, "llama")[1] == "WeightsDownloadFailed", "the failure")
-    failure = api.get("inferenceservices", "llama")["status"]["lastFailure"]
-    assert failure["reason"] == "Unauthorized" and "credentialsSecretRef" in failure["remedy"]
-    assert HUB_TOKEN not in str(api.get("inferenceservices", "llama"))
-
-    def explained() -> str:
-        arguments = ["explain", "infsvc/llama", "--kubeconfig", user, "-n", api.namespace]
-        code = main.main(arguments)
-        out = capsys.readouterr().out
-        return out if code == 0 and "Warning" in out else ""
-
-    screen = eventually(explained, "the rights of view, and the operator's event", 20)
-    assert f"{api.namespace}/llama is not Ready: WeightsDownloadFailed" in screen
-    assert "End of the log of fetch in llama-" in screen and "hub refuses org/a (401)" in screen
-    assert "Warning  WeightsDownloadFailed" in screen
-    assert REMEDIES["Unauthorized"][:50] in screen
-    assert HUB_TOKEN not in screen
-    assert main.main(["explain", "none", "--kubeconfig", user, "-n", api.namespace]) == 1
-    assert "none" in capsys.readouterr().err

@@ -1,16 +1,10 @@
-"""`skiff plan`: what a manifest would change, against a real API server, and the parts that need none."""
+"""`skiff plan`: the changes of a manifest, the room that they need, and the size of the model."""
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from apiserver import ApiServer
-from controlplane import ControlPlane
-from operator_process import OperatorProcess, eventually
-from play_kubelet import PlayKubelet
 from services import service
 
 from skiff_operator.cli import main, plan
@@ -69,7 +63,7 @@ def test_a_plan_names_pods_room_and_memory() -> None:
 
 def test_pods_that_would_wait_for_gpus_are_counted() -> None:
     text = render(planned(started=3))
-    assert "not enough: 1 of 4 pods find their 2 GPUs now" in text
+    assert "not enough: GPUs are free for 1 of 4 now" in text
     for nodes in (None, (NodeGpus("node-1", True, 8, None),)):
         assert "free GPUs are not known" in render(planned(nodes=nodes))
 
@@ -93,6 +87,16 @@ def test_fields_are_compared_one_by_one_and_secrets_masked() -> None:
         ("spec.cache.size", "", "10Gi"),
         ("spec.runtime.device", "cuda", ""),
     ]
+
+
+def test_an_object_that_was_empty_is_shown_by_its_fields() -> None:
+    assert [each.field for each in compare({}, {"replicas": 1})] == ["spec.replicas"]
+    assert [each.field for each in compare({"cache": {}}, {"cache": {"size": "1Gi"}})] == ["spec.cache.size"]
+    volume = {"name": "tmp", "emptyDir": {}}
+    assert [each.field for each in compare({"volumes": []}, {"volumes": [volume]})] == [
+        "spec.volumes[tmp].emptyDir"
+    ]
+    assert [each.field for each in compare({"cache": {}}, {})] == ["spec.cache"]
 
 
 def test_the_patch_removes_what_the_last_apply_had() -> None:
@@ -155,45 +159,3 @@ def test_a_file_that_cannot_be_planned_is_refused(
 def test_errors_have_the_exit_code_of_kubectl_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["plan"]) == main.main(["plan", "-f", "/no/such/file"]) == 2
     assert "/no/such/file" in capsys.readouterr().err
-
-
-def test_a_plan_of_the_cluster(
-    api: ApiServer,
-    plane: ControlPlane,
-    operator: OperatorProcess,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "llama.yaml"
-
-    def plans(**spec: Any) -> tuple[int, str]:
-        body = {
-            "apiVersion": "serving.skiff.dev/v1alpha1",
-            "kind": "InferenceService",
-            "metadata": {"name": "llama"},
-            "spec": {"model": {"uri": "demo://"}, "runtime": {"device": "cpu"}, **spec},
-        }
-        file.write_text(yaml.safe_dump(body))
-        flags = ["--no-model", "--kubeconfig", str(plane.kubeconfig), "-n", api.namespace]
-        code = main.main(["plan", "-f", str(file), *flags])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-
-    code, text = plans()
-    assert code == 1 and "a new InferenceService" in text and "Room: 1 pod in all" in text
-    assert api.find("inferenceservices", "llama") is None, "a plan changes nothing"
-    api.create("inferenceservices", yaml.safe_load(file.read_text()))
-    [pod] = eventually(PlayKubelet(api, "llama").pods, "a pod")
-    assert plans() == (0, f"{api.namespace}/llama: no difference\nMemory: not computed (--no-model)\n")
-    code, text = plans(replicas=3)
-    assert code == 1 and "Pods: none restarts" in text and "Replicas: 2 start" in text
-    code, text = plans(drain={"timeoutSeconds": 5})
-    assert code == 1 and f"Pods: 1 restart: {pod['metadata']['name']}" in text
-    assert "spec.drain.timeoutSeconds   60    5" in text and "Room: 1 pod beside" in text
-    code, text = plans(replicas=-1)
-    assert code == 2 and "spec.replicas" in text
-    code, text = plans(unheardOf=1)
-    assert code == 2 and "unheardOf" in text
-    code, text = plans(runtime={"args": ["--port=1"]})
-    assert code == 2 and "--port is set by the operator" in text
-    assert api.get("inferenceservices", "llama")["metadata"]["generation"] == 1

@@ -1,7 +1,6 @@
 """The startup of a pod: its steps by the times of its status and by the server's report, observed once."""
 
 import asyncio
-import datetime
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,11 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from apiserver import ApiServer
-from operator_process import OperatorProcess, eventually
-from play_kubelet import PlayKubelet
-from services import raw
-from strangers import condition
 
 from skiff_operator import metrics, startup
 from skiff_operator.cache import Cache
@@ -233,36 +227,3 @@ def test_the_controller_reads_it_from_the_event() -> None:
     before = observed("ready")
     asyncio.run(events())
     assert observed("ready") == before + 1
-
-
-def test_the_status_has_the_startup_of_the_newest_pod(api: ApiServer, operator: OperatorProcess) -> None:
-    api.create("inferenceservices", {**raw(runtime={"device": "cpu"}), "metadata": {"name": "llama"}})
-    [made] = eventually(PlayKubelet(api, "llama").pods, "a pod")
-    created = datetime.datetime.fromisoformat(made["metadata"]["creationTimestamp"])
-
-    def report(*, ready: bool) -> None:
-        def later(seconds: int) -> str:
-            return (created + datetime.timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
-
-        changed = {"PodScheduled": (True, 1), "Ready": (ready, 30)}
-        runtime = {"name": "runtime", "image": "img:1", "imageID": "", "restartCount": 0, "ready": ready}
-        status = {
-            "phase": "Running",
-            "conditions": [
-                {"type": kind, "status": str(holds), "lastTransitionTime": later(seconds)}
-                for kind, (holds, seconds) in changed.items()
-            ],
-            "containerStatuses": [{**runtime, "state": {"running": {"startedAt": later(6)}}}],
-        }
-        api.merge("pods", made["metadata"]["name"], {"status": status}, "status")
-
-    report(ready=False)
-    eventually(lambda: condition(api, "llama", "ModelReady")[1] == "LoadingModel", "the server starts")
-    report(ready=True)
-    eventually(lambda: condition(api, "llama", "Ready")[0] == "True", "it is ready")
-    found = api.get("inferenceservices", "llama")["status"]["startup"]
-    seconds = {name: value for name, value in found.items() if name.endswith("Seconds")}
-    assert seconds == {"scheduledSeconds": 1, "pulledSeconds": 5, "readySeconds": 30}
-    assert found["pod"] == made["metadata"]["name"] and found["at"] and found["revision"]
-    count = "skiff_operator_pod_startup_seconds_count{phase=%s}"
-    assert [operator.metrics()[count % step] for step in ("ready", "loaded")] == [1, 0]

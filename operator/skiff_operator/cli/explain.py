@@ -175,11 +175,12 @@ def advise(snapshot: Snapshot) -> str:
         if trouble.reason in _CLASSIFIED and failure is not None and failure.remedy:
             return failure.remedy
         return REMEDIES.get(trouble.reason, "See the message above, and `kubectl describe pod` of the pod.")
-    ready = status.condition(READY)
-    if ready is not None and ready.status == "True":
-        progressing = status.condition(PROGRESSING)
-        if progressing is None or progressing.status == "False":
-            return "Nothing: all is well."
+    ready, progressing = status.condition(READY), status.condition(PROGRESSING)
+    if progressing is not None and progressing.reason == "RolloutPaused":
+        return f"The rollout is paused; `kubectl skiff rollout resume {snapshot.name}` continues it."
+    settled = progressing is None or progressing.status == "False"
+    if ready is not None and ready.status == "True" and settled:
+        return "Nothing: all is well."
     if blocking is None:
         return "Wait: pods are about to be created or to stop."
     return _WAITING.get(blocking.state.phase, "Wait: the pod stops.").format(pod=blocking.state.name) + _pace(
@@ -294,7 +295,8 @@ def _log(snapshot: Snapshot, width: int) -> Iterator[str]:
     blocking = snapshot.blocking
     if not snapshot.log or blocking is None:
         return
-    lines = [redact(line) for line in snapshot.log[-LOG_LINES:]]
+    # A key may extend over several lines, so they are redacted as one text.
+    lines = redact("\n".join(snapshot.log)).splitlines()[-LOG_LINES:]
     folded = [
         textwrap.fill(_cut(line, 4 * width), width, initial_indent="  ", subsequent_indent="    ")
         for line in lines

@@ -177,7 +177,7 @@ def compare(live: dict[str, Any], planned: dict[str, Any]) -> tuple[Change, ...]
     return tuple(
         Change(field, _shown(field, old), _shown(field, new))
         for field in fields
-        if old.get(field) != new.get(field)
+        if old.get(field) != new.get(field) and not _is_filled(field, old, new)
     )
 
 
@@ -379,6 +379,12 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def _is_filled(field: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Return whether a field is empty on one side and has fields of its own on the other, which are shown instead."""
+    inside = (f"{field}.", f"{field}[")
+    return any(name.startswith(inside) for name in (old if field in new else new))
+
+
 def _shown(field: str, values: dict[str, Any]) -> str:
     """Return a value as text; that of a variable with a secret's name is masked."""
     if field not in values:
@@ -432,7 +438,7 @@ def _room(planned: Plan) -> Iterator[str]:
     free = ", ".join(f"{node.name} {node.free} of {node.total}" for node in planned.nodes if node.usable)
     yield f"  free {planned.gpu_resource}: {free or 'none'}"
     if places < pods:
-        yield f"  not enough: {places} of {pods} pods find their {planned.gpus} GPUs now; the others wait (InsufficientGPU)"
+        yield f"  not enough: GPUs are free for {places} of {pods} now; what finds none waits (InsufficientGPU)"
 
 
 def _memory(planned: Plan) -> Iterator[str]:
