@@ -1,8 +1,8 @@
 """The API server over HTTP: plain dicts, short timeouts, and the credentials of the kubernetes package.
 
 Loading and renewing credentials and the TLS settings are the package's. Its requests are not used: the generated models
-cost ten times as much CPU as the JSON itself, and its REST client a third of a request. Errors are translated to those
-of `errors`.
+cost ten times as much CPU as the JSON itself, and its REST client encodes with the slower `json`. Errors are translated
+to those of `errors`.
 """
 
 import json

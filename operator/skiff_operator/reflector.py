@@ -33,7 +33,7 @@ from skiff_operator.watch_streams import WATCHED, EventHandler, StreamKey
 
 BORROWED: Final = {
     "kopf._cogs.clients.watching.infinite_watch": {"settings", "resource", "namespace", "operator_paused"},
-    "kopf._cogs.clients.api.request": {"method", "url", "settings", "timeout", "headers", "logger"},
+    "kopf._cogs.clients.api.request": {"method", "url", "settings", "timeout", "logger"},
     "kopf._cogs.clients.api.iter_jsonlines": {"content"},
     "kopf._cogs.structs.references.Resource.get_url": {"namespace", "params"},
 }
@@ -44,9 +44,6 @@ LAST_RETRY_SECONDS: Final = 30.0
 _STABLE_SECONDS: Final = 5.0
 _GONE: Final = 410
 _FAILURES: Final = (errors.APIError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError)
-
-_UNCOMPRESSED: Final = {"Accept-Encoding": "identity"}
-"""Unpacking a large list costs more CPU, here and in the API server, than it saves network."""
 
 _requests = logging.getLogger("skiff_operator.requests")
 _requests.setLevel(logging.CRITICAL)  # kopf logs each failed request, and the reflector reports it, too
@@ -171,7 +168,7 @@ _ANY: Final = msgspec.json.Decoder()
 
 
 def decode_object(encoded: _EncodedObject) -> dict[str, Any]:
-    """Decode an object of a list or a watch without its `managedFields`, half of its size, which no event is read for."""
+    """Decode an object of a list or a watch without its `managedFields`: half of its size, and not read there."""
     obj = {field: _ANY.decode(raw) for field, raw in encoded.items() if field != "metadata"}
     metadata = _FIELDS.decode(encoded.get("metadata", b"{}"))
     obj["metadata"] = {field: _ANY.decode(raw) for field, raw in metadata.items() if field != "managedFields"}
@@ -218,22 +215,26 @@ class Reflector:
     async def _list(self) -> str:
         """List all objects page by page; return the resource version of the list."""
         shown: set[str] = set()
-        kind = self._stream.kind
-        identity = {"apiVersion": kind.api_version, "kind": kind.name}  # the items of a list lack both
         params = {"limit": str(self._watching.chunk_size), "labelSelector": self._selector}
         while True:
             page = await self._page({name: text for name, text in params.items() if text})
             self._handler.streams.heard(self._stream)
-            for item in page.items or ():
-                obj = identity | decode_object(item)
-                shown.add(obj["metadata"]["uid"])
-                self._handler.on_event(kind, "LISTED", obj)
+            self._pass_on(page.items or [], shown)
             resource_version, params["continue"] = page.metadata.resource_version, page.metadata.token
             del page  # or else two pages would be in memory while the next one is read
             if not params["continue"]:
                 break
         self._handler.on_listed(self._stream, shown, int(resource_version))
         return resource_version
+
+    def _pass_on(self, items: list[_EncodedObject], shown: set[str]) -> None:
+        """Pass on the objects of one page, and add their uids to `shown`."""
+        kind = self._stream.kind
+        identity = {"apiVersion": kind.api_version, "kind": kind.name}  # the items of a list lack both
+        for item in items:
+            obj = identity | decode_object(item)
+            shown.add(obj["metadata"]["uid"])
+            self._handler.on_event(kind, "LISTED", obj)
 
     async def _watch(self, resource_version: str) -> NoReturn:
         """Receive events over any number of requests; an interrupted watch resumes after its last event.
@@ -262,7 +263,7 @@ class Reflector:
             else:
                 await self._pause(failure)
 
-    async def _page(self, params: dict[str, str]) -> "_Page":
+    async def _page(self, params: dict[str, str]) -> _Page:
         """Request one page of the list."""
         networking = self._settings.networking
         timeout = aiohttp.ClientTimeout(
@@ -291,7 +292,7 @@ class Reflector:
     ) -> aiohttp.ClientResponse:
         url = self._resource.get_url(namespace=self._stream.namespace, params=params)
         reply: aiohttp.ClientResponse = await api.request(
-            "get", url, settings=self._settings, timeout=timeout, headers=_UNCOMPRESSED, logger=_requests
+            "get", url, settings=self._settings, timeout=timeout, logger=_requests
         )
         return reply
 
@@ -299,7 +300,7 @@ class Reflector:
     def _selector(self) -> str:
         return ",".join(self._watching.label_selectors.collect(self._resource))
 
-    def _take(self, event: "_WatchEvent") -> str:
+    def _take(self, event: _WatchEvent) -> str:
         """Pass on an event, and return the resource version to go on from."""
         obj = decode_object(event.object)
         if event.type == "ERROR":
