@@ -1,6 +1,6 @@
 """Open-loop traffic driver: measures what clients of a Service see while its pods change.
 
-It runs inside the cluster, needs httpx (and openai for `--retries`), and imports nothing else of this repository, so that a
+It runs inside the cluster, needs the openai package with its httpx2, and imports nothing else of this repository, so that a
 test or a user can copy the file into any pod:
 
     python3 traffic.py record URL MODEL > answers.json
@@ -37,7 +37,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import httpx
+import httpx2
 
 SEED: Final = 20
 REQUEST_TIMEOUT_SECONDS: Final = 60.0
@@ -214,11 +214,11 @@ class Client:
 
     def __init__(self, url: str, model: str, *, retries: int = 0) -> None:
         self._model = model
-        timeout = httpx.Timeout(REQUEST_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
-        no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_KEPT_ALIVE)
+        timeout = httpx2.Timeout(REQUEST_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
+        no_limit = httpx2.Limits(max_connections=None, max_keepalive_connections=MAX_KEPT_ALIVE)
         self._url = url.rstrip("/")
         self._clients = {
-            kept: httpx.AsyncClient(
+            kept: httpx2.AsyncClient(
                 base_url=self._url,
                 timeout=timeout,
                 trust_env=False,
@@ -231,7 +231,7 @@ class Client:
             {kept: self._wrap(client, retries) for kept, client in self._clients.items()} if retries else {}
         )
 
-    def _wrap(self, client: httpx.AsyncClient, retries: int) -> Any:
+    def _wrap(self, client: httpx2.AsyncClient, retries: int) -> Any:
         # Imported here because it is needed for retries alone and takes a second of a busy machine.
         import openai
 
@@ -253,18 +253,18 @@ class Client:
             ):
                 opened = True
                 content = (await response.aread()).decode()
-                if response.status_code != httpx.codes.OK:
+                if response.status_code != httpx2.codes.OK:
                     raise RequestFailed(f"{Failure.STATUS} {response.status_code}", content[:300])
                 return (
                     endpoint.read_stream(parse_events(content))
                     if stream
                     else endpoint.read(json.loads(content))
                 )
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise RequestFailed(Failure.CONNECT, _describe(error)) from error
-        except (TimeoutError, httpx.TimeoutException) as error:
+        except (TimeoutError, httpx2.TimeoutException) as error:
             raise RequestFailed(Failure.TIMEOUT, _describe(error)) from error
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise RequestFailed(Failure.AFTER if opened else Failure.BEFORE, _describe(error)) from error
         except IncompleteStream as error:
             raise RequestFailed(Failure.AFTER, str(error)) from error
@@ -274,7 +274,7 @@ class Client:
     @contextlib.asynccontextmanager
     async def _open(
         self, endpoint: Endpoint, question: str, *, stream: bool, kept: bool
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator[httpx2.Response]:
         """Send a request and yield its response once the head has arrived; with retries, that of the last attempt."""
         body = {"model": self._model, **endpoint.body(question), **({"stream": True} if stream else {})}
         if not (self._retrying and endpoint.method):
@@ -290,7 +290,7 @@ class Client:
         except openai.APIStatusError as error:
             raise RequestFailed(f"{Failure.STATUS} {error.status_code}", str(error)) from error
         except openai.APIConnectionError as error:
-            if isinstance(error.__cause__, httpx.TransportError):
+            if isinstance(error.__cause__, httpx2.TransportError):
                 raise error.__cause__ from None
             raise RequestFailed(Failure.BEFORE, _describe(error)) from error
 

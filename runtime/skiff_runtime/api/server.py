@@ -17,7 +17,7 @@ from skiff_runtime.api.dispatch.dispatcher import Dispatcher
 from skiff_runtime.api.dispatch.rpc import RpcClient
 from skiff_runtime.api.dispatch.service_status import ServiceState, ServiceStatus
 from skiff_runtime.api.dispatch.tracing import RequestTracer
-from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpServerConfig
+from skiff_runtime.api.http.protocol import EXTRA_PROBE_CONNECTIONS, HttpProtocol, HttpServerConfig
 from skiff_runtime.config import Config
 from skiff_runtime.errors import ConfigError, InternalError, SkiffError, Unavailable
 from skiff_runtime.messages import (
@@ -52,7 +52,11 @@ FAILURE_LINGER_SECONDS: Final = 0.5
 """Time during which new clients still get an error response after a failure."""
 FAILURE_CLOSE_SECONDS: Final = 1
 DRAIN_LINGER_SECONDS: Final = 1.0
-"""Time during which clients that have not noticed the drain yet still get a 503 instead of a refused connection."""
+"""Time at the start of a drain in which requests are still served, each with ``Connection: close``.
+
+A load balancer stops sending new connections here, but clients go on to use those that they keep alive, and learn of the
+drain only by a response. Connections that are idle for all of this time are closed at its end.
+"""
 DRAIN_CLOSE_SECONDS: Final = 2
 """Time that slow clients have to read what is already written."""
 
@@ -71,6 +75,8 @@ ApiMessage = (
 
 class _HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handlers, because signals are handled by the supervisor."""
+
+    config: HttpServerConfig
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -215,14 +221,25 @@ class ApiServer:
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
     async def _drain(self, timeout_seconds: float) -> None:
-        if not await self._dispatcher.wait_until_idle(timeout_seconds):
+        self._http.config.keeps_alive = False
+        for connection in self._connections():
+            connection.end_behind_response()
+        linger = min(DRAIN_LINGER_SECONDS, timeout_seconds)
+        await asyncio.sleep(linger)
+        self._status.refuse_late()
+        for connection in self._connections():
+            connection.end_when_idle()
+        if not await self._dispatcher.wait_until_idle(timeout_seconds - linger):
             log.warning("drain_timed_out", aborted=len(self._dispatcher))
             self._dispatcher.fail_all(
                 Unavailable("the service shut down before the request finished; retry with another replica"),
                 AbortReason.DRAIN,
             )
-        await asyncio.sleep(DRAIN_LINGER_SECONDS)
         self._http.should_exit = True
+
+    def _connections(self) -> list[HttpProtocol]:
+        """Return the open connections."""
+        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
 
     def _begin_failure(self, message: str) -> None:
         if self._status.mark_failed():

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.server import listen
+from skiff_runtime.api.server import DRAIN_LINGER_SECONDS, listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
 from skiff_runtime.version import __version__
@@ -90,6 +90,7 @@ def test_drain_finishes_running_requests(model: Path) -> None:
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
         assert status(front, "/livez") == 200
+        time.sleep(DRAIN_LINGER_SECONDS + 0.2)
         refused = front.post(CHAT, **BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "shutting down" in refused.json()["error"]["message"]
@@ -98,6 +99,33 @@ def test_drain_finishes_running_requests(model: Path) -> None:
         assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
         assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
+
+
+def test_drain_ends_kept_alive_connections_without_a_failed_request(model: Path) -> None:
+    """A client learns of the drain by the response to its next request, which is served; idle connections are closed."""
+    with (
+        running_frontend(model) as front,
+        httpx.Client(base_url=front.url) as client,
+        httpx.Client(base_url=front.url) as idle,
+    ):
+        echo = Echo(front.rank)
+        echo.start()
+        assert idle.get("/livez").status_code == client.post(CHAT, json=BODY).status_code == 200
+        [connection] = open_connections(idle)
+        front.api.send(Drain(timeout_seconds=60))
+        wait_for(front, "/readyz", 503)
+        late = client.post(CHAT, json=BODY)
+        assert (late.status_code, late.headers["connection"]) == (200, "close")
+        assert connection.is_idle() and not open_connections(client)
+        assert front.wait_exit() == 0
+        assert connection.has_expired()
+        echo.stop()
+
+
+def open_connections(client: httpx.Client) -> list[Any]:
+    """Return the connections that a client keeps alive."""
+    pool = client._transport._pool  # type: ignore[attr-defined]
+    return [each for each in pool.connections if not each.is_closed()]
 
 
 def test_drain_timeout_aborts_requests(model: Path) -> None:

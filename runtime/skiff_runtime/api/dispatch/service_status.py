@@ -45,13 +45,17 @@ class ServiceStatus:
         self.kv_tokens = 0
         self._began = time.monotonic()
         self._ready_at: float | None = None
+        self._accepts_late = False
+        """Whether a draining service still serves what arrives."""
         self._processes: dict[str, ProcessStartup] = {}
         self._health = ProcessHealth([], [], [])
         self._health_received = self._began
 
     def check_accepts_requests(self) -> None:
         """Raise ``Unavailable`` unless the service accepts new requests."""
-        if self.state is not ServiceState.READY:
+        if self.state is not ServiceState.READY and not (
+            self.state is ServiceState.DRAINING and self._accepts_late
+        ):
             raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
@@ -84,11 +88,19 @@ class ServiceStatus:
             self.state = ServiceState.READY
 
     def mark_draining(self) -> bool:
-        """Stop accepting requests. Returns False if the service drains or has failed already."""
+        """Fail readiness. Returns False if the service drains or has failed already.
+
+        A service that was ready serves late requests until `refuse_late`.
+        """
         if self.state not in (ServiceState.STARTING, ServiceState.READY):
             return False
+        self._accepts_late = self.state is ServiceState.READY
         self.state = ServiceState.DRAINING
         return True
+
+    def refuse_late(self) -> None:
+        """Stop accepting requests while draining."""
+        self._accepts_late = False
 
     def mark_failed(self) -> bool:
         """Record the failure of the service. Returns False if it has failed already."""

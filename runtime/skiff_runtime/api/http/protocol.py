@@ -41,6 +41,8 @@ class HttpServerConfig(uvicorn.Config):
         super().__init__(middleware, http=HttpProtocol, **settings)
         self.middleware = middleware
         self.max_connections = max_connections
+        self.keeps_alive = True
+        """Whether connections are kept alive as clients ask; False: each ends behind its next response."""
 
 
 class _RequestAfterClose(Exception):
@@ -169,7 +171,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._progress.end_body()
         cycle = self.cycle
         if not cycle.response_started:
-            cycle.keep_alive = self._keep_alive and self.parser.should_keep_alive()
+            cycle.keep_alive = (
+                self._keep_alive and self.config.keeps_alive and self.parser.should_keep_alive()
+            )
         super().on_message_complete()
 
     # Callbacks of responses, timers and the server.
@@ -187,6 +191,19 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._progress.head_bytes:
             self._stop_timers()
             self._start_timer()
+
+    def end_behind_response(self) -> None:
+        """Let the response that is being made say ``Connection: close``, unless it has begun or others follow."""
+        cycle = self._serving
+        if cycle is not None and not cycle.response_started and not self.pipeline:
+            cycle.keep_alive = False
+
+    def end_when_idle(self) -> None:
+        """End the connection: at once if it is idle, otherwise behind the responses to the requests that have arrived."""
+        if self._serving is not None:
+            super().shutdown()
+        elif not self._progress.head_bytes:
+            self.transport.close()
 
     def shutdown(self) -> None:
         """End the connection: at once, or behind the responses to the requests that have arrived."""
