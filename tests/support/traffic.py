@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import heapq
 import itertools
 import json
 import random
@@ -44,6 +45,7 @@ REQUEST_TIMEOUT_SECONDS: Final = 60.0
 CONNECT_TIMEOUT_SECONDS: Final = 5.0
 STOP_TIMEOUT_SECONDS: Final = REQUEST_TIMEOUT_SECONDS + 5
 MAX_ERRORS: Final = 20
+MAX_SLOWEST: Final = 5
 MAX_HEAD_BYTES: Final = 8192
 MAX_WINDOWS: Final = 100
 MAX_KEPT_ALIVE: Final = 64
@@ -405,6 +407,8 @@ class Driver:
         self.begin_window(FIRST_WINDOW)
         self._kinds: Counter[str] = Counter()
         self._errors: list[dict[str, Any]] = []
+        self._slowest: list[tuple[float, float, str, str]] = []
+        """A heap of the slowest right answers: seconds, time of arrival, window and kind."""
         self._in_flight: set[asyncio.Task[None]] = set()
         self._late_seconds = 0.0
         self._completed = 0
@@ -488,7 +492,11 @@ class Driver:
                 )
         else:
             window.revisions[" = ".join(matches)] += 1
-            window.latencies.append(time.monotonic() - due)
+            seconds = time.monotonic() - due
+            window.latencies.append(seconds)
+            heapq.heappush(self._slowest, (seconds, due, window.name, str(kind)))
+            if len(self._slowest) > MAX_SLOWEST:
+                heapq.heappop(self._slowest)
         self._completed += 1
 
     async def stop(self) -> dict[str, Any]:
@@ -513,6 +521,15 @@ class Driver:
             "mix": dict(sorted(self._kinds.items())),
             "windows": windows,
             "errors": self._errors,
+            "slowest": [
+                {
+                    "window": window,
+                    "at_seconds": round(due - self._started, 3),
+                    "after_seconds": round(seconds, 3),
+                    "request": kind,
+                }
+                for seconds, due, window, kind in sorted(self._slowest, reverse=True)
+            ],
         }
 
 
