@@ -105,10 +105,15 @@ def traffic(
     name: str,
     reports: dict[str, dict[str, Any]],
     *,
+    replicas: int = 1,
     revisions: tuple[str, ...] = (DEMO,),
     retries: int = 0,
 ) -> Iterator[Scenario]:
-    """Send requests for the length of a with-block, some seconds before and after included; add the report to `reports`."""
+    """Send requests for the length of a with-block, some seconds before and after included; add the report to `reports`.
+
+    The service has `replicas` at the beginning.
+    """
+    scale(kube, replicas)
     scenario = Scenario(kube, client, name, retries=retries)
     scenario.run.start(URL, MODEL, rate=RATE, revisions=revisions, retries=retries)
     stopped = False
@@ -142,16 +147,17 @@ def pods(kube: Kube) -> list[Object]:
     return kube.list("pods", PODS)
 
 
-def wait_settled(kube: Kube, replicas: int) -> None:
-    """Wait until the newest revision serves with this number of pods, and every other pod is gone."""
+def wait_settled(kube: Kube) -> None:
+    """Wait until the newest revision serves with all of its pods, and every other pod is gone."""
 
     def settled() -> bool:
-        found = kube.get("infsvc", NAME) or {}
-        status = found.get("status", {})
+        found = kube.get("infsvc", NAME)
+        assert found is not None
+        replicas, status = found["spec"].get("replicas", 1), found.get("status", {})
         return (
             kube.is_ready(NAME)
             and status["readyReplicas"] == status["replicas"] == status["updatedReplicas"] == replicas
-            and len(pods(kube)) == replicas
+            and len(kube.list("pods", PODS)) == replicas
         )
 
     wait(
@@ -169,7 +175,7 @@ def patch(kube: Kube, **spec: Any) -> None:
 def scale(kube: Kube, replicas: int) -> None:
     """Set the number of replicas and wait for them."""
     kube.run("scale", "infsvc", NAME, f"--replicas={replicas}")
-    wait_settled(kube, replicas)
+    wait_settled(kube)
 
 
 def wait_for_operator(operator: Kube) -> None:
@@ -184,7 +190,7 @@ def test_an_edit_of_arguments(
         for number in scenario.rounds():
             scenario.run.mark("rollout")
             patch(kube, runtime={"args": [f"--max-running-requests={64 + number}"]})
-            wait_settled(kube, 1)
+            wait_settled(kube)
     check(reports["edit of arguments"])
 
 
@@ -205,13 +211,12 @@ def test_scaling_out_and_in(
 @pytest.mark.traffic
 def test_an_evicted_pod(kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]) -> None:
     """Evict pods by the API that `kubectl drain` uses; with one node, a drained pod would have nowhere to go."""
-    scale(kube, 2)
-    with traffic(kube, client, "eviction", reports) as scenario:
+    with traffic(kube, client, "eviction", reports, replicas=2) as scenario:
         for _ in scenario.rounds():
             scenario.run.mark("eviction")
             for name in [pod["metadata"]["name"] for pod in pods(kube)]:
                 evict(kube, name)
-                wait_settled(kube, 2)
+                wait_settled(kube)
     check(reports["eviction"])
 
 
@@ -228,10 +233,9 @@ def evict(kube: Kube, name: str) -> None:
 
 def test_a_killed_pod(kube: Kube, client: str, service: str, reports: dict[str, dict[str, Any]]) -> None:
     """Kill all processes of a pod, and delete one by force: only its requests fail, and retries mend those that got no byte."""
-    scale(kube, 2)
     with (
-        traffic(kube, client, "kill", reports) as scenario,
-        traffic(kube, client, "kill, with retries", reports, retries=2) as retried,
+        traffic(kube, client, "kill", reports, replicas=2) as scenario,
+        traffic(kube, client, "kill, with retries", reports, replicas=2, retries=2) as retried,
     ):
         for _ in scenario.rounds():
             for how in (
@@ -240,13 +244,12 @@ def test_a_killed_pod(kube: Kube, client: str, service: str, reports: dict[str, 
                 for each in (scenario, retried):
                     each.run.mark(how)
                 kill(kube, pods(kube)[0]["metadata"]["name"], how)
-                wait_settled(kube, 2)
+                wait_settled(kube)
     check(reports["kill"], failures={Failure.CONNECT, Failure.BEFORE, Failure.AFTER})
     check(reports["kill, with retries"], failures={Failure.AFTER})
     for name in ("kill", "kill, with retries"):
         quiet = [window for window in reports[name]["windows"] if window["name"] in ("before", "after")]
         assert sum(window["failed"] for window in quiet) == 0, quiet
-    scale(kube, 1)
 
 
 def kill(kube: Kube, name: str, how: str) -> None:
@@ -332,7 +335,7 @@ def test_an_edit_of_the_model(
                 scenario.run.mark(window)
                 if uri:
                     patch(kube, model={"uri": uri})
-                    wait_settled(kube, 1)
+                    wait_settled(kube)
                 else:
                     time.sleep(QUIET_SECONDS)
     report = reports["edit of the model"]
@@ -354,7 +357,7 @@ def test_an_edit_of_the_image(
             for window, name in (("rollout", f"{image}-again"), ("rollback", None)):
                 scenario.run.mark(window)
                 patch(kube, runtime={"image": name})
-                wait_settled(kube, 1)
+                wait_settled(kube)
     check(reports["edit of the image"])
 
 
@@ -367,7 +370,7 @@ def test_an_operator_killed_in_a_rollout(
             scenario.run.mark("rollout without the operator")
             patch(kube, runtime={"args": [f"--max-running-requests={96 + number}"]})
             operator.run("delete", "pods", "-l", OPERATOR_PODS, "--force", "--grace-period=0")
-            wait_settled(kube, 1)
+            wait_settled(kube)
     check(reports["operator killed"])
 
 
@@ -386,17 +389,17 @@ def test_helm_upgrade_and_rollback(
     one_node.tag(f"{repository}:{tag}", f"{repository}:{tag}-again")
     release = [RELEASE, "--namespace", operator.namespace, "--wait", "--timeout", "4m"]
     values = f"image.tag={tag}-again,logLevel=debug,workers=4"
-    before = [pod["metadata"]["uid"] for pod in pods(kube)]
     with traffic(kube, client, "helm upgrade and rollback", reports) as scenario:
+        before = [pod["metadata"]["uid"] for pod in pods(kube)]
         for _ in scenario.rounds():
             scenario.run.mark("helm upgrade")
             helm.run("upgrade", *release, str(CHART), "--reuse-values", "--set", values)
             wait_for_operator(operator)
-            wait_settled(kube, 1)
+            wait_settled(kube)
             scenario.run.mark("helm rollback")
             helm.run("rollback", *release)
             wait_for_operator(operator)
-            wait_settled(kube, 1)
+            wait_settled(kube)
     check(reports["helm upgrade and rollback"])
     assert [pod["metadata"]["uid"] for pod in pods(kube)] == before
 
@@ -420,5 +423,5 @@ def test_without_an_api_server(
             wait(lambda: bool(kube.list("nodes")), timeout_seconds=60)
             scenario.run.mark("API server back, rollout")
             patch(kube, runtime={"args": [f"--max-running-requests={128 + number}"]})
-            wait_settled(kube, 1)
+            wait_settled(kube)
     check(reports["no API server"])

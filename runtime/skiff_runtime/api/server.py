@@ -51,12 +51,15 @@ MAX_MESSAGES_PER_TURN: Final = 64
 FAILURE_LINGER_SECONDS: Final = 0.5
 """Time during which new clients still get an error response after a failure."""
 FAILURE_CLOSE_SECONDS: Final = 1
-DRAIN_LINGER_SECONDS: Final = 1.0
-"""Time at the start of a drain in which requests are still served, each with ``Connection: close``.
+DRAIN_ACCEPT_SECONDS: Final = 1.0
+"""Time during which a draining service still accepts requests, and ends each connection behind its response.
 
-A load balancer stops sending new connections here, but clients go on to use those that they keep alive, and learn of the
-drain only by a response. Connections that are idle for all of this time are closed at its end.
+A client with a pool of connections sends on them whatever the endpoints of a Service are; so it notices the drain by a
+response, not by a refusal.
 """
+DRAIN_LINGER_SECONDS: Final = 1.0
+"""Shortest drain: clients that have not noticed it yet get a 503 instead of a refused connection."""
+DRAIN_REPORT_SECONDS: Final = 10.0
 DRAIN_CLOSE_SECONDS: Final = 2
 """Time that slow clients have to read what is already written."""
 
@@ -220,26 +223,32 @@ class ApiServer:
             log.event("drain_started", in_flight=len(self._dispatcher), timeout_seconds=timeout_seconds)
             self._ending = asyncio.get_running_loop().create_task(self._drain(timeout_seconds))
 
+    def _connections(self) -> list[HttpProtocol]:
+        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
+
     async def _drain(self, timeout_seconds: float) -> None:
-        self._http.config.keeps_alive = False
+        """End the connections, refuse requests, and exit when none is in flight or the time is over."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._http.config.closing = True
         for connection in self._connections():
-            connection.end_behind_response()
-        linger = min(DRAIN_LINGER_SECONDS, timeout_seconds)
-        await asyncio.sleep(linger)
-        self._status.refuse_late()
+            connection.end_after_response()
+        await asyncio.sleep(min(DRAIN_ACCEPT_SECONDS, timeout_seconds))
+        self._status.refuse_requests()
         for connection in self._connections():
-            connection.end_when_idle()
-        if not await self._dispatcher.wait_until_idle(timeout_seconds - linger):
+            connection.close_when_idle()
+        while len(self._dispatcher) and (left := began + timeout_seconds - loop.time()) > 0:
+            log.event("drain_waiting", in_flight=len(self._dispatcher), timeout_seconds=round(left, 1))
+            await self._dispatcher.wait_until_idle(min(left, DRAIN_REPORT_SECONDS))
+        if len(self._dispatcher):
             log.warning("drain_timed_out", aborted=len(self._dispatcher))
             self._dispatcher.fail_all(
                 Unavailable("the service shut down before the request finished; retry with another replica"),
                 AbortReason.DRAIN,
             )
+        log.event("drain_finished", seconds=round(loop.time() - began, 3))
+        await asyncio.sleep(began + DRAIN_LINGER_SECONDS - loop.time())
         self._http.should_exit = True
-
-    def _connections(self) -> list[HttpProtocol]:
-        """Return the open connections."""
-        return [each for each in self._http.server_state.connections if isinstance(each, HttpProtocol)]
 
     def _begin_failure(self, message: str) -> None:
         if self._status.mark_failed():

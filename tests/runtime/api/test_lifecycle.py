@@ -1,5 +1,6 @@
 """Start, drain and failure of the API process, as clients and probes see them."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from frontend import NAME, Echo, Frontend, running_frontend, write_model
 
-from skiff_runtime.api.server import DRAIN_LINGER_SECONDS, listen
+from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS, listen
 from skiff_runtime.errors import ConfigError
 from skiff_runtime.messages import Drain, FinishReason, PhaseReport, ServiceFailed, ServiceReady
 from skiff_runtime.version import __version__
@@ -83,49 +84,87 @@ def test_start_is_reported_by_probes(model: Path) -> None:
 
 
 def test_drain_finishes_running_requests(model: Path) -> None:
-    with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
+    """A client that holds connections gets responses on them for a second, each of which ends its connection."""
+    with running_frontend(model) as front, ThreadPoolExecutor(3) as pool, httpx.Client() as pooled:
+        assert pooled.get(front.url + "/livez").headers.get("connection") != "close"
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]
         requests = [front.rank.request() for _ in pending]
         front.rank.start(*requests)
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
+        pending.append(pool.submit(pooled.post, front.url + CHAT, json=BODY, timeout=60))
+        requests.append(front.rank.request())
+        front.rank.start(requests[-1])
         assert status(front, "/livez") == 200
-        time.sleep(DRAIN_LINGER_SECONDS + 0.2)
+        time.sleep(DRAIN_ACCEPT_SECONDS)
         refused = front.post(CHAT, **BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.headers["connection"] == "close"
         assert "shutting down" in refused.json()["error"]["message"]
+        assert front.metric("skiff_requests_in_flight") == 3
         for request in requests:
             front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
-        assert pending[0].result().json()["choices"][0]["message"]["content"] == "boat"
+        ended = time.monotonic()
+        for each in (pending[0], pending[2]):
+            reply = each.result()
+            assert reply.json()["choices"][0]["message"]["content"] == "boat"
+            assert reply.headers["connection"] == "close"
         assert "[DONE]" in pending[1].result().text
         assert front.wait_exit() == 0
+        assert time.monotonic() - ended < 0.9, (
+            "the process ends with the last request, not after a fixed time"
+        )
 
 
-def test_drain_ends_kept_alive_connections_without_a_failed_request(model: Path) -> None:
-    """A client learns of the drain by the response to its next request, which is served; idle connections are closed."""
+def test_drain_closes_idle_connections(model: Path) -> None:
+    """So a client opens its next connection to another replica, and nothing waits for it."""
+    with running_frontend(model) as front, ThreadPoolExecutor(1) as pool:
+        host, port = front.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as idle:
+            idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+            pending = pool.submit(front.post, CHAT, **BODY)
+            request = front.rank.request()
+            front.api.send(Drain(timeout_seconds=60))
+            assert idle.recv(4096) == b"", "closed while another request is in flight"
+            assert not pending.done()
+            front.rank.start(request)
+            front.rank.generate(request.uid, "boat", FinishReason.LENGTH)
+            assert pending.result().status_code == 200
+            assert front.wait_exit() == 0
+
+
+def test_drain_closes_the_connection_of_a_stream_behind_it(model: Path) -> None:
+    """A stream that had begun before the drain could not announce that its connection ends."""
     with (
         running_frontend(model) as front,
-        httpx.Client(base_url=front.url) as client,
-        httpx.Client(base_url=front.url) as idle,
+        ThreadPoolExecutor(2) as pool,
+        httpx.Client(base_url=front.url, timeout=60) as client,
     ):
-        echo = Echo(front.rank)
-        echo.start()
-        assert idle.get("/livez").status_code == client.post(CHAT, json=BODY).status_code == 200
-        [connection] = open_connections(idle)
+        last = pool.submit(front.post, CHAT, **BODY)  # the service does not end before this one
+        requests = [front.rank.request()]
+        streamed = pool.submit(client.post, CHAT, json={**BODY, "stream": True})
+        requests.append(front.rank.request())
+        front.rank.start(*requests)
+        front.rank.generate(requests[1].uid, "boat")
+        deadline = time.monotonic() + 20
+        while front.metric("skiff_generation_tokens_total") < 1:
+            assert time.monotonic() < deadline
         front.api.send(Drain(timeout_seconds=60))
         wait_for(front, "/readyz", 503)
-        late = client.post(CHAT, json=BODY)
-        assert (late.status_code, late.headers["connection"]) == (200, "close")
-        assert connection.is_idle() and not open_connections(client)
+        time.sleep(DRAIN_ACCEPT_SECONDS + 0.2)
+        front.rank.generate(requests[1].uid, "boat", FinishReason.LENGTH)
+        reply = streamed.result()
+        assert "[DONE]" in reply.text and "connection" not in reply.headers
+        connections = client._transport._pool.connections  # type: ignore[attr-defined]
+        while not all(
+            each.has_expired() for each in connections
+        ):  # closed: the client opens the next one elsewhere
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        front.rank.generate(requests[0].uid, "boat", FinishReason.LENGTH)
+        assert last.result().status_code == 200
         assert front.wait_exit() == 0
-        assert connection.has_expired()
-        echo.stop()
-
-
-def open_connections(client: httpx.Client) -> list[Any]:
-    """Return the connections that a client keeps alive."""
-    pool = client._transport._pool  # type: ignore[attr-defined]
-    return [each for each in pool.connections if not each.is_closed()]
 
 
 def test_drain_timeout_aborts_requests(model: Path) -> None:

@@ -13,7 +13,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 from service import Service, running_service, wait_until
 from tiny_models import make_model
 
-from skiff_runtime.api.server import DRAIN_LINGER_SECONDS
+from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE
 
 NAME: Final = "tiny"
@@ -97,7 +97,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-OUTPUTS: Final = [3000] + [250] * (CLIENTS - 1)
+OUTPUTS: Final = [2000] + [250] * (CLIENTS - 1)
 """Tokens of the answers during a drain: one goes on until a new request was refused, however fast the machine is."""
 
 
@@ -108,7 +108,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
             await wait_all_accepted(service)
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: is_draining(service))
-            await asyncio.sleep(DRAIN_LINGER_SECONDS)
+            await asyncio.sleep(DRAIN_ACCEPT_SECONDS)
             with pytest.raises(APIStatusError) as caught:
                 await ask(client, 1, 1)
             assert caught.value.status_code == 503

@@ -42,20 +42,17 @@ class ServiceStatus:
 
     def __init__(self) -> None:
         self.state = ServiceState.STARTING
+        self._accepts_late = False  # a draining service's last requests
         self.kv_tokens = 0
         self._began = time.monotonic()
         self._ready_at: float | None = None
-        self._accepts_late = False
-        """Whether a draining service still serves what arrives."""
         self._processes: dict[str, ProcessStartup] = {}
         self._health = ProcessHealth([], [], [])
         self._health_received = self._began
 
     def check_accepts_requests(self) -> None:
         """Raise ``Unavailable`` unless the service accepts new requests."""
-        if self.state is not ServiceState.READY and not (
-            self.state is ServiceState.DRAINING and self._accepts_late
-        ):
+        if self.state is not ServiceState.READY and not self._accepts_late:
             raise Unavailable(_REFUSALS[self.state], retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
@@ -88,24 +85,22 @@ class ServiceStatus:
             self.state = ServiceState.READY
 
     def mark_draining(self) -> bool:
-        """Fail readiness. Returns False if the service drains or has failed already.
-
-        A service that was ready serves late requests until `refuse_late`.
-        """
+        """Fail the readiness probe; requests are accepted until ``refuse_requests``. Returns False if it drains or has failed."""
         if self.state not in (ServiceState.STARTING, ServiceState.READY):
             return False
         self._accepts_late = self.state is ServiceState.READY
         self.state = ServiceState.DRAINING
         return True
 
-    def refuse_late(self) -> None:
-        """Stop accepting requests while draining."""
+    def refuse_requests(self) -> None:
+        """Refuse all further requests of a service that drains."""
         self._accepts_late = False
 
     def mark_failed(self) -> bool:
         """Record the failure of the service. Returns False if it has failed already."""
         if self.state is ServiceState.FAILED:
             return False
+        self._accepts_late = False
         self.state = ServiceState.FAILED
         return True
 

@@ -35,14 +35,13 @@ EXTRA_PROBE_CONNECTIONS: Final = 64
 
 
 class HttpServerConfig(uvicorn.Config):
-    """uvicorn's settings and the limit on connections."""
+    """uvicorn's settings and the limit on connections. While `closing`, each response ends its connection."""
 
     def __init__(self, middleware: AccessMiddleware, *, max_connections: int, **settings: Any) -> None:
         super().__init__(middleware, http=HttpProtocol, **settings)
         self.middleware = middleware
         self.max_connections = max_connections
-        self.keeps_alive = True
-        """Whether connections are kept alive as clients ask; False: each ends behind its next response."""
+        self.closing = False
 
 
 class _RequestAfterClose(Exception):
@@ -171,9 +170,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._progress.end_body()
         cycle = self.cycle
         if not cycle.response_started:
-            cycle.keep_alive = (
-                self._keep_alive and self.config.keeps_alive and self.parser.should_keep_alive()
-            )
+            keep_alive = self._keep_alive and not self.config.closing
+            cycle.keep_alive = keep_alive and self.parser.should_keep_alive()
         super().on_message_complete()
 
     # Callbacks of responses, timers and the server.
@@ -192,17 +190,19 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_timers()
             self._start_timer()
 
-    def end_behind_response(self) -> None:
-        """Let the response that is being made say ``Connection: close``, unless it has begun or others follow."""
-        cycle = self._serving
-        if cycle is not None and not cycle.response_started and not self.pipeline:
-            cycle.keep_alive = False
+    def end_after_response(self) -> None:
+        """End the connection behind the response to the newest request, unless that has begun."""
+        if self._serving is not None and not self.cycle.response_started:
+            self._keep_alive = self.cycle.keep_alive = False
 
-    def end_when_idle(self) -> None:
-        """End the connection: at once if it is idle, otherwise behind the responses to the requests that have arrived."""
+    def close_when_idle(self) -> None:
+        """Close the connection: between two requests at once, otherwise behind the responses to those that have arrived.
+
+        A stream that had begun before could not announce the end, and its client would send the next request here.
+        """
         if self._serving is not None:
             super().shutdown()
-        elif not self._progress.head_bytes:
+        elif not self._progress.head_bytes and not self._linger.begun:
             self.transport.close()
 
     def shutdown(self) -> None:
