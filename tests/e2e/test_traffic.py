@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pytest
 from helm import CHART, RELEASE, Helm
-from kube import Kube, Object, inference_service, tool, wait
+from kube import Kube, KubectlError, Object, inference_service, tool, wait
 from onenode import OneNode
 from paths import layout
 from providers import made
@@ -351,15 +351,25 @@ def test_an_edit_of_the_model(
     assert DEMO in answered["after"] and CHANGED not in answered["after"]
 
 
+@contextlib.contextmanager
+def second_name(one_node: OneNode, image: str) -> Iterator[str]:
+    """Give an image of the node a second name for the length of a with-block."""
+    name = f"{image}-again"
+    one_node.tag(image, name)
+    yield name
+    one_node.forget(name, None)
+
+
 @pytest.mark.traffic
 def test_an_edit_of_the_image(
     kube: Kube, client: str, service: str, one_node: OneNode, reports: dict[str, dict[str, Any]]
 ) -> None:
-    image = tool("image", "runtime")
-    one_node.tag(image, f"{image}-again")
-    with traffic(kube, client, "edit of the image", reports) as scenario:
+    with (
+        second_name(one_node, tool("image", "runtime")) as image,
+        traffic(kube, client, "edit of the image", reports) as scenario,
+    ):
         for _ in scenario.rounds():
-            for window, name in (("rollout", f"{image}-again"), ("rollback", None)):
+            for window, name in (("rollout", image), ("rollback", None)):
                 scenario.run.mark(window)
                 patch(kube, runtime={"image": name})
                 wait_settled(kube)
@@ -390,11 +400,12 @@ def test_helm_upgrade_and_rollback(
     reports: dict[str, dict[str, Any]],
 ) -> None:
     """Upgrade the operator to another image and other arguments, and roll back. No serving pod is replaced."""
-    repository, _, tag = tool("image", "operator").rpartition(":")
-    one_node.tag(f"{repository}:{tag}", f"{repository}:{tag}-again")
     release = [RELEASE, "--namespace", operator.namespace, "--wait", "--timeout", "4m"]
-    values = f"image.tag={tag}-again,logLevel=debug,workers=4"
-    with traffic(kube, client, "helm upgrade and rollback", reports) as scenario:
+    with (
+        second_name(one_node, tool("image", "operator")) as image,
+        traffic(kube, client, "helm upgrade and rollback", reports) as scenario,
+    ):
+        values = f"image.tag={image.rpartition(':')[2]},logLevel=debug,workers=4"
         before = [pod["metadata"]["uid"] for pod in pods(kube)]
         for _ in scenario.rounds():
             scenario.run.mark("helm upgrade")
@@ -425,8 +436,16 @@ def test_without_an_api_server(
             finally:
                 for daemon in reversed(daemons):
                     daemon.resume()
-            wait(lambda: bool(kube.list("nodes")), timeout_seconds=60)
+            wait(lambda: answers(kube), timeout_seconds=60)
             scenario.run.mark("API server back, rollout")
             patch(kube, runtime={"args": [f"--max-running-requests={128 + number}"]})
             wait_settled(kube)
     check(reports["no API server"])
+
+
+def answers(kube: Kube) -> bool:
+    """Return whether the API server answers."""
+    try:
+        return bool(kube.list("nodes"))
+    except KubectlError:
+        return False
