@@ -64,6 +64,7 @@ def reports() -> Iterator[dict[str, dict[str, Any]]]:
     table = make_table(collected)
     print(f"\n{table}")
     if REPORTS:
+        Path(REPORTS).mkdir(parents=True, exist_ok=True)
         (Path(REPORTS) / "traffic.md").write_text(f"{table}\n")
 
 
@@ -90,8 +91,8 @@ class Scenario:
     """Traffic during one kind of change."""
 
     def __init__(self, kube: Kube, client: str, name: str, *, retries: int = 0) -> None:
-        label = f"{name}-retried" if retries else name
-        self.run = TrafficRun(kube, client, name=label.replace(" ", "-"), port=8701 if retries else 8700)
+        file_name = name.replace(",", "").replace(" ", "-")
+        self.run = TrafficRun(kube, client, name=file_name, port=8701 if retries else 8700)
 
     def rounds(self) -> Iterator[int]:
         """Count the rounds of a change, of which there are enough for this scenario's share of the requests."""
