@@ -27,6 +27,7 @@ import functools
 import heapq
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -51,6 +52,9 @@ MAX_WINDOWS: Final = 100
 MAX_KEPT_ALIVE: Final = 64
 MAX_TOKENS: Final = 12
 FIRST_WINDOW: Final = "before"
+WINDOWS: Final = "POST /windows/"
+REPORT: Final = "GET /report"
+STOP: Final = "POST /stop"
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 SUBJECTS: Final = (
     "a pod", "a Deployment", "a Service", "a node", "etcd", "the kubelet", "Helm", "kubectl", "a namespace", "a Secret",
@@ -361,9 +365,8 @@ class Window:
 def percentiles(seconds: list[float]) -> dict[str, float]:
     """Return the percentiles of latencies in milliseconds (nearest rank); empty without any."""
     ordered = sorted(seconds)
-    last = len(ordered) - 1
     return {
-        name: round(ordered[min(last, int(part * len(ordered)))] * 1000, 1)
+        name: round(ordered[math.ceil(part * len(ordered)) - 1] * 1000, 1)
         for name, part in (QUANTILES.items() if ordered else ())
     }
 
@@ -546,8 +549,8 @@ class Control:
         try:
             async with asyncio.timeout(STOP_TIMEOUT_SECONDS + 5):
                 head = (await reader.readuntil(b"\r\n\r\n"))[:MAX_HEAD_BYTES].decode("latin-1")
-                method, path, *_ = head.split(" ", 2)
-                status, body = await self._answer(method, path)
+                request = " ".join(head.split(" ", 2)[:2])
+                status, body = await self._answer(request)
                 content = json.dumps(body).encode()
                 writer.write(
                     f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
@@ -555,6 +558,8 @@ class Control:
                     + content
                 )
                 await writer.drain()
+                if request == STOP:
+                    self.ended.set()
         except (
             asyncio.IncompleteReadError,
             asyncio.LimitOverrunError,
@@ -565,19 +570,17 @@ class Control:
             pass  # this client gets no answer; the traffic goes on
         finally:
             writer.close()
-        if self._driver._stopped.is_set():
-            self.ended.set()
 
-    async def _answer(self, method: str, path: str) -> tuple[str, dict[str, Any]]:
-        window = path.removeprefix("/windows/")
-        if method == "POST" and window != path and window:
-            self._driver.begin_window(urllib.parse.unquote(window))
-            return "200 OK", {"window": urllib.parse.unquote(window)}
-        if (method, path) == ("GET", "/report"):
+    async def _answer(self, request: str) -> tuple[str, dict[str, Any]]:
+        if request.startswith(WINDOWS) and request != WINDOWS:
+            window = urllib.parse.unquote(request.removeprefix(WINDOWS))
+            self._driver.begin_window(window)
+            return "200 OK", {"window": window}
+        if request == REPORT:
             return "200 OK", self._driver.report()
-        if (method, path) == ("POST", "/stop"):
+        if request == STOP:
             return "200 OK", await self._driver.stop()
-        return "404 Not Found", {"error": "POST /windows/NAME, GET /report or POST /stop"}
+        return "404 Not Found", {"error": f"the requests are {WINDOWS}NAME, {REPORT} and {STOP}"}
 
 
 async def record(url: str, model: str) -> dict[str, dict[str, Answer]]:
