@@ -39,6 +39,7 @@ SHARE: Final = math.ceil(TOTAL_REQUESTS / SCENARIOS)
 KILLS: Final = ("processes killed", "pod deleted by force")
 NOTICE_SECONDS: Final = 20.0
 """Time after a kill within which requests may fail: the command, the kubelet and the endpoints on a crowded machine."""
+LATE_SECONDS: Final = 3.0
 QUIET_SECONDS: Final = 2.0
 WITHOUT_API_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 240.0
@@ -138,6 +139,10 @@ def traffic(
 
 def check(report: dict[str, Any], *, failures: Collection[str] = ()) -> None:
     """Fail unless every request was sent and answered rightly, except for these kinds of failures."""
+    late = report["latest_arrival_seconds"]
+    assert late < LATE_SECONDS, (
+        f"the driver itself was {late} s late: the machine is too slow for {RATE} requests a second"
+    )
     found = {kind for window in report["windows"] for kind in window["failures"]}
     problems = found - set(failures)
     assert not problems and report["not_sent"] == 0 and report["unanswered"] == 0, json.dumps(
