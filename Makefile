@@ -24,10 +24,13 @@ GPU_SUITES := tests/gpu tests/runtime/kernels \
 TP_SUITES := $(addprefix tests/gpu/test_,tensor_parallel.py all_reduce.py sharded_sampling.py request_parameters.py soak.py rank_faults.py \
 	rank_start_faults.py) \
 	tests/runtime/engine/test_parity_transformers.py tests/runtime/offline/test_llm_endings.py tests/runtime/offline/test_embeddings.py
+TRAFFIC_REQUESTS ?= 100000
+TRAFFIC_RATE ?= 50
+TRAFFIC_REPORTS ?= dist/traffic
 GPU_SHAPES ?= qwen3-0.6b llama-3.1-8b qwen3-14b
 GPU_BENCH := --load-format dummy --max-model-len 4096 --max-num-batched-tokens 16384 --max-running-requests 256
 
-.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
+.PHONY: help setup check format chart-readme test test-latest browser test-browser screenshots matrix checkpoint test-clients soak gpu-test tp-test gpu-bench e2e traffic cluster cluster-down kubeconfig images demo demo-down bench bench-operator bench-operator-pods clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,7 +109,13 @@ gpu-bench: setup ## Offline throughput on a GPU, by the shapes of known models w
 e2e: setup ## Everything on a real Kubernetes cluster, which is left up
 	$(CLUSTER) up
 	$(CLUSTER) images operator runtime client
-	$(PYTEST) -m e2e --timeout 1200 tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) -m "e2e and not traffic" --timeout 1200 tests/e2e $(PYTEST_ARGS)
+
+traffic: setup ## 100,000 requests through a Service while its pods, operator and API server change; 40 minutes, then a table
+	$(CLUSTER) up
+	$(CLUSTER) images operator runtime client
+	SKIFF_TEST_TRAFFIC_REQUESTS=$(TRAFFIC_REQUESTS) SKIFF_TEST_TRAFFIC_RATE=$(TRAFFIC_RATE) SKIFF_TEST_TRAFFIC_REPORTS=$(TRAFFIC_REPORTS) \
+		$(PYTEST) -s --timeout 1800 tests/e2e/test_traffic.py $(PYTEST_ARGS)
 
 cluster: ## Bring up a Kubernetes to test on: $$KUBECONFIG, kind, or one node built from Go modules
 	$(CLUSTER) up

@@ -90,6 +90,23 @@ class Daemon:
         if not self.alive():
             raise ClusterError(f"{self.name} ended:\n{tail(self.log)}\n(all of it: {self.log})")
 
+    def pause(self) -> None:
+        """Stop the process, and those that it started, in the middle of their work. Raises ClusterError if it does not run."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to its children: the node's programs are children of nsenter."""
+        pid = self.pid
+        if pid is None:
+            raise ClusterError(f"{self.name} does not run")
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (*map(int, children), pid):
+            os.kill(each, number)
+
     def stop(self, *, grace_seconds: float = 5) -> None:
         """End the process, with SIGKILL after `grace_seconds` of SIGTERM (0: at once), and wait until it is gone."""
         for number, patience in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 10.0)):

@@ -204,6 +204,10 @@ class OneNode:
         names = [image, *([f"sha256:{identity}"] if identity else [])]
         succeeds([*self._ctr, "images", "rm", *names])
 
+    def tag(self, image: str, name: str) -> None:
+        """Give an image that the node holds another name as well."""
+        output([*self._ctr, "images", "tag", "--force", image, name])
+
     def load(self, image: str) -> None:
         """Copy an image from Buildah's store into the node, sending only the layers that it does not hold yet."""
         log = self.layout.logs / "import.log"

@@ -48,6 +48,26 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert not daemon.alive()
 
 
+def test_pause_stops_it_and_its_children_until_resume(tmp_path: Path) -> None:
+    """The node's programs are children of nsenter, whose pid the file has."""
+    daemon = Daemon("parent", tmp_path)
+    daemon.start(["sh", "-c", "sleep 10 & echo $!; wait"])
+    wait_for("the child", lambda: bool(daemon.log.read_text().strip()), timeout_seconds=20)
+    pids = [daemon.pid, int(daemon.log.read_text())]
+    daemon.pause()
+    wait_for("the stop", lambda: all(state(pid) == "T" for pid in pids), timeout_seconds=20)
+    daemon.resume()
+    wait_for("the end of the stop", lambda: not any(state(pid) == "T" for pid in pids), timeout_seconds=20)
+    daemon.stop()
+    with pytest.raises(ClusterError, match="does not run"):
+        daemon.pause()
+
+
+def state(pid: int | None) -> str:
+    """Return a process's state, as in ps."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_dead_one_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     """The reason is in its output."""
     daemon = Daemon("broken", tmp_path)

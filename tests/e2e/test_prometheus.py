@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from helm import alert_rules
 from kube import Kube, inference_service, tool, wait
 from prometheus import Prometheus, port_forward, running
+from traffic_run import TrafficRun
 
 from skiff_runtime.contract import (
     API_PORT,
@@ -24,8 +26,9 @@ from skiff_runtime.contract import (
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/skiff"
-TRAFFIC = (ROOT / "tests/support/traffic.py").read_text()
+URL = "http://watched"
 LOAD_SECONDS = 30
+REQUESTS_PER_SECOND = 8
 WINDOW = "60s"
 RECONCILED = f"increase(skiff_operator_reconcile_duration_seconds_count[{WINDOW}]) > 0"
 
@@ -74,8 +77,11 @@ def prometheus(
     rules = folder / "rules.yaml"
     rules.write_text(yaml.safe_dump(alert_rules()))
     with running(folder, ports, rules) as server:
-        command = ("python3", "-", "http://watched/v1", "skiff-demo", str(LOAD_SECONDS), "4")
-        report = json.loads(kube.execute(client, *command, text=TRAFFIC, timeout_seconds=LOAD_SECONDS + 60))
+        run = TrafficRun(kube, client, name="watched")
+        run.record(URL, "skiff-demo", "watched")
+        run.start(URL, "skiff-demo", rate=REQUESTS_PER_SECOND, revisions=("watched",))
+        time.sleep(LOAD_SECONDS)
+        report = run.stop()
         assert report["failed"] == 0 and report["requests"] > 10, report
         kube.run("label", "infsvc", "watched", "edited=yes", "--overwrite")
         # Machines with two cores are late with scrapes under load: only what two of them saw is a rate.

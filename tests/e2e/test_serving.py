@@ -1,17 +1,10 @@
-"""From `kubectl apply` to tokens, through every change that a user makes; in the order of a service's life."""
+"""From `kubectl apply` to tokens, and to the deletion; in the order of a service's life. test_traffic.py has what changes meanwhile."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
-from kube import Kube, KubectlError, Object, inference_service, wait
+from kube import Kube, KubectlError, inference_service, wait
 
-from skiff_runtime.contract import API_PORT
-
-TRAFFIC = (Path(__file__).parents[1] / "support" / "traffic.py").read_text()
-URL = "http://llama"
-ANSWERED = 'skiff_requests_total{endpoint="chat",outcome="finished"} '
 OPENAI = """
 import openai, sys
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
@@ -22,31 +15,6 @@ parts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
 assert len(parts) > 3, parts
 print("".join(parts))
 """
-
-
-def traffic(kube: Kube, client: str, seconds: float) -> "subprocess.Popen[str]":
-    """Start requests from the client pod through the Service; ``finished`` collects them."""
-    command = kube.command(
-        "exec", "-i", client, "--", "python3", "-", f"{URL}/v1", "skiff-demo", str(seconds), "4"
-    )
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    process.stdin.write(TRAFFIC)
-    process.stdin.close()
-    return process
-
-
-def finished(process: "subprocess.Popen[str]") -> None:
-    """No request failed, and all got the same answer."""
-    assert process.stdout is not None and process.stderr is not None
-    out, err = process.stdout.read(), process.stderr.read()
-    assert process.wait(timeout=120) == 0, err
-    report = json.loads(out)
-    assert report["requests"] > 20, report
-    assert report["failed"] == 0, report
-    assert len(report["distinct_answers"]) == 1, report
 
 
 def test_curl_gets_an_answer_through_service_dns(kube: Kube, client: str, llama: str) -> None:
@@ -85,64 +53,6 @@ def test_serving_pods_are_restricted(kube: Kube, llama: str) -> None:
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
-
-
-def scale_out(kube: Kube, name: str) -> None:
-    """Two replicas, both ready."""
-    kube.run("scale", "infsvc", name, "--replicas=2")
-    wait(
-        lambda: (kube.get("infsvc", name) or {})["status"].get("readyReplicas") == 2,
-        timeout_seconds=180,
-        explain=lambda: str((kube.get("infsvc", name) or {}).get("status")),
-    )
-
-
-def wait_for_pods(kube: Kube, name: str, count: int) -> list[Object]:
-    """Wait for this number of pods of a service, draining ones included, and return them."""
-    selector = f"serving.skiff.dev/inferenceservice={name}"
-    wait(lambda: len(kube.list("pods", selector)) == count, timeout_seconds=180)
-    return kube.list("pods", selector)
-
-
-def answered(kube: Kube, client: str, pod: Object) -> float:
-    """Return the number of chats that this pod has answered."""
-    url = f"http://{pod['status']['podIP']}:{API_PORT}/metrics"
-    page = kube.execute(client, "curl", "-sS", "--fail", url).splitlines()
-    [value] = [line.removeprefix(ANSWERED) for line in page if line.startswith(ANSWERED)]
-    return float(value)
-
-
-def test_scale(kube: Kube, llama: str) -> None:
-    scale_out(kube, llama)
-    assert kube.list("poddisruptionbudgets", f"serving.skiff.dev/inferenceservice={llama}")
-
-
-def test_an_edit_rolls_without_a_failed_request(kube: Kube, client: str, llama: str) -> None:
-    before = kube.get("infsvc", llama)
-    assert before is not None
-    running = traffic(kube, client, 60)
-    kube.run("patch", "infsvc", llama, "--type=merge", "-p", '{"spec": {"runtime": {"maxModelLen": 1024}}}')
-    kube.wait_ready(llama)
-    after = kube.get("infsvc", llama)
-    assert after is not None
-    assert after["status"]["updateRevision"] != before["status"]["updateRevision"]
-    finished(running)
-
-
-def test_scaling_in_fails_no_request(kube: Kube, client: str, llama: str) -> None:
-    """One of two pods goes while both answer."""
-    scale_out(kube, llama)
-    before = [(pod, answered(kube, client, pod)) for pod in wait_for_pods(kube, llama, 2)]
-    running = traffic(kube, client, 60)
-    wait(
-        lambda: all(answered(kube, client, pod) > count for pod, count in before),
-        timeout_seconds=60,
-    )
-    kube.run("scale", "infsvc", llama, "--replicas=1")
-    assert running.poll() is None, "the traffic was over before the scaling"
-    finished(running)
-    wait_for_pods(kube, llama, 1)
-    assert not kube.list("poddisruptionbudgets", f"serving.skiff.dev/inferenceservice={llama}")
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ class ApiServer:
         await asyncio.sleep(min(DRAIN_ACCEPT_SECONDS, timeout_seconds))
         self._status.refuse_requests()
         for connection in self._connections():
-            connection.close_if_idle()
+            connection.close_when_idle()
         while len(self._dispatcher) and (left := began + timeout_seconds - loop.time()) > 0:
             log.event("drain_waiting", in_flight=len(self._dispatcher), timeout_seconds=round(left, 1))
             await self._dispatcher.wait_until_idle(min(left, DRAIN_REPORT_SECONDS))

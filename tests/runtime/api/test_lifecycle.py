@@ -134,6 +134,39 @@ def test_drain_closes_idle_connections(model: Path) -> None:
             assert front.wait_exit() == 0
 
 
+def test_drain_closes_the_connection_of_a_stream_behind_it(model: Path) -> None:
+    """A stream that had begun before the drain could not announce that its connection ends."""
+    with (
+        running_frontend(model) as front,
+        ThreadPoolExecutor(2) as pool,
+        httpx.Client(base_url=front.url, timeout=60) as client,
+    ):
+        last = pool.submit(front.post, CHAT, **BODY)  # the service does not end before this one
+        requests = [front.rank.request()]
+        streamed = pool.submit(client.post, CHAT, json={**BODY, "stream": True})
+        requests.append(front.rank.request())
+        front.rank.start(*requests)
+        front.rank.generate(requests[1].uid, "boat")
+        deadline = time.monotonic() + 20
+        while front.metric("skiff_generation_tokens_total") < 1:
+            assert time.monotonic() < deadline
+        front.api.send(Drain(timeout_seconds=60))
+        wait_for(front, "/readyz", 503)
+        time.sleep(DRAIN_ACCEPT_SECONDS + 0.2)
+        front.rank.generate(requests[1].uid, "boat", FinishReason.LENGTH)
+        reply = streamed.result()
+        assert "[DONE]" in reply.text and "connection" not in reply.headers
+        connections = client._transport._pool.connections  # type: ignore[attr-defined]
+        while not all(
+            each.has_expired() for each in connections
+        ):  # closed: the client opens the next one elsewhere
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        front.rank.generate(requests[0].uid, "boat", FinishReason.LENGTH)
+        assert last.result().status_code == 200
+        assert front.wait_exit() == 0
+
+
 def test_drain_timeout_aborts_requests(model: Path) -> None:
     with running_frontend(model) as front, ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]

@@ -13,6 +13,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 from service import Service, running_service, wait_until
 from tiny_models import make_model
 
+from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE
 
 NAME: Final = "tiny"
@@ -107,6 +108,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
             await wait_all_accepted(service)
             service.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(wait_until, lambda: is_draining(service))
+            await asyncio.sleep(DRAIN_ACCEPT_SECONDS)
             with pytest.raises(APIStatusError) as caught:
                 while True:  # for a second, requests are still accepted
                     assert await ask(client, 1, 1) == 1

@@ -195,14 +195,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self._serving is not None and not self.cycle.response_started:
             self._keep_alive = self.cycle.keep_alive = False
 
-    def close_if_idle(self) -> None:
-        """Close the connection between two requests. A new one, whose first request is on the way, is left open."""
-        if (
-            self.cycle is not None
-            and self._serving is None
-            and not self._progress.head_bytes
-            and not self._linger.begun
-        ):
+    def close_when_idle(self) -> None:
+        """Close the connection: between two requests at once, otherwise behind the responses to those that have arrived.
+
+        A stream that had begun before could not announce the end, and its client would send the next request here. A new
+        connection, whose first request is on the way, is left open.
+        """
+        if self._serving is not None:
+            super().shutdown()
+        elif self.cycle is not None and not self._progress.head_bytes and not self._linger.begun:
             self.transport.close()
 
     def shutdown(self) -> None:
