@@ -39,7 +39,7 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
     if service.source.scheme == "file":
         raise InvalidSpec(
             "spec.model.uri: file:// models need a hostPath, which the restricted Pod Security level forbids; "
-            "use pvc:// or hf://, or start the operator with --allow-host-path"
+            "use pvc://, hf://, s3://, gs:// or oci://, or start the operator with --allow-host-path"
         )
     if service.spec.cache.host_path is not None:
         raise InvalidSpec(

@@ -39,7 +39,16 @@ def test_defaults_are_filled_in(api: ApiServer) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "spec.model.uri: Required value"),
-    ({"model": {"uri": "s3://bucket/llama"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
+    ({"model": {"uri": "s3://B/llama"}}, "s3://BUCKET/PREFIX"),
+    ({"model": {"uri": "s3://bucket/a/../b"}}, "name the directory itself"),
+    ({"model": {"uri": "oci://ghcr.io"}}, "oci://REGISTRY/REPOSITORY:TAG"),
+    (
+        {"model": {"uri": "s3://bucket/a", "credentialsSecretRef": {"name": "a", "key": "b"}}},
+        "remove model.credentialsSecretRef.key",
+    ),
+    ({"model": {"uri": "pvc://a", "endpoint": "http://a"}}, "remove model.endpoint"),
+    ({"model": {"uri": "s3://bucket/a", "endpoint": "http://user:word@a"}}, "spec.model.endpoint"),
+    ({"model": {"uri": "gcs://bucket/llama"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
     ({"model": {"uri": "hf://org/name:_x"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
     ({"model": {"uri": "hf://org/name:Q4 K"}}, "must be demo://, hf://ORGANISATION/NAME, pvc://CLAIM/PATH"),
     ({"model": {"uri": "pvc://a/../b"}}, "name the directory itself"),
@@ -49,11 +58,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model": {"uri": "demo://", "credentialsSecretRef": {"name": "a"}}},
         "remove model.credentialsSecretRef",
     ),
-    ({"model": {"uri": "demo://", "fetch": {}}}, "only hf:// models are downloaded; remove model.fetch"),
+    (
+        {"model": {"uri": "demo://", "fetch": {}}},
+        "oci:// and s3:// models are downloaded; remove model.fetch",
+    ),
     ({"runtime": {"gpuResourceName": "gpu"}}, "spec.runtime.gpuResourceName"),
     ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"model": hub(fetch={"resources": {"limits": {"cpu": "much"}}})}, "fetch.resources.limits.cpu"),
-    ({"cache": {"size": "1Gi"}}, "only hf:// models are downloaded into a cache; remove cache"),
+    ({"cache": {"size": "1Gi"}}, "s3:// models are downloaded into a cache; remove cache"),
     ({"model": hub(), "cache": {}}, "set exactly one of claimName, hostPath and size"),
     (
         {"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}},

@@ -74,6 +74,42 @@ def test_a_hub_model_is_fetched_first_and_only_the_download_sees_the_token() -> 
 
 
 @pytest.mark.parametrize(
+    ("uri", "variables", "address"),
+    [
+        (
+            "s3://models/llama",
+            {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_SESSION_TOKEN": True},
+            "AWS_ENDPOINT_URL",
+        ),
+        ("gs://models/llama", {"GOOGLE_SERVICE_ACCOUNT_KEY": "key.json"}, "GOOGLE_BASE_URL"),
+        ("oci://ghcr.io/org/llama:v1", {"DOCKER_AUTH_CONFIG": ".dockerconfigjson"}, "OCI_ENDPOINT"),
+        ("hf://org/llama", {"HF_TOKEN": "token"}, "HF_ENDPOINT"),
+    ],
+)
+def test_every_source_is_fetched_into_the_cache_with_credentials_for_the_download_alone(
+    uri: str, variables: dict[str, Any], address: str
+) -> None:
+    model = {"uri": uri, "credentialsSecretRef": {"name": "access"}, "endpoint": "http://source"}
+    fields: dict[str, Any] = {"model": model, "cache": {"claimName": "weights"}}
+    fetch, server = pod(**fields)["initContainers"][0], runtime(**fields)
+    assert fetch["args"] == ["fetch", "--model", uri, "--download-dir", "/cache"]
+    assert server["args"][1:5] == fetch["args"][1:]
+    given = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in fetch["env"] if "valueFrom" in each}
+    assert given.keys() == variables.keys()
+    for name, key in variables.items():
+        optional = {"optional": True} if key is True else {}
+        assert given[name] == {"name": "access", "key": name if key in (None, True) else key, **optional}
+    assert not [each for each in server["env"] if "valueFrom" in each]
+    for container in (fetch, server):
+        assert {"name": address, "value": "http://source"} in container["env"]
+    assert volume("cache", **fields) is not None
+    if not uri.startswith("s3"):
+        model["credentialsSecretRef"] = {"name": "access", "key": "mine"}
+        entry = pod(**fields)["initContainers"][0]["env"][-1]
+        assert entry["valueFrom"]["secretKeyRef"] == {"name": "access", "key": "mine"}
+
+
+@pytest.mark.parametrize(
     ("cache", "source"),
     [
         ({}, {"emptyDir": {}}),

@@ -48,7 +48,7 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
         "containers": [containers.runtime(service, settings, mounts)],
         "volumes": [volume.volume() for volume in mounted],
     }
-    if service.source.scheme == "hf":
+    if service.source.is_fetched:
         spec["initContainers"] = [containers.fetch(service, settings, mounts)]
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]

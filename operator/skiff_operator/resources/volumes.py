@@ -50,7 +50,7 @@ def build(service: InferenceService) -> list[Volume]:
     elif source.scheme == "file":
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
-    elif source.scheme == "hf":
+    elif source.is_fetched:
         volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
     return volumes
 
@@ -65,12 +65,12 @@ def model_argument(service: InferenceService) -> str:
 
 def needs_claim(service: InferenceService) -> bool:
     """Return whether the operator must create the cache's claim."""
-    return service.source.scheme == "hf" and service.spec.cache.size is not None
+    return service.source.is_fetched and service.spec.cache.size is not None
 
 
 def downloads_to_node(service: InferenceService) -> bool:
     """Return whether downloaded weights use the node's disk, which the scheduler must count."""
-    return service.source.scheme == "hf" and _cache_source(service) == {"emptyDir": {}}
+    return service.source.is_fetched and _cache_source(service) == {"emptyDir": {}}
 
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:
