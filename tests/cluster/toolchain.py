@@ -50,6 +50,11 @@ NODE = (
 )
 HELM = Tool("helm", "helm.sh/helm/v4/cmd/helm", "v4.3.1", expected_seconds=80)
 HELM_DOCS = Tool("helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs", "v1.14.2")
+MODEL_SOURCES = (
+    Tool("versitygw", "github.com/versity/versitygw/cmd/versitygw", "v1.8.0", expected_seconds=120),
+    Tool("registry", "github.com/distribution/distribution/v3/cmd/registry", "v3.1.2", expected_seconds=80),
+)
+"""Servers from which models are fetched in tests: S3 over a folder, and an OCI registry."""
 KUBECTL = CONTROL_PLANE[-1]
 
 
@@ -139,6 +144,12 @@ def helm_docs(layout: Layout) -> Path:
     """Return the path of helm-docs, which writes the chart's README; always built here, for its output is compared."""
     ensure([HELM_DOCS], layout)
     return layout.bin / HELM_DOCS.name
+
+
+def model_source(name: str, layout: Layout) -> Path:
+    """Return the path of one of MODEL_SOURCES."""
+    ensure([tool for tool in MODEL_SOURCES if tool.name == name], layout)
+    return layout.bin / name
 
 
 def kubectl(layout: Layout) -> Path:
