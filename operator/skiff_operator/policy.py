@@ -47,10 +47,17 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
             "or start the operator with --allow-host-path"
         )
 
+    if service.spec.kernel_cache is not None and service.spec.kernel_cache.host_path is not None:
+        raise InvalidSpec(
+            "spec.kernelCache.hostPath: host paths are off; use claimName, or start the operator with --allow-host-path"
+        )
+
 
 def _check_arguments(service: InferenceService) -> None:
     for argument in service.spec.runtime.args:
         flag = argument.partition("=")[0]
+        if flag == contract.FLAG_KERNEL_CACHE_DIR and service.spec.kernel_cache is not None:
+            raise InvalidSpec(f"spec.runtime.args: {flag} is set by spec.kernelCache; remove one of them")
         if flag in _OWNED_FLAGS:
             advice = f"use {_OWNED_FLAGS[flag]}" if _OWNED_FLAGS[flag] else "remove it"
             raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")

@@ -75,6 +75,13 @@ class Cache(_Strict, frozen=True):
     size: str | int | None = None
 
 
+class KernelCache(_Strict, frozen=True):
+    """The volume of compiled GPU kernels, which outlive the pod; exactly one field is set."""
+
+    claim_name: str | None = None
+    host_path: str | None = None
+
+
 class Startup(_Strict, frozen=True):
     """The startup limit of a container, without downloads."""
 
@@ -95,6 +102,7 @@ class Spec(_Strict, frozen=True):
     parallelism: Parallelism = Parallelism()
     replicas: int = 1
     cache: Cache = Cache()
+    kernel_cache: KernelCache | None = None
     startup: Startup = Startup()
     drain: Drain = Drain()
     resources: dict[str, dict[str, str | int]] = {}
@@ -174,6 +182,14 @@ def _check(spec: Spec) -> None:
         raise InvalidSpec(
             "spec.model.endpoint: must be an http:// or https:// address without user and password"
         )
+    kernels = spec.kernel_cache
+    if kernels is not None:
+        if (kernels.claim_name is None) == (kernels.host_path is None):
+            raise InvalidSpec(
+                "spec.kernelCache: set exactly one of claimName and hostPath, or remove kernelCache"
+            )
+        if spec.runtime.device != "cuda":
+            raise InvalidSpec("spec.kernelCache: only device cuda compiles kernels; remove it")
     if spec.runtime.device != "cuda" and spec.runtime.gpu_resource_name is not None:
         raise InvalidSpec("spec.runtime.gpuResourceName: only device cuda takes GPUs; remove it")
     if spec.replicas < 0 or spec.parallelism.tensor < 1:

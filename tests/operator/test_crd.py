@@ -66,6 +66,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"model": hub(fetch={"resources": {"limits": {"cpu": "much"}}})}, "fetch.resources.limits.cpu"),
     ({"cache": {"size": "1Gi"}}, "s3:// models are downloaded into a cache; remove cache"),
+    ({"kernelCache": {}}, "set exactly one of claimName and hostPath"),
+    ({"kernelCache": {"claimName": "a", "hostPath": "/a"}}, "set exactly one of claimName and hostPath"),
+    ({"kernelCache": {"claimName": "a"}, "runtime": {"device": "cpu"}}, "remove kernelCache"),
     ({"model": hub(), "cache": {}}, "set exactly one of claimName, hostPath and size"),
     (
         {"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}},

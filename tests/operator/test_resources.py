@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from services import hub, service
+from services import hub, raw, service
 
-from skiff_operator import plan
+from skiff_operator import plan, spec
 from skiff_operator.resources import containers, deployment
 from skiff_operator.settings import Settings
 
@@ -135,6 +135,50 @@ def test_models_in_volumes_are_mounted_read_only() -> None:
         "persistentVolumeClaim": claim,
     }
     assert runtime(model={"uri": "file:///srv/llama"})["args"][2] == "/model"
+
+
+def test_weights_are_read_only_for_the_server_and_writable_for_the_download() -> None:
+    fields: dict[str, Any] = {"model": hub(), "cache": {"claimName": "weights"}}
+    mount = {"name": "cache", "mountPath": "/cache"}
+    assert {**mount, "readOnly": True} in runtime(**fields)["volumeMounts"]
+    assert mount in pod(**fields)["initContainers"][0]["volumeMounts"]
+
+
+def kernel_directory(namespace: str = "default", **fields: Any) -> str:
+    parsed = spec.parse(raw(namespace=namespace, **fields))
+    objects = {kind.name: obj for (kind, _), obj in plan.objects(parsed, SETTINGS).items()}
+    container = objects["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    [value] = [each["value"] for each in container["env"] if each["name"] == "SKIFF_KERNEL_CACHE_DIR"]
+    return str(value)
+
+
+def test_kernels_of_one_image_and_namespace_are_kept_apart_from_weights() -> None:
+    fields: dict[str, Any] = {
+        "model": hub(),
+        "cache": {"claimName": "weights"},
+        "kernelCache": {"claimName": "weights"},
+        "runtime": {"env": [{"name": "SKIFF_KERNEL_CACHE_DIR", "value": "/elsewhere"}]},
+    }
+    mount = {"name": "kernels", "mountPath": "/kernels", "subPath": "skiff-kernels"}
+    assert mount in runtime(**fields)["volumeMounts"]
+    fetch = pod(**fields)["initContainers"][0]
+    assert "kernels" not in [each["name"] for each in fetch["volumeMounts"]]
+    assert volume("kernels", **fields) == {
+        "name": "kernels",
+        "persistentVolumeClaim": {"claimName": "weights"},
+    }
+    path = kernel_directory(**fields)
+    assert path.startswith("/kernels/")
+    assert path == kernel_directory(kernelCache={"claimName": "other"}, runtime={"args": ["--seed", "1"]})
+    assert path != kernel_directory(kernelCache={"claimName": "other"}, runtime={"image": "cuda:2"})
+    assert path != kernel_directory("elsewhere", **fields)
+
+
+def test_a_nodes_directory_of_kernels_is_mounted_whole() -> None:
+    fields: dict[str, Any] = {"kernelCache": {"hostPath": "/var/kernels"}}
+    assert {"name": "kernels", "mountPath": "/kernels"} in runtime(**fields)["volumeMounts"]
+    host = {"path": "/var/kernels", "type": "Directory"}
+    assert volume("kernels", **fields) == {"name": "kernels", "hostPath": host}
 
 
 def test_gpus_come_from_parallelism() -> None:

@@ -124,6 +124,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model": {"uri": "demo://", "fetch": {"resources": {"limits": {"cpu": 1}}}}},
         "spec.model.fetch: only gs",
     ),
+    ({"kernelCache": {}}, "exactly one of claimName and hostPath"),
+    ({"kernelCache": {"claimName": "a"}, "runtime": {"device": "cpu"}}, "only device cuda compiles"),
     ({"runtime": {"device": "cpu", "gpuResourceName": "a.b/c"}}, "only device cuda takes GPUs"),
     ({"runtime": {"device": "tpu"}}, "Invalid enum value 'tpu'"),
     ({"model": hub(), "cache": {"size": "1Gi", "claimName": "a"}}, "only one of"),
@@ -139,6 +141,11 @@ def test_bad_specs_are_refused_by_name(fields: dict[str, Any], message: str) -> 
 UNWELCOME: list[tuple[dict[str, Any], str]] = [
     ({"model": {"uri": "file:///models/a"}}, "--allow-host-path"),
     ({"model": hub(), "cache": {"hostPath": "/srv"}}, "--allow-host-path"),
+    ({"kernelCache": {"hostPath": "/srv"}}, "kernelCache.hostPath: host paths are off"),
+    (
+        {"kernelCache": {"claimName": "a"}, "runtime": {"args": ["--kernel-cache-dir=/a"]}},
+        "--kernel-cache-dir is set by spec.kernelCache",
+    ),
     ({"runtime": {"args": ["--port=1"]}}, "--port is set by the operator"),
     ({"runtime": {"args": ["--tp", "2"]}}, "use spec.parallelism.tensor"),
     ({"resources": {"limits": {"nvidia.com/gpu": 2}}}, "the pod needs 1"),

@@ -3,7 +3,7 @@
 import math
 from typing import Any, Final
 
-from skiff_operator.resources import credentials, volumes
+from skiff_operator.resources import credentials, kernel_cache, volumes
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -30,8 +30,10 @@ _SECURITY: Final = {
 
 def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the serving container. The end of its log goes to the pod's status, where the operator reads it."""
+    common = _common(RUNTIME, service, settings, mounts)
     return {
-        **_common(RUNTIME, service, settings, mounts),
+        **common,
+        "env": _variables(*common["env"], *kernel_cache.variables(service, common["image"])),
         "args": _serve_arguments(service),
         "ports": [
             {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},

@@ -13,22 +13,25 @@ SCRATCH_LIMIT: Final = "10Gi"
 
 
 class Volume(NamedTuple):
-    """One volume and its mount. `source`: the volume without its name."""
+    """One volume and its mount. `source`: the volume without its name; `sub_path`: the folder of it that is mounted."""
 
     name: str
     source: dict[str, Any]
     path: str
     read_only: bool = False
+    sub_path: str = ""
 
     def volume(self) -> dict[str, Any]:
         """The entry of `spec.volumes`."""
         return {"name": self.name, **self.source}
 
-    def mount(self) -> dict[str, Any]:
-        """The entry of `volumeMounts`."""
+    def mount(self, *, writable: bool = False) -> dict[str, Any]:
+        """The entry of `volumeMounts`. `writable`: even if the server may only read it."""
         mount: dict[str, Any] = {"name": self.name, "mountPath": self.path}
-        if self.read_only:
+        if self.read_only and not writable:
             mount["readOnly"] = True
+        if self.sub_path:
+            mount["subPath"] = self.sub_path
         return mount
 
 
@@ -51,7 +54,7 @@ def build(service: InferenceService) -> list[Volume]:
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.is_fetched:
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=True))
     return volumes
 
 
