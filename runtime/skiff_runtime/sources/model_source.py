@@ -20,7 +20,8 @@ class RemoteObject:
     """An object of a store, or a layer of an artifact.
 
     ``name``: its path in the model's directory; ``key``: the source's name of it; ``digest``: ``sha256:HEX`` or
-    ``md5:HEX`` of the content, "" if the source gives none; ``version``: the entity tag that each range must still have.
+    ``md5:HEX`` of the content, "" if the source gives none; ``version``: the entity tag that each range must still have;
+    ``modified``: the time of its last change, if the source gives one.
     """
 
     name: str
@@ -28,6 +29,7 @@ class RemoteObject:
     size_bytes: int
     digest: str = ""
     version: str = ""
+    modified: str = ""
 
     def new_hash(self) -> "hashlib._Hash | None":
         """Return a hash of the digest's algorithm; None without a digest."""

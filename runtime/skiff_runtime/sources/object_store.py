@@ -82,7 +82,7 @@ class ObjectStore:
         files = [each for each in found if "/" not in each.name or POOLING_CONFIG.fullmatch(each.name)]
         digest = hashlib.sha256()
         for each in files:
-            digest.update(f"{each.name}\0{each.size_bytes}\0{each.version}\n".encode())
+            digest.update(f"{each.name}\0{each.size_bytes}\0{each.version}\0{each.modified}\n".encode())
         return SourceListing(digest.hexdigest(), files)
 
     def supports_ranges(self, remote: RemoteObject) -> bool:
@@ -120,6 +120,7 @@ class ObjectStore:
                             size_bytes=meta["size"],
                             digest=f"md5:{md5[1]}" if md5 else "",
                             version=tag,
+                            modified=str(meta["last_modified"]),
                         )
                     )
                 if len(found) > MAX_FILES:
