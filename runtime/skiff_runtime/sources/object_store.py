@@ -69,8 +69,10 @@ class ObjectStore:
             self._store = kind(
                 reference.bucket, config=config, client_options=options, retry_config={"max_retries": 0}
             )
-        except (BaseError, ValueError, FileNotFoundError) as error:
-            raise self._translate(error) from error
+        except (BaseError, ValueError, OSError) as error:
+            raise FetchError(
+                f"{reference}: the settings of the store are not usable ({_redact(str(error))}); check its variables"
+            ) from error
 
     def list_objects(self) -> SourceListing:
         """Return the objects directly under the prefix, and ``POOLING_CONFIG``. Raises ``FetchError``."""

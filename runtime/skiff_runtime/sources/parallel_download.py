@@ -112,16 +112,17 @@ class _PartialFile:
         return is_last
 
     def verify(self) -> bool:
-        """Compare the checksum of a complete file; False starts the file over."""
+        """Return whether the checksum of a complete file is the expected one."""
         with self._hash_lock:
             self._carry_hash_forward()
-        if self.remote.matches(self._hash):
-            return True
+        return self.remote.matches(self._hash)
+
+    def start_over(self) -> None:
+        """Forget every chunk."""
         os.ftruncate(self._journal, 0)
         os.ftruncate(self._journal, self.chunks * _ENTRY.size)
         self._complete = [False] * self.chunks
         self._hash, self._hashed = self.remote.new_hash(), 0
-        return False
 
     def publish(self) -> None:
         """Move the complete file to its place, once its content is on the disk: a name never precedes its bytes."""
@@ -204,6 +205,8 @@ class _Transfer:
     def _queue(self, file: _PartialFile) -> None:
         missing = file.missing()
         if missing and not self._source.supports_ranges(file.remote):
+            # The one stream brings every chunk again, and each may be completed once only.
+            file.start_over()
             self._spans.append((file, 0, file.remote.size_bytes))
             return
         self._spans.extend((file, *file.bounds(index)) for index in missing)
@@ -271,6 +274,7 @@ class _Transfer:
                 f"{file.remote.digest}); check for a proxy that changes the file, or upload it again"
             )
         file.attempts += 1
+        file.start_over()
         with self._received_lock:
             self._received -= file.remote.size_bytes
         self._queue(file)

@@ -214,6 +214,15 @@ def test_malformed_uris_are_refused(uri: str, tmp_path: Path) -> None:
         fetch_model(uri, None, tmp_path)
 
 
+def test_settings_that_the_store_refuses_are_named_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", '{"private_key": "word-of-key"}')
+    with pytest.raises(FetchError, match="the settings of the store are not usable") as failure:
+        fetch_model("gs://models/llama", None, tmp_path / "cache")
+    assert "word-of-key" not in str(failure.value)
+
+
 def test_revisions_and_endpoints_with_a_password_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,12 @@
 """Models of OCI registries: ORAS and ModelPack artifacts, tokens, redirects, faults and hostile archives."""
 
 import base64
+import errno
 import io
 import json
+import os
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,36 @@ def test_cut_connection_is_resumed_with_ranges_and_without(ranges: bool, tmp_pat
         registry.push("org/llama:v1", [titled(*each) for each in FILES.items()])
         registry.faults["model.safetensors"] = [Fault(cut_after_bytes=70_000), Fault(status=503)]
         assert_served(fetch_model(f"oci://{registry.host}/org/llama:v1", None, tmp_path / "cache"))
+
+
+def test_interrupted_fetch_starts_a_file_over_without_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All chunks are complete, then the first is lost: the stream brings the others again, too."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shards = {f"model-{number}.safetensors": WEIGHTS + bytes([number]) for number in range(4)}
+    index = json.dumps({"weight_map": {name: name for name in shards}}).encode()
+    files = {"config.json": b"{}", "model.safetensors.index.json": index, **shards}
+    with running_registry(ranges=False) as registry:
+        registry.push("org/llama:v1", [titled(*each) for each in files.items()])
+        uri, cache = f"oci://{registry.host}/org/llama:v1", tmp_path / "cache"
+        with monkeypatch.context() as disk, pytest.raises(FetchError, match="Input/output error"):
+            disk.setattr(os, "fdatasync", lambda each: fail(each) if os.fstat(each).st_size > CHUNK else None)
+            try:
+                fetch_model(uri, None, cache)
+            finally:
+                for thread in threading.enumerate():
+                    if thread.name == "fetch":
+                        thread.join(10)
+        parts = [path for path in cache.rglob("*.part") if path.stat().st_size == len(WEIGHTS) + 1]
+        assert parts
+        for part in parts:
+            with part.open("r+b") as stream:
+                stream.write(b"damaged!")
+        assert_served(fetch_model(uri, None, cache), files)
 
 
 def test_blob_that_is_damaged_once_is_downloaded_again(registry: FakeRegistry, tmp_path: Path) -> None:
