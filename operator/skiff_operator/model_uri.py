@@ -8,21 +8,34 @@ from skiff_runtime import contract
 
 _FORMS: Final = {
     "demo": re.compile(r"demo://"),
+    "s3": re.compile(r"s3://(?P<location>[a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(/(?P<path>.*))?"),
+    "gs": re.compile(r"gs://(?P<location>[a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(/(?P<path>.*))?"),
+    "oci": re.compile(
+        r"oci://(?P<location>[\w.-]+(:[0-9]{1,5})?)/(?P<path>[a-z0-9._/-]+(:[\w.-]{1,128}|@sha256:[0-9a-f]{64})?)"
+    ),
     "hf": re.compile(r"hf://(?P<location>[\w.-]+/[\w.-]+(:[A-Za-z0-9][A-Za-z0-9_-]{0,31})?)"),
     "pvc": re.compile(r"pvc://(?P<location>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(/(?P<path>.*))?"),
     "file": re.compile(r"file://(?P<location>/.+)"),
 }
 assert tuple(sorted(_FORMS)) == tuple(sorted(contract.MODEL_SCHEMES))
 
-_HELP: Final = "use demo://, hf://ORGANISATION/NAME[:QUANTIZATION], pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
+_HELP: Final = (
+    "use demo://, hf://ORGANISATION/NAME[:QUANTIZATION], s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+    "oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH"
+)
 
 
 class Source(NamedTuple):
-    """`location`: the hub's repository, the claim's name or the host's path; `path`: inside the claim."""
+    """`location`: the hub's repository, the bucket, the registry, the claim's name or the host's path; `path`: inside it."""
 
     scheme: str
     location: str = ""
     path: str = ""
+
+    @property
+    def is_fetched(self) -> bool:
+        """True if an init container downloads the model into the cache."""
+        return self.scheme in contract.FETCHED_SCHEMES
 
 
 def parse(uri: str) -> Source:

@@ -41,12 +41,17 @@ def _check_host_paths(service: InferenceService, settings: Settings) -> None:
     if service.source.scheme == "file":
         raise InvalidSpec(
             "spec.model.uri: file:// models need a hostPath, which the restricted Pod Security level forbids; "
-            "use pvc:// or hf://, or start the operator with --allow-host-path"
+            "use pvc://, hf://, s3://, gs:// or oci://, or start the operator with --allow-host-path"
         )
     if service.spec.cache.host_path is not None:
         raise InvalidSpec(
             "spec.cache.hostPath: host paths are off; use claimName or size, "
             "or start the operator with --allow-host-path"
+        )
+
+    if service.spec.kernel_cache is not None and service.spec.kernel_cache.host_path is not None:
+        raise InvalidSpec(
+            "spec.kernelCache.hostPath: host paths are off; use claimName, or start the operator with --allow-host-path"
         )
 
 
@@ -56,6 +61,8 @@ def _check_arguments(service: InferenceService) -> None:
         owned[contract.FLAG_API_KEY_FILE] = "spec.apiKeysSecretRef alone"
     for argument in service.spec.runtime.args:
         flag = argument.partition("=")[0]
+        if flag == contract.FLAG_KERNEL_CACHE_DIR and service.spec.kernel_cache is not None:
+            raise InvalidSpec(f"spec.runtime.args: {flag} is set by spec.kernelCache; remove one of them")
         if flag in owned:
             advice = f"use {owned[flag]}" if owned[flag] else "remove it"
             raise InvalidSpec(f"spec.runtime.args: {flag} is set by the operator; {advice}")

@@ -4,6 +4,7 @@
 with a message that says what to change; no other module reads the raw object.
 """
 
+import re
 from typing import Any, Final, Literal
 
 import msgspec
@@ -18,6 +19,8 @@ ANNOTATION_UPGRADED_AT: Final = f"{contract.API_GROUP}/upgraded-at"
 
 _REQUEST_CHARACTERS: Final = 64
 """More of such an annotation does not count, and is not copied to pods."""
+_ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[^\s?#@]*)?")
+_FETCHED: Final = ", ".join(f"{scheme}://" for scheme in contract.FETCHED_SCHEMES)
 _HINT: Final = "compare it with `kubectl explain inferenceservice.spec`"
 
 
@@ -26,10 +29,10 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_
 
 
 class SecretKey(_Strict, frozen=True):
-    """One key of a Secret in the InferenceService's namespace."""
+    """One key of a Secret in the InferenceService's namespace. The default of `key` depends on the model's scheme."""
 
     name: str
-    key: str = "token"
+    key: str | None = None
 
 
 class ApiKeys(_Strict, frozen=True):
@@ -52,7 +55,7 @@ class NetworkPolicy(_Strict, frozen=True):
 
 
 class Fetch(_Strict, frozen=True):
-    """The download of an hf:// model's weights. `resources`: of its container."""
+    """The download of a model's weights. `resources`: of its container."""
 
     resources: dict[str, dict[str, str | int]] = {}
 
@@ -63,6 +66,7 @@ class Model(_Strict, frozen=True):
     uri: str
     name: str | None = None
     revision: str | None = None
+    endpoint: str | None = None
     credentials_secret_ref: SecretKey | None = None
     fetch: Fetch = Fetch()
 
@@ -94,6 +98,13 @@ class Cache(_Strict, frozen=True):
     claim_name: str | None = None
     host_path: str | None = None
     size: str | int | None = None
+
+
+class KernelCache(_Strict, frozen=True):
+    """The volume of compiled GPU kernels, which outlive the pod; exactly one field is set."""
+
+    claim_name: str | None = None
+    host_path: str | None = None
 
 
 class Startup(_Strict, frozen=True):
@@ -131,6 +142,7 @@ class Spec(_Strict, frozen=True):
     parallelism: Parallelism = Parallelism()
     replicas: int = 1
     cache: Cache = Cache()
+    kernel_cache: KernelCache | None = None
     startup: Startup = Startup()
     drain: Drain = Drain()
     rollout: RolloutPolicy = RolloutPolicy()
@@ -232,13 +244,34 @@ def _check(spec: Spec) -> None:
     source = model_uri.parse(spec.model.uri)
     if sum(value is not None for value in (spec.cache.claim_name, spec.cache.host_path, spec.cache.size)) > 1:
         raise InvalidSpec("spec.cache: set only one of claimName, hostPath and size")
-    if source.scheme != "hf":
-        if spec.model.revision is not None:
-            raise InvalidSpec("spec.model.revision: only hf:// models have revisions; remove it")
-        if spec.model.credentials_secret_ref is not None:
-            raise InvalidSpec("spec.model.credentialsSecretRef: only hf:// models are downloaded; remove it")
-        if spec.model.fetch != Fetch():
-            raise InvalidSpec("spec.model.fetch: only hf:// models are downloaded; remove it")
+    if source.scheme != "hf" and spec.model.revision is not None:
+        raise InvalidSpec("spec.model.revision: only hf:// models have revisions; remove it")
+    if not source.is_fetched:
+        for field, value in (
+            ("credentialsSecretRef", spec.model.credentials_secret_ref),
+            ("endpoint", spec.model.endpoint),
+            ("fetch", spec.model.fetch if spec.model.fetch != Fetch() else None),
+        ):
+            if value is not None:
+                raise InvalidSpec(f"spec.model.{field}: only {_FETCHED} models are downloaded; remove it")
+    secret = spec.model.credentials_secret_ref
+    if source.scheme == "s3" and secret is not None and secret.key is not None:
+        raise InvalidSpec(
+            "spec.model.credentialsSecretRef.key: an s3:// model takes the keys AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY of the Secret; remove it"
+        )
+    if spec.model.endpoint is not None and not _ENDPOINT.fullmatch(spec.model.endpoint):
+        raise InvalidSpec(
+            "spec.model.endpoint: must be an http:// or https:// address without user and password"
+        )
+    kernels = spec.kernel_cache
+    if kernels is not None:
+        if (kernels.claim_name is None) == (kernels.host_path is None):
+            raise InvalidSpec(
+                "spec.kernelCache: set exactly one of claimName and hostPath, or remove kernelCache"
+            )
+        if spec.runtime.device != "cuda":
+            raise InvalidSpec("spec.kernelCache: only device cuda compiles kernels; remove it")
     if spec.runtime.device != "cuda" and spec.runtime.gpu_resource_name is not None:
         raise InvalidSpec("spec.runtime.gpuResourceName: only device cuda takes GPUs; remove it")
     if spec.replicas < 0 or spec.parallelism.tensor < 1:

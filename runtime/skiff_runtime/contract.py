@@ -68,14 +68,29 @@ FLAG_TENSOR_PARALLEL: Final = "--tp"
 FLAG_TENSOR_PARALLEL_SIZE: Final = "--tensor-parallel-size"
 """The same in full, as vLLM and SGLang spell it."""
 FLAG_MAX_MODEL_LEN: Final = "--max-model-len"
+FLAG_KERNEL_CACHE_DIR: Final = "--kernel-cache-dir"
 FLAG_DRAIN_TIMEOUT: Final = "--drain-timeout-seconds"
 FLAG_STARTUP_TIMEOUT: Final = "--startup-timeout-seconds"
 FLAG_API_KEY_FILE: Final = "--api-key-file"
 
+ENV_KERNEL_CACHE_DIR: Final = "SKIFF_KERNEL_CACHE_DIR"
 ENV_HUB_TOKEN: Final = "HF_TOKEN"
 ENV_HUB_ENDPOINT: Final = "HF_ENDPOINT"
+ENV_S3_ENDPOINT: Final = "AWS_ENDPOINT_URL"
+ENV_S3_KEY_ID: Final = "AWS_ACCESS_KEY_ID"
+ENV_S3_SECRET_KEY: Final = "AWS_SECRET_ACCESS_KEY"
+ENV_S3_SESSION_TOKEN: Final = "AWS_SESSION_TOKEN"
+ENV_GS_ENDPOINT: Final = "GOOGLE_BASE_URL"
+ENV_GS_CREDENTIALS: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
+"""A service account's key, as the JSON text itself."""
+ENV_OCI_ENDPOINT: Final = "OCI_ENDPOINT"
+"""Address of a registry that is not reached by https:// and its name, such as a mirror."""
+ENV_OCI_CREDENTIALS: Final = "DOCKER_AUTH_CONFIG"
+"""The text of a Docker configuration (config.json), as for Docker's own command line."""
 
-MODEL_SCHEMES: Final = ("demo", "file", "hf", "pvc")
+FETCHED_SCHEMES: Final = ("gs", "hf", "oci", "s3")
+"""Models that are downloaded into a cache."""
+MODEL_SCHEMES: Final = ("demo", "file", "gs", "hf", "oci", "pvc", "s3")
 """The operator alone understands `pvc://`: it turns it into a local path."""
 
 # --- Exit codes ------------------------------------------------------------------

@@ -19,6 +19,7 @@ from paths import Layout, layout
 from providers import choose, made
 
 PATHS = ("kubectl", "helm", "helm-docs", "prometheus", "promtool", "prometheus-operator-crds")
+SOURCES = tuple(tool.name for tool in toolchain.MODEL_SOURCES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "tools", help="fetch or build what `make test` needs: control plane, helm, prometheus"
     )
-    for name in PATHS:
+    for name in (*PATHS, *SOURCES):
         commands.add_parser(f"{name}-path", help=f"print the path of {name}, fetched or built if need be")
     return top
 
@@ -97,7 +98,9 @@ def kubeconfig(paths: Layout) -> Path:
 
 
 def program(name: str, paths: Layout) -> Path:
-    """Return the path of one of PATHS."""
+    """Return the path of one of PATHS or SOURCES."""
+    if name in SOURCES:
+        return toolchain.model_source(name, paths)
     builders = {
         "kubectl": toolchain.kubectl,
         "helm": toolchain.helm,

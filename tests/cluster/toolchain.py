@@ -52,6 +52,11 @@ NODE = (
 HELM = Tool("helm", "helm.sh/helm/v4/cmd/helm", "v4.3.1", expected_seconds=80)
 HELM_DOCS = Tool("helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs", "v1.14.2")
 KWOK = Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0", expected_seconds=70)
+MODEL_SOURCES = (
+    Tool("versitygw", "github.com/versity/versitygw/cmd/versitygw", "v1.8.0", expected_seconds=120),
+    Tool("registry", "github.com/distribution/distribution/v3/cmd/registry", "v3.1.2", expected_seconds=80),
+)
+"""Servers from which models are fetched in tests: S3 over a folder, and an OCI registry."""
 KUBECTL = CONTROL_PLANE[-1]
 SCHEDULER = NODE[0]
 PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.85.0")
@@ -163,6 +168,12 @@ def prometheus_operator_crds(layout: Layout) -> Path:
                 (copy / "crds").chmod(0o755)  # the module cache is read-only
                 (copy / "crds").replace(folder)
     return folder
+
+
+def model_source(name: str, layout: Layout) -> Path:
+    """Return the path of one of MODEL_SOURCES."""
+    ensure([tool for tool in MODEL_SOURCES if tool.name == name], layout)
+    return layout.bin / name
 
 
 def kubectl(layout: Layout) -> Path:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from services import hub, service
+from services import hub, raw, service
 
-from skiff_operator import plan
+from skiff_operator import plan, spec
 from skiff_operator.resources import containers, deployment
 from skiff_operator.settings import Settings
 
@@ -74,6 +74,42 @@ def test_a_hub_model_is_fetched_first_and_only_the_download_sees_the_token() -> 
 
 
 @pytest.mark.parametrize(
+    ("uri", "variables", "address"),
+    [
+        (
+            "s3://models/llama",
+            {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_SESSION_TOKEN": True},
+            "AWS_ENDPOINT_URL",
+        ),
+        ("gs://models/llama", {"GOOGLE_SERVICE_ACCOUNT_KEY": "key.json"}, "GOOGLE_BASE_URL"),
+        ("oci://ghcr.io/org/llama:v1", {"DOCKER_AUTH_CONFIG": ".dockerconfigjson"}, "OCI_ENDPOINT"),
+        ("hf://org/llama", {"HF_TOKEN": "token"}, "HF_ENDPOINT"),
+    ],
+)
+def test_every_source_is_fetched_into_the_cache_with_credentials_for_the_download_alone(
+    uri: str, variables: dict[str, Any], address: str
+) -> None:
+    model = {"uri": uri, "credentialsSecretRef": {"name": "access"}, "endpoint": "http://source"}
+    fields: dict[str, Any] = {"model": model, "cache": {"claimName": "weights"}}
+    fetch, server = pod(**fields)["initContainers"][0], runtime(**fields)
+    assert fetch["args"] == ["fetch", "--model", uri, "--download-dir", "/cache"]
+    assert server["args"][1:5] == fetch["args"][1:]
+    given = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in fetch["env"] if "valueFrom" in each}
+    assert given.keys() == variables.keys()
+    for name, key in variables.items():
+        optional = {"optional": True} if key is True else {}
+        assert given[name] == {"name": "access", "key": name if key in (None, True) else key, **optional}
+    assert not [each for each in server["env"] if "valueFrom" in each]
+    for container in (fetch, server):
+        assert {"name": address, "value": "http://source"} in container["env"]
+    assert volume("cache", **fields) is not None
+    if not uri.startswith("s3"):
+        model["credentialsSecretRef"] = {"name": "access", "key": "mine"}
+        entry = pod(**fields)["initContainers"][0]["env"][-1]
+        assert entry["valueFrom"]["secretKeyRef"] == {"name": "access", "key": "mine"}
+
+
+@pytest.mark.parametrize(
     ("cache", "source"),
     [
         ({}, {"emptyDir": {}}),
@@ -99,6 +135,50 @@ def test_models_in_volumes_are_mounted_read_only() -> None:
         "persistentVolumeClaim": claim,
     }
     assert runtime(model={"uri": "file:///srv/llama"})["args"][2] == "/model"
+
+
+def test_weights_are_read_only_for_the_server_and_writable_for_the_download() -> None:
+    fields: dict[str, Any] = {"model": hub(), "cache": {"claimName": "weights"}}
+    mount = {"name": "cache", "mountPath": "/cache"}
+    assert {**mount, "readOnly": True} in runtime(**fields)["volumeMounts"]
+    assert mount in pod(**fields)["initContainers"][0]["volumeMounts"]
+
+
+def kernel_directory(namespace: str = "default", **fields: Any) -> str:
+    parsed = spec.parse(raw(namespace=namespace, **fields))
+    objects = {kind.name: obj for (kind, _), obj in plan.objects(parsed, SETTINGS).items()}
+    container = objects["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    [value] = [each["value"] for each in container["env"] if each["name"] == "SKIFF_KERNEL_CACHE_DIR"]
+    return str(value)
+
+
+def test_kernels_of_one_image_and_namespace_are_kept_apart_from_weights() -> None:
+    fields: dict[str, Any] = {
+        "model": hub(),
+        "cache": {"claimName": "weights"},
+        "kernelCache": {"claimName": "weights"},
+        "runtime": {"env": [{"name": "SKIFF_KERNEL_CACHE_DIR", "value": "/elsewhere"}]},
+    }
+    mount = {"name": "kernels", "mountPath": "/kernels", "subPath": "skiff-kernels"}
+    assert mount in runtime(**fields)["volumeMounts"]
+    fetch = pod(**fields)["initContainers"][0]
+    assert "kernels" not in [each["name"] for each in fetch["volumeMounts"]]
+    assert volume("kernels", **fields) == {
+        "name": "kernels",
+        "persistentVolumeClaim": {"claimName": "weights"},
+    }
+    path = kernel_directory(**fields)
+    assert path.startswith("/kernels/")
+    assert path == kernel_directory(kernelCache={"claimName": "other"}, runtime={"args": ["--seed", "1"]})
+    assert path != kernel_directory(kernelCache={"claimName": "other"}, runtime={"image": "cuda:2"})
+    assert path != kernel_directory("elsewhere", **fields)
+
+
+def test_a_nodes_directory_of_kernels_is_mounted_whole() -> None:
+    fields: dict[str, Any] = {"kernelCache": {"hostPath": "/var/kernels"}}
+    assert {"name": "kernels", "mountPath": "/kernels"} in runtime(**fields)["volumeMounts"]
+    host = {"path": "/var/kernels", "type": "Directory"}
+    assert volume("kernels", **fields) == {"name": "kernels", "hostPath": host}
 
 
 def test_gpus_come_from_parallelism() -> None:

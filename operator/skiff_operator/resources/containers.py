@@ -3,7 +3,7 @@
 import math
 from typing import Any, Final
 
-from skiff_operator.resources import volumes
+from skiff_operator.resources import credentials, kernel_cache, volumes
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -30,8 +30,10 @@ _SECURITY: Final = {
 
 def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the serving container. The end of its log goes to the pod's status, where the operator reads it."""
+    common = _common(RUNTIME, service, settings, mounts)
     return {
-        **_common(RUNTIME, service, settings, mounts),
+        **common,
+        "env": _variables(*common["env"], *kernel_cache.variables(service, common["image"])),
         "args": _serve_arguments(service),
         "ports": [
             {"name": contract.API_PORT_NAME, "containerPort": contract.API_PORT, "protocol": "TCP"},
@@ -49,17 +51,13 @@ def runtime(service: InferenceService, settings: Settings, mounts: list[dict[str
 
 
 def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Build the init container of hf:// models, the only one with the credential."""
+    """Build the init container of models that are downloaded, the only one with the credential."""
     container = {
         **_common(FETCH, service, settings, mounts),
         "args": [contract.COMMAND_FETCH, *_model_arguments(service)],
         "resources": fetch_resources(service, settings),
     }
-    secret = service.spec.model.credentials_secret_ref
-    if secret is not None:
-        reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
-        token = {"name": contract.ENV_HUB_TOKEN, "valueFrom": reference}
-        container["env"] = _variables(*container["env"], token)
+    container["env"] = _variables(*container["env"], *credentials.variables(service))
     return container
 
 
@@ -111,11 +109,12 @@ def _common(
 ) -> dict[str, Any]:
     runtime = service.spec.runtime
     home = {"name": "HOME", "value": volumes.SCRATCH_DIRECTORY}
+    endpoint = credentials.endpoint(service)
     return {
         "name": name,
         "image": runtime.image or settings.runtime_image(runtime.device),
         "command": ["skiff"],
-        "env": _variables(home, *runtime.env),
+        "env": _variables(home, *runtime.env, *endpoint),
         "volumeMounts": mounts,
         "securityContext": _SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -129,7 +128,7 @@ def _variables(*entries: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _model_arguments(service: InferenceService) -> list[str]:
     arguments = [contract.FLAG_MODEL, volumes.model_argument(service)]
-    if service.source.scheme == "hf":
+    if service.source.is_fetched:
         if service.spec.model.revision is not None:
             arguments += [contract.FLAG_REVISION, service.spec.model.revision]
         arguments += [contract.FLAG_DOWNLOAD_DIR, volumes.CACHE_DIRECTORY]

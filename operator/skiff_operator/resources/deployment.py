@@ -102,4 +102,4 @@ def _strategy(policy: RolloutPolicy, *, replace: bool) -> dict[str, Any]:
 def _deadline_seconds(service: InferenceService) -> int:
     """Return the progress deadline: image pull, start, and a download that may take as long as a start."""
     startup = service.spec.startup.timeout_seconds
-    return _IMAGE_PULL_SECONDS + startup * (2 if service.source.scheme == "hf" else 1)
+    return _IMAGE_PULL_SECONDS + startup * (2 if service.source.is_fetched else 1)

@@ -1,6 +1,7 @@
 """The NetworkPolicy of a service that sets `spec.networkPolicy`: what its pods may connect to, and who may connect."""
 
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from skiff_operator.kinds import NETWORK_POLICY
 from skiff_operator.resources.metadata import child, selector
@@ -12,7 +13,7 @@ _NAMESPACE: Final[dict[str, Any]] = {"podSelector": {}}
 """All pods of the InferenceService's namespace."""
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
-_HTTPS: Final = {"ports": [{"port": 443, "protocol": "TCP"}]}
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
@@ -26,7 +27,9 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
     operator = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: settings.lease_namespace}}}
     sources = (_NAMESPACE,) if policy.sources is None else policy.sources
     port = {"port": contract.API_PORT_NAME, "protocol": "TCP"}
-    downloads = [_HTTPS] if service.source.scheme == "hf" else []
+    downloads = (
+        [{"ports": [_tcp(port) for port in _download_ports(service)]}] if service.source.is_fetched else []
+    )
     return child(
         NETWORK_POLICY,
         service,
@@ -37,6 +40,22 @@ def build(service: InferenceService, settings: Settings) -> dict[str, Any]:
             "egress": [_DNS, *downloads, *map(_with_protocol, policy.egress)],
         },
     )
+
+
+def _download_ports(service: InferenceService) -> list[int]:
+    """Return the ports of the model's source; 443 is always one, because stores redirect to others."""
+    endpoint, source = service.spec.model.endpoint, service.source
+    ports = {443}
+    if endpoint is not None:
+        parts = urlsplit(endpoint)
+        ports.add(parts.port or _DEFAULT_PORTS[parts.scheme])
+    elif source.scheme == "oci" and ":" in source.location:
+        ports.add(int(source.location.rpartition(":")[2]))
+    return sorted(ports)
+
+
+def _tcp(port: int) -> dict[str, Any]:
+    return {"port": port, "protocol": "TCP"}
 
 
 def _with_protocol(rule: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

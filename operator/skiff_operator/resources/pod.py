@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from skiff_operator.errors import InvalidSpec
-from skiff_operator.resources import containers, overlay, pod_security, volumes
+from skiff_operator.resources import containers, kernel_cache, overlay, pod_security, volumes
 from skiff_operator.resources.metadata import LABEL_REVISION, digest, labels, selector
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
@@ -57,7 +57,7 @@ def grace_seconds(service: InferenceService) -> int:
 
 def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
     mounted = volumes.build(service)
-    mounts = [volume.mount() for volume in mounted]
+    kernels = kernel_cache.build(service)
     spec: dict[str, Any] = {
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,
@@ -65,11 +65,13 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
         "enableServiceLinks": False,
         "securityContext": _security(),
         "terminationGracePeriodSeconds": grace_seconds(service),
-        "containers": [containers.runtime(service, settings, mounts)],
-        "volumes": [volume.volume() for volume in mounted],
+        "containers": [
+            containers.runtime(service, settings, [volume.mount() for volume in (*mounted, *kernels)])
+        ],
+        "volumes": [volume.volume() for volume in (*mounted, *kernels)],
     }
-    if service.source.scheme == "hf":
-        shared = [volume.mount() for volume in mounted if not volume.serving]
+    if service.source.is_fetched:
+        shared = [volume.mount(writable=True) for volume in mounted if not volume.serving]
         spec["initContainers"] = [containers.fetch(service, settings, shared)]
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]

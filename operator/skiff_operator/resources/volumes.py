@@ -15,23 +15,29 @@ SCRATCH_LIMIT: Final = "10Gi"
 
 
 class Volume(NamedTuple):
-    """One volume and its mount. `source`: the volume without its name; `serving`: the download does not mount it."""
+    """One volume and its mount. `source`: the volume without its name; `sub_path`: the folder of it that is mounted.
+
+    `serving`: the download does not mount it.
+    """
 
     name: str
     source: dict[str, Any]
     path: str
     read_only: bool = False
     serving: bool = False
+    sub_path: str = ""
 
     def volume(self) -> dict[str, Any]:
         """The entry of `spec.volumes`."""
         return {"name": self.name, **self.source}
 
-    def mount(self) -> dict[str, Any]:
-        """The entry of `volumeMounts`."""
+    def mount(self, *, writable: bool = False) -> dict[str, Any]:
+        """The entry of `volumeMounts`. `writable`: even if the server may only read it."""
         mount: dict[str, Any] = {"name": self.name, "mountPath": self.path}
-        if self.read_only:
+        if self.read_only and not writable:
             mount["readOnly"] = True
+        if self.sub_path:
+            mount["subPath"] = self.sub_path
         return mount
 
 
@@ -53,8 +59,8 @@ def build(service: InferenceService) -> list[Volume]:
     elif source.scheme == "file":
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
-    elif source.scheme == "hf":
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
+    elif source.is_fetched:
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=True))
     keys = service.spec.api_keys_secret_ref
     if keys is not None:
         # A mount without subPath: the kubelet keeps it up to date.
@@ -74,12 +80,12 @@ def model_argument(service: InferenceService) -> str:
 
 def needs_claim(service: InferenceService) -> bool:
     """Return whether the operator must create the cache's claim."""
-    return service.source.scheme == "hf" and service.spec.cache.size is not None
+    return service.source.is_fetched and service.spec.cache.size is not None
 
 
 def downloads_to_node(service: InferenceService) -> bool:
     """Return whether downloaded weights use the node's disk, which the scheduler must count."""
-    return service.source.scheme == "hf" and _cache_source(service) == {"emptyDir": {}}
+    return service.source.is_fetched and _cache_source(service) == {"emptyDir": {}}
 
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:

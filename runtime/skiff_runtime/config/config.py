@@ -52,11 +52,12 @@ class Config:
         "demo://",
         "Model",
         "the model: a directory or GGUF file, file:///path, hf://org/name (hf://org/name:Q4_K_M chooses a GGUF file), "
+        "s3://bucket/prefix, gs://bucket/prefix, oci://registry/repository:tag, "
         "demo://, or shape://name for a benchmark",
     )
     revision: str | None = option(None, "Model", "revision of an hf:// model (default: main)")
     download_dir: str | None = option(
-        None, "Model", "directory for hf:// models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
+        None, "Model", "directory for downloaded models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)"
     )
     served_model_name: str | None = option(
         None, "Model", "the model's name in the API (default: the last part of --model)"

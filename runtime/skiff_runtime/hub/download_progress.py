@@ -13,10 +13,13 @@ REPORT_SECONDS: Final = 5.0
 
 
 @contextmanager
-def report_progress(total_bytes: int, received_bytes: Callable[[], int]) -> Iterator[None]:
-    """Log the progress while the block runs and at its end. On a terminal, the library's progress bars take its place.
+def report_progress(
+    total_bytes: int, received_bytes: Callable[[], int], *, on_terminal: bool = False
+) -> Iterator[None]:
+    """Log the progress while the block runs and at its end.
 
-    ``received_bytes`` counts bytes on the disk, which are the same for HTTP and for Xet.
+    ``received_bytes`` counts bytes on the disk, which are the same for HTTP and for Xet. ``on_terminal``: also on a
+    terminal, where otherwise the library's progress bars take its place.
     """
     ended = threading.Event()
 
@@ -36,7 +39,7 @@ def report_progress(total_bytes: int, received_bytes: Callable[[], int]) -> Iter
             last_time, last_bytes = now, received
 
     reporter = threading.Thread(target=run, name="fetch-progress", daemon=True)
-    if not sys.stderr.isatty():
+    if on_terminal or not sys.stderr.isatty():
         reporter.start()
     try:
         yield

@@ -51,7 +51,7 @@ def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = No
     the others wait for it and use its result. Raises ``FetchError``; complete files are kept.
     """
     cache = ModelCache(cache_dir, reference)
-    with _disk_errors(cache_dir):
+    with disk_errors(cache_dir):
         if (found := cache.find_verified()) is not None:
             return found
         try:
@@ -75,10 +75,10 @@ def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> P
     It is the snapshot in ``cache_dir`` if that is complete; else these two files are downloaded into ``temporary``. A
     GGUF model must be complete in ``cache_dir``; its file is returned.
     """
-    with _disk_errors(cache_dir):
+    with disk_errors(cache_dir):
         if (found := ModelCache(cache_dir, reference).find_verified()) is not None:
             return found
-    with _disk_errors(temporary):
+    with disk_errors(temporary):
         from skiff_runtime.hub.hub_client import HubClient
 
         client = HubClient(reference)
@@ -193,7 +193,7 @@ def _verify_cached(cache: ModelCache, reference: HubReference) -> tuple[str, lis
 
 
 @contextmanager
-def _disk_errors(cache_dir: Path) -> Iterator[None]:
+def disk_errors(cache_dir: Path) -> Iterator[None]:
     """Turn an ``OSError`` of the disk into a ``FetchError`` that names the remedy."""
     try:
         yield

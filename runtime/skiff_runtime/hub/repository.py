@@ -85,9 +85,7 @@ class RepositoryListing:
         """
         if self.is_gguf:
             return []
-        found = [
-            file for file in self.files if any(fnmatchcase(file.name, glob) for glob in _CONFIG_PATTERNS)
-        ]
+        found = [file for file in self.files if is_config_file(file.name)]
         if all(file.name != CONFIG for file in found):
             raise FetchError("the repository has no config.json at its top level: Skiff cannot serve it")
         return found
@@ -125,6 +123,11 @@ class RepositoryListing:
                 "hf://org/name:Q4_K_M"
             )
         return next(file for file in self.files if file.name == found[0])
+
+
+def is_config_file(name: str) -> bool:
+    """Return whether serving may need this file beside the weights: configuration, tokenizer or template."""
+    return any(fnmatchcase(name, glob) for glob in _CONFIG_PATTERNS)
 
 
 def _files_in_index(index: bytes, found: dict[str, RemoteFile]) -> list[RemoteFile]:

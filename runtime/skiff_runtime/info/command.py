@@ -24,6 +24,8 @@ from skiff_runtime.layers.rope_scaling import YarnScaling
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
 from skiff_runtime.models.footprint import count_active_parameters, num_sparse_layers
 from skiff_runtime.processes.resolve import locate
+from skiff_runtime.sources.fetch import find_fetched
+from skiff_runtime.sources.source_reference import is_source_uri
 
 DESCRIPTION: Final = """\
 Show a model's shape, the memory that each part of it takes on each rank, and the number
@@ -102,6 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_model(config: Config) -> ModelConfig:
     """Read the model's configuration; that of an ``hf://`` model outside of the cache is downloaded to a temporary file."""
+    if is_source_uri(config.model):
+        cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
+        fetched = find_fetched(config.model, cache)
+        if fetched is None:
+            raise ConfigError(f"{config.model} is not in {cache}; download it first (skiff fetch)")
+        return _read_config(fetched, config)
     if not config.model.startswith(SCHEME):
         return _read_config(locate(config), config)
     reference = parse_reference(config.model, config.revision)

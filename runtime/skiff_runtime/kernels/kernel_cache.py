@@ -6,10 +6,13 @@ Like every compiler's cache it is keyed by sources, versions and architecture, s
 import contextlib
 import os
 import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+PREBUILT_DIRECTORY: Final = Path("/opt/skiff-kernels")
+"""Kernels that were compiled into the image (``images/runtime.Dockerfile``)."""
 TRITON_FOLDER: Final = "triton"
 FLASHINFER_FOLDER: Final = "flashinfer"
 _TRITON_VARIABLE: Final = "TRITON_CACHE_DIR"
@@ -25,18 +28,37 @@ _directories: Final[list[Path]] = []
 def activate(directory: Path, scratch: Path) -> None:
     """Make this process use the kernels in ``directory`` and keep new ones there.
 
-    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. Must be called
+    Where it cannot be written to, as in an image, new kernels go to ``scratch`` and are lost with it. A directory on a
+    volume begins with the kernels of the image. Must be called
     before Triton or FlashInfer is imported, because both read their directories from the environment then.
     """
     _directories[:] = [directory]
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
+        _copy_prebuilt(directory)
     if not os.access(directory, os.W_OK):
         if (directory / TRITON_FOLDER).is_dir():
             shutil.copytree(directory / TRITON_FOLDER, scratch / TRITON_FOLDER, dirs_exist_ok=True)
         directory = scratch
     os.environ[_TRITON_VARIABLE] = str(directory / TRITON_FOLDER)
     os.environ[_FLASHINFER_VARIABLE] = str(directory / FLASHINFER_FOLDER)
+
+
+def _copy_prebuilt(directory: Path) -> None:
+    """Copy the image's kernels into an empty directory. Ranks and pods that start together do so once: a rename decides."""
+    if directory == PREBUILT_DIRECTORY:
+        return
+    for name in (TRITON_FOLDER, FLASHINFER_FOLDER):
+        source, target = PREBUILT_DIRECTORY / name, directory / name
+        if not source.is_dir() or target.exists():
+            continue
+        partial = Path(tempfile.mkdtemp(prefix=f".copying-{name}-", dir=directory))
+        try:
+            shutil.copytree(source, partial / name, copy_function=shutil.copyfile)
+            with contextlib.suppress(OSError):  # another process was first
+                (partial / name).rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def may_have_flashinfer_modules() -> bool:

@@ -14,14 +14,14 @@ from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError, ModelError
 from skiff_runtime.gguf.header import SUFFIX, is_gguf
 from skiff_runtime.gguf.selection import find_gguf
-from skiff_runtime.hub.fetch import default_hub_cache, fetch_uri
+from skiff_runtime.hub.fetch import default_hub_cache
 from skiff_runtime.layers.weight_format import Fp8Format
 from skiff_runtime.models.config import ModelConfig, check_tp_size, read_model_config
+from skiff_runtime.sources.fetch import fetch_model, is_remote
 
 DEMO_NAME: Final = "skiff-demo"
 _DEMO: Final = "demo://"
 _FILE: Final = "file://"
-_HUB: Final = "hf://"
 _SCHEME: Final = "://"
 WATCHDOG_SECONDS: Final = {"cpu": 600.0, "cuda": 120.0}
 """Default of ``--watchdog-timeout`` by device: several times the longest step that is no hang.
@@ -87,22 +87,23 @@ def available_cores() -> int:
 
 
 def locate(config: Config) -> Path:
-    """Return the model's directory or GGUF file. An ``hf://`` model is downloaded if needed."""
+    """Return the model's directory or GGUF file. A model of a hub, an object store or a registry is downloaded if needed."""
     uri = config.model
     if uri == _DEMO:
         return demo.DIRECTORY
     if uri.startswith(shapes.SCHEME):
         return shapes.find(uri)
-    if uri.startswith(_HUB):
+    if is_remote(uri):
         cache = Path(config.download_dir) if config.download_dir else default_hub_cache()
-        return fetch_uri(uri, config.revision, cache)
+        return fetch_model(uri, config.revision, cache)
     if config.revision is not None:
         raise ConfigError(f"--revision is for hf:// models; --model is {uri}")
     if uri.startswith(_FILE):
         return find_gguf(Path(uri.removeprefix(_FILE)))
     if _SCHEME in uri:
         raise ConfigError(
-            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, shape://name or demo://"
+            f"--model {uri}: unknown scheme; give a directory, file:///path, hf://org/name, s3://bucket/prefix, "
+            "gs://bucket/prefix, oci://registry/repository:tag, shape://name or demo://"
         )
     return find_gguf(Path(uri))
 
@@ -129,6 +130,8 @@ def _default_name(uri: str) -> str:
     if uri == _DEMO:
         return DEMO_NAME
     path = uri.partition(_SCHEME)[2] or uri
+    if uri.startswith("oci://"):
+        path = path.partition("@")[0]
     return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX) or "model"
 
 

@@ -1,0 +1,173 @@
+"""Download of a model by its URI, whatever its source, into a directory that can be served."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from skiff_runtime import log
+from skiff_runtime.contract import FLAG_REVISION
+from skiff_runtime.errors import ConfigError, FetchError
+from skiff_runtime.hub.fetch import disk_errors, fetch_uri
+from skiff_runtime.hub.file_lock import exclusive_lock
+from skiff_runtime.hub.hub_reference import SCHEME as HUB_SCHEME
+from skiff_runtime.hub.repository import CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.sources.directory_cache import DirectoryCache
+from skiff_runtime.sources.model_source import ModelSource, SourceListing, check_limits
+from skiff_runtime.sources.parallel_download import download_all
+from skiff_runtime.sources.source_reference import (
+    RegistryReference,
+    SourceReference,
+    is_source_uri,
+    parse_source,
+)
+
+_VERSION_DIGITS: Final = 32
+
+
+def is_remote(uri: str) -> bool:
+    """Return whether a model is downloaded before it is served."""
+    return uri.startswith(HUB_SCHEME) or is_source_uri(uri)
+
+
+def fetch_model(uri: str, revision: str | None, cache_dir: Path) -> Path:
+    """Fetch the model of an hf://, s3://, gs:// or oci:// URI, and return its directory, or its GGUF file.
+
+    Raises ``ConfigError`` and ``FetchError``.
+    """
+    if not is_source_uri(uri):
+        return fetch_uri(uri, revision, cache_dir)
+    if revision is not None:
+        raise ConfigError(
+            f"{FLAG_REVISION} is for hf:// models; the version of {uri} is part of its path or tag"
+        )
+    return fetch_source(parse_source(uri), cache_dir)
+
+
+def find_fetched(uri: str, cache_dir: Path) -> Path | None:
+    """Return the directory of an s3://, gs:// or oci:// model if it is complete in the cache, without network."""
+    return DirectoryCache(cache_dir, parse_source(uri)).find_complete()
+
+
+def fetch_source(reference: SourceReference, cache_dir: Path) -> Path:
+    """Fetch a model into ``cache_dir`` (layout: ``directory_cache.py``), verify it, and return its directory.
+
+    A complete model is returned without network, even if the source has changed. Only one process downloads a model at a
+    time; the others wait for it and use its result. Raises ``FetchError``; what has arrived is kept.
+    """
+    cache = DirectoryCache(cache_dir, reference)
+    with disk_errors(cache_dir):
+        if (found := cache.find_complete()) is not None:
+            return found
+        cache.prepare()
+        with exclusive_lock(cache.lock_path):
+            # Another process may have downloaded it while this one waited for the lock.
+            if (found := cache.find_complete()) is not None:
+                return found
+            return _fetch_locked(cache, reference, _connect(reference))
+
+
+def _connect(reference: SourceReference) -> ModelSource:
+    # Imported only for a download: a complete model needs neither the clients nor their libraries.
+    if isinstance(reference, RegistryReference):
+        from skiff_runtime.sources.registry import Registry
+
+        return Registry(reference)
+    from skiff_runtime.sources.object_store import ObjectStore
+
+    return ObjectStore(reference)
+
+
+def _fetch_locked(cache: DirectoryCache, reference: SourceReference, source: ModelSource) -> Path:
+    listing = source.list_objects()
+    check_limits([each.size_bytes for each in (*listing.files, *listing.archives)], str(reference))
+    version = hashlib.sha256(listing.version.encode()).hexdigest()[:_VERSION_DIGITS]
+    log.event("fetch_started", model=reference, version=listing.version, cache=cache.root)
+    partial = cache.open_partial(version)
+    extracted = _unpack(cache, source, listing, partial)
+    names = _download(cache, source, listing, partial, extracted)
+    path = cache.publish(partial, str(reference), listing.version, names)
+    total = sum((path / name).stat().st_size for name in names)
+    log.event("fetch_finished", model=reference, files=len(names), bytes=total, path=path)
+    return path
+
+
+def _unpack(
+    cache: DirectoryCache, source: ModelSource, listing: SourceListing, partial: Path
+) -> dict[str, int]:
+    """Download and extract the archives, and return the names and sizes of their files."""
+    if not listing.archives:
+        return {}
+    from skiff_runtime.sources.archive import extract
+
+    archives = partial / "archives"
+    # Packed and extracted, an archive needs its size twice; a compressed one needs more, and is measured as it grows.
+    cache.check_space(2 * sum(each.size_bytes for each in listing.archives))
+    download_all(source, listing.archives, archives, partial / "parts")
+    extracted: dict[str, int] = {}
+    for each in listing.archives:
+        extracted.update(extract(archives / each.name, partial / "files", what=each.name))
+    return extracted
+
+
+def _download(
+    cache: DirectoryCache,
+    source: ModelSource,
+    listing: SourceListing,
+    partial: Path,
+    extracted: dict[str, int],
+) -> list[str]:
+    """Download the files that serving needs, and return their names and those of extracted files that it needs."""
+    target = partial / "files"
+    folder = _find_folder([*(each.name for each in listing.files), *extracted])
+    files = {
+        each.name.removeprefix(folder): replace(each, name=each.name.removeprefix(folder))
+        for each in listing.files
+        if each.name.startswith(folder)
+    }
+    extracted = {
+        name.removeprefix(folder): size for name, size in extracted.items() if name.startswith(folder)
+    }
+    if folder:
+        for name in extracted:
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / folder / name).replace(target / name)
+    sizes = {name: each.size_bytes for name, each in files.items()} | extracted
+    repository = RepositoryListing(
+        listing.version,
+        [
+            RemoteFile(name, size, "")
+            for name, size in sorted(sizes.items())
+            if "/" not in name or POOLING_CONFIG.fullmatch(name)
+        ],
+    )
+    if repository.is_gguf:
+        raise FetchError("the source has only GGUF files, which are served from hf:// or a directory")
+    names: list[str] = []
+
+    def download(chosen: list[RemoteFile]) -> None:
+        wanted = [files[each.name] for each in chosen if each.name not in extracted]
+        cache.check_space(sum(each.size_bytes for each in wanted if not (target / each.name).exists()))
+        download_all(source, wanted, target, partial / "parts")
+        names.extend(each.name for each in chosen)
+
+    download(repository.config_files())
+    download(repository.weight_files(target))
+    _remove_others(target, names)
+    return names
+
+
+def _find_folder(names: Sequence[str]) -> str:
+    """Return the one folder that contains the model, with a slash; "" if the model is at the top level."""
+    configs = [name for name in names if name.endswith(f"/{CONFIG}") and name.count("/") == 1]
+    return "" if CONFIG in names or len(configs) != 1 else configs[0].removesuffix(CONFIG)
+
+
+def _remove_others(target: Path, names: Sequence[str]) -> None:
+    """Remove extracted files that the model does not need, and folders that are empty."""
+    for path in sorted(target.rglob("*"), reverse=True):
+        if path.is_file() and str(path.relative_to(target)) not in names:
+            path.unlink()
+        elif path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
