@@ -139,7 +139,11 @@ class FaultProxy:
         self._server, context = credentials(self.kubeconfig, with_user=False)
         connector = aiohttp.TCPConnector(ssl=context, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            headers={"Accept-Encoding": "identity"},  # the response loses the header that names an encoding
+        )
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
