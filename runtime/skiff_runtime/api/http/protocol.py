@@ -198,11 +198,12 @@ class HttpProtocol(HttpToolsProtocol):
     def close_when_idle(self) -> None:
         """Close the connection: between two requests at once, otherwise behind the responses to those that have arrived.
 
-        A stream that had begun before could not announce the end, and its client would send the next request here.
+        A stream that had begun before could not announce the end, and its client would send the next request here. A new
+        connection, whose first request is on the way, is left open.
         """
         if self._serving is not None:
             super().shutdown()
-        elif not self._progress.head_bytes and not self._linger.begun:
+        elif self.cycle is not None and not self._progress.head_bytes and not self._linger.begun:
             self.transport.close()
 
     def shutdown(self) -> None:
