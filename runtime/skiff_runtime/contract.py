@@ -16,6 +16,8 @@ API_PORT: Final = 8000
 API_PORT_NAME: Final = "http"
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081
+PEER_PORT: Final = 8010
+"""Port of a fetcher that sends its model to other nodes."""
 
 PATH_HOME: Final = "/"
 PATH_LIVEZ: Final = "/livez"
@@ -47,6 +49,9 @@ PATH_ABORT: Final = "/abort"
 PATH_FLUSH_CACHE: Final = "/flush_cache"
 PATH_OPENAPI: Final = "/openapi.json"
 PATH_DOCS: Final = "/docs"
+PATH_PEER_STATUS: Final = "/status"
+PATH_PEER_MANIFEST: Final = "/manifest"
+PATH_PEER_FILES: Final = "/files"
 
 # --- Command line --------------------------------------------------------------
 
@@ -60,6 +65,8 @@ FLAG_MODEL: Final = "--model"
 FLAG_REVISION: Final = "--revision"
 FLAG_SERVED_MODEL_NAME: Final = "--served-model-name"
 FLAG_DOWNLOAD_DIR: Final = "--download-dir"
+FLAG_PEER: Final = "--peer"
+FLAG_SERVE_PEERS: Final = "--serve-peers"
 FLAG_HOST: Final = "--host"
 FLAG_PORT: Final = "--port"
 FLAG_DEVICE: Final = "--device"
@@ -73,6 +80,8 @@ FLAG_STARTUP_TIMEOUT: Final = "--startup-timeout-seconds"
 
 ENV_HUB_TOKEN: Final = "HF_TOKEN"
 ENV_HUB_ENDPOINT: Final = "HF_ENDPOINT"
+ENV_PEER_TOKEN: Final = "SKIFF_PEER_TOKEN"
+"""Shared secret of the fetchers of one model."""
 
 MODEL_SCHEMES: Final = ("demo", "file", "hf", "pvc")
 """The operator alone understands `pvc://`: it turns it into a local path."""

@@ -1,7 +1,9 @@
 """The command ``skiff fetch``: download an ``hf://`` model before a server needs it."""
 
 import argparse
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -11,16 +13,23 @@ from skiff_runtime.config.cache_dirs import tokenizer_cache_dirs
 from skiff_runtime.contract import (
     ENV_HUB_ENDPOINT,
     ENV_HUB_TOKEN,
+    ENV_PEER_TOKEN,
     EXIT_FETCH_FAILED,
     EXIT_OK,
     FLAG_DOWNLOAD_DIR,
+    FLAG_HOST,
     FLAG_MODEL,
+    FLAG_PEER,
     FLAG_REVISION,
+    FLAG_SERVE_PEERS,
 )
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import FetchError, ModelError
-from skiff_runtime.hub.fetch import default_hub_cache, fetch
-from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, parse_reference
+from skiff_runtime.hub.fetch import Peers, default_hub_cache, fetch
+from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, HubReference, parse_reference
+
+CHECK_SECONDS: Final = 30.0
+"""Seconds between two looks at the files of a model that is offered to peers."""
 
 DESCRIPTION: Final = "Download a model from a Hugging Face hub into the hub's cache, and verify it. Concurrent runs share one download."
 EPILOG: Final = f"""\
@@ -37,6 +46,7 @@ environment, as for all tools of the hub:
   HF_HUB_CACHE     directory of the models without {FLAG_DOWNLOAD_DIR}
   HF_HUB_OFFLINE   1: use the cache only; fail if the model is not complete in it
   HTTPS_PROXY      proxy; NO_PROXY lists the hosts to reach without it
+  {ENV_PEER_TOKEN} secret of at least 16 characters that peers share
 
 examples:
   skiff fetch {FLAG_MODEL} hf://Qwen/Qwen3-0.6B
@@ -69,6 +79,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of the models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
     )
+    parser.add_argument(
+        FLAG_PEER,
+        action="append",
+        default=[],
+        metavar="URL",
+        help=f"another {FLAG_SERVE_PEERS} that has the model, as http://HOST:PORT; it is asked before the hub; may be repeated",
+    )
+    parser.add_argument(
+        FLAG_SERVE_PEERS,
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="send the files to peers, and keep running when the model is complete",
+    )
+    parser.add_argument(
+        FLAG_HOST,
+        default="0.0.0.0",
+        metavar="ADDRESS",
+        help=f"address of {FLAG_SERVE_PEERS} (default: 0.0.0.0)",
+    )
     add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
@@ -78,16 +108,56 @@ def run(arguments: argparse.Namespace) -> int:
     # PID 1 of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     reference = parse_reference(arguments.model, arguments.revision)
+    peers = _peers(arguments)
     try:
-        path = fetch(reference, arguments.download_dir or default_hub_cache())
-        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
+        if arguments.serve_peers is not None:
+            return _fetch_and_serve(reference, arguments, peers)
+        path = _fetch(reference, arguments, peers)
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED
     except KeyboardInterrupt:
         log.error("fetch_failed", model=reference, message="interrupted; complete files are kept")
         return EXIT_FETCH_FAILED
-    except ModelError as error:  # the server reports it again, and exits
-        log.warning("tokenizer_conversion_failed", model=reference, message=str(error))
     print(path)
     return EXIT_OK
+
+
+def _peers(arguments: argparse.Namespace) -> Peers | None:
+    """Return the peers of the flags. Raises ``ConfigError`` for a malformed address or without a token."""
+    if not arguments.peer and arguments.serve_peers is None:
+        return None
+    # Imported only with peers: it needs an HTTP library.
+    from skiff_runtime.hub.peer_client import check_peers
+
+    token = os.environ.get(ENV_PEER_TOKEN, "")
+    check_peers(arguments.peer, token)
+    return Peers(tuple(arguments.peer), token)
+
+
+def _fetch(reference: HubReference, arguments: argparse.Namespace, peers: Peers | None) -> Path:
+    """Fetch the model and convert its tokenizer. Raises ``FetchError``."""
+    asked = peers if peers is not None and peers.urls else None
+    path = fetch(reference, arguments.download_dir or default_hub_cache(), peers=asked)
+    try:
+        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
+    except ModelError as error:  # the server reports it again, and exits
+        log.warning("tokenizer_conversion_failed", model=reference, message=str(error))
+    return path
+
+
+def _fetch_and_serve(reference: HubReference, arguments: argparse.Namespace, peers: Peers | None) -> int:
+    """Fetch the model and offer it to peers until SIGTERM. Raises ``FetchError``, also when its files disappear."""
+    from skiff_runtime.fetch.peer_server import PeerServer
+
+    assert peers is not None, "a server has a token"
+    cache_dir = arguments.download_dir or default_hub_cache()
+    address = {"host": arguments.host, "port": arguments.serve_peers}
+    with PeerServer(reference, cache_dir, token=peers.token, **address) as server:
+        print(_fetch(reference, arguments, peers), flush=True)
+        try:
+            while server.offer():
+                time.sleep(CHECK_SECONDS)
+        except KeyboardInterrupt:
+            return EXIT_OK
+    raise FetchError(f"files of the model have disappeared from {cache_dir}; a new start fetches them again")
