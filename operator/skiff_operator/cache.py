@@ -79,6 +79,12 @@ class Entry(msgspec.Struct):
         """True when the InferenceService itself exists."""
         return bool(self.uid)
 
+    def use_model_cache(self, name: str) -> None:
+        """Let the pods mount a ModelCache, or none; what was built without it is dropped."""
+        assert self.service is not None, "only a valid service has a choice"
+        self.service = msgspec.structs.replace(self.service, model_cache=name)
+        self.desired = self.manifests = None
+
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None

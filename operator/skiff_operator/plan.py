@@ -9,6 +9,7 @@ from skiff_operator.resources import (
     cache_claim,
     deployment,
     disruption_budget,
+    model_cache_claim,
     service,
     service_account,
     volumes,
@@ -41,6 +42,8 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
+    if inference_service.model_cache:
+        built.append(model_cache_claim.build(inference_service, inference_service.model_cache))
     built.append(deployment.build(inference_service, settings))
     built.append(service.build(inference_service))
     if inference_service.spec.replicas > 1:

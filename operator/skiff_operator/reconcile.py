@@ -7,6 +7,7 @@ from skiff_operator.apply import Applier, Failure, Goal, clock
 from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.kinds import DEPLOYMENT, SERVICE, Stage
+from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.resources import containers
@@ -25,8 +26,17 @@ class Outcome(NamedTuple):
 class Reconciler:
     """Brings the cluster closer to one spec, the most urgent stage at a time."""
 
-    def __init__(self, observer: Observer, applier: Applier, nodes: Nodes, settings: Settings) -> None:
-        """Read through `observer` and `nodes`, write through `applier`."""
+    def __init__(
+        self,
+        observer: Observer,
+        applier: Applier,
+        nodes: Nodes,
+        settings: Settings,
+        *,
+        model_caches: Index | None = None,
+    ) -> None:
+        """Read through `observer` and `nodes`, write through `applier`; `model_caches` are None if they are off."""
+        self._model_caches = model_caches
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
@@ -41,6 +51,7 @@ class Reconciler:
         entry = self._observer.cache.get(key)
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
+        self._choose_model_cache(entry)
         try:
             desired = self._desired(entry)
             pending = plan.steps(entry, desired)
@@ -73,6 +84,14 @@ class Reconciler:
         if not refused:
             raise failures[0].error
         return Outcome(refused=True)
+
+    def _choose_model_cache(self, entry: Entry) -> None:
+        """Choose the ModelCache of a service. Raises `Retryable` while they are not listed yet."""
+        if self._model_caches is None or entry.service is None:
+            return
+        chosen = self._model_caches.choose(entry.service)
+        if chosen != entry.service.model_cache:
+            entry.use_model_cache(chosen)
 
     def _desired(self, entry: Entry) -> DesiredState:
         if entry.invalid is not None:

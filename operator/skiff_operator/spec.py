@@ -99,13 +99,17 @@ class Spec(_Strict, frozen=True):
 
 
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
-    """One InferenceService: its identity and its validated spec."""
+    """One InferenceService: its identity and its validated spec.
+
+    `model_cache` is the ModelCache that its pods mount: empty for none, None before it is chosen.
+    """
 
     namespace: str
     name: str
     uid: str
     generation: int
     spec: Spec
+    model_cache: str | None = None
 
     @property
     def model_name(self) -> str:

@@ -53,6 +53,7 @@ def chart_pods(bodies: list[Any]) -> list[Any]:
         ("fullnameOverride=Skiff", "fullnameOverride"),
         (f"nameOverride={'n' * 41}", "nameOverride"),
         ("rbac.aggregate=true", "aggregate"),
+        ("modelCache.enable=true", "enable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Helm, value: str, named: str) -> None:
@@ -70,6 +71,22 @@ def test_monitoring_and_namespaces(helm: Helm) -> None:
     assert not of_kind(bodies, "ClusterRoleBinding")
     (rule,) = of_kind(bodies, "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((CHART / "rules/skiff.yaml").read_text())
+
+
+def test_model_caches_bring_their_rights_and_need_all_namespaces(helm: Helm) -> None:
+    bodies = helm.render("modelCache.enabled=true", "modelCache.chownHostPath=false")
+    before = helm.render()
+    added = {body["metadata"]["name"] for body in bodies} - {body["metadata"]["name"] for body in before}
+    assert added == {"skiff-operator-fetchers"}
+    rules = [rule for body in of_kind(bodies, "ClusterRole") for rule in body["rules"]]
+    (volumes,) = [rule["verbs"] for rule in rules if rule["resources"] == ["persistentvolumes"]]
+    assert volumes == ["list", "create", "delete"]
+    assert not [rule for rule in rules if "secrets" in rule["resources"]], "Secrets of its own namespace only"
+    environ = {each["name"]: each.get("value", "x") for each in pod(bodies)["containers"][0]["env"]}
+    settings = from_arguments([], environ)
+    assert settings.model_caches and not settings.model_cache_chown
+    with pytest.raises(HelmError, match="empty watchNamespaces"):
+        helm.render("modelCache.enabled=true", "watchNamespaces={a}")
 
 
 def test_the_digest_wins_over_the_tag(helm: Helm) -> None:

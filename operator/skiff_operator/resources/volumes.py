@@ -2,7 +2,7 @@
 
 from typing import Any, Final, NamedTuple
 
-from skiff_operator.resources import cache_claim
+from skiff_operator.resources import cache_claim, model_cache_claim
 from skiff_operator.spec import InferenceService
 
 MODEL_DIRECTORY: Final = "/model"
@@ -51,7 +51,8 @@ def build(service: InferenceService) -> list[Volume]:
         host = {"hostPath": {"path": source.location, "type": "Directory"}}
         volumes.append(Volume("model", host, MODEL_DIRECTORY, read_only=True))
     elif source.scheme == "hf":
-        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY))
+        is_shared = bool(service.model_cache)
+        volumes.append(Volume("cache", _cache_source(service), CACHE_DIRECTORY, read_only=is_shared))
     return volumes
 
 
@@ -75,6 +76,9 @@ def downloads_to_node(service: InferenceService) -> bool:
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:
     cache = service.spec.cache
+    if service.model_cache:
+        claim = model_cache_claim.name(service.name, service.model_cache)
+        return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
     if cache.host_path is not None:
         return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
     if cache.claim_name is not None:

@@ -22,10 +22,11 @@ from skiff_runtime.contract import (
     FLAG_PEER,
     FLAG_REVISION,
     FLAG_SERVE_PEERS,
+    FLAG_WAIT,
 )
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
-from skiff_runtime.errors import FetchError, ModelError
-from skiff_runtime.hub.fetch import Peers, default_hub_cache, fetch
+from skiff_runtime.errors import ConfigError, FetchError, ModelError
+from skiff_runtime.hub.fetch import Peers, default_hub_cache, fetch, wait_for_model
 from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, HubReference, parse_reference
 
 CHECK_SECONDS: Final = 30.0
@@ -99,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help=f"address of {FLAG_SERVE_PEERS} (default: 0.0.0.0)",
     )
+    parser.add_argument(
+        FLAG_WAIT,
+        action="store_true",
+        help="download nothing: wait until another process has completed the model in the directory, which may be read-only",
+    )
     add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
@@ -125,6 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _peers(arguments: argparse.Namespace) -> Peers | None:
     """Return the peers of the flags. Raises ``ConfigError`` for a malformed address or without a token."""
+    if arguments.wait and (arguments.peer or arguments.serve_peers is not None):
+        raise ConfigError(f"{FLAG_WAIT} downloads nothing; omit {FLAG_PEER} and {FLAG_SERVE_PEERS}")
     if not arguments.peer and arguments.serve_peers is None:
         return None
     # Imported only with peers: it needs an HTTP library.
@@ -136,9 +144,12 @@ def _peers(arguments: argparse.Namespace) -> Peers | None:
 
 
 def _fetch(reference: HubReference, arguments: argparse.Namespace, peers: Peers | None) -> Path:
-    """Fetch the model and convert its tokenizer. Raises ``FetchError``."""
-    asked = peers if peers is not None and peers.urls else None
-    path = fetch(reference, arguments.download_dir or default_hub_cache(), peers=asked)
+    """Fetch the model, or wait for it, and convert its tokenizer. Raises ``FetchError``."""
+    cache_dir = arguments.download_dir or default_hub_cache()
+    if arguments.wait:
+        path = wait_for_model(reference, cache_dir)
+    else:
+        path = fetch(reference, cache_dir, peers=peers if peers is not None and peers.urls else None)
     try:
         find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
     except ModelError as error:  # the server reports it again, and exits

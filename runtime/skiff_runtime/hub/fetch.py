@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.download_progress import report_progress
-from skiff_runtime.hub.file_lock import exclusive_lock
+from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
@@ -23,6 +24,8 @@ from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
 """A first mismatch may come from a file that an earlier process left; the second download is complete."""
+_WAIT_POLL_SECONDS: Final = 0.5
+_WAIT_REPORT_SECONDS: Final = 15.0
 
 
 class Source(Protocol):
@@ -92,6 +95,27 @@ def fetch(
             path = _fetch_locked(cache, reference, endpoint)
             cache.remove_peer_partials()
             return path
+
+
+def wait_for_model(reference: HubReference, cache_dir: Path) -> Path:
+    """Wait until another process has completed the model in ``cache_dir``; return its directory or GGUF file.
+
+    Nothing is written, so the directory may be read-only. Raises ``FetchError`` after ``WAIT_SECONDS``.
+    """
+    cache = ModelCache(cache_dir, reference)
+    deadline = time.monotonic() + WAIT_SECONDS
+    report_at = time.monotonic()
+    while (found := cache.find_verified()) is None:
+        if time.monotonic() > deadline:
+            raise FetchError(
+                f"{reference} was not completed in {cache_dir} within {WAIT_SECONDS / 3600:.0f} hours; look at what fetches it "
+                "(in Kubernetes: kubectl get modelcache)"
+            )
+        if time.monotonic() >= report_at:
+            log.event("fetch_waiting", reason="another process fetches this model", cache=cache.root)
+            report_at = time.monotonic() + _WAIT_REPORT_SECONDS
+        time.sleep(_WAIT_POLL_SECONDS)
+    return found
 
 
 def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
