@@ -7,7 +7,9 @@ import pytest
 import yaml
 from helm import CHART, Helm, HelmError, hooks
 
+from skiff_operator.model_caches.fetcher import APP as FETCHER_NAME
 from skiff_operator.settings import Settings, from_arguments
+from skiff_runtime import contract
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
@@ -77,7 +79,8 @@ def test_model_caches_bring_their_rights_and_need_all_namespaces(helm: Helm) -> 
     bodies = helm.render("modelCache.enabled=true", "modelCache.chownHostPath=false")
     before = helm.render()
     added = {body["metadata"]["name"] for body in bodies} - {body["metadata"]["name"] for body in before}
-    assert added == {"skiff-operator-fetchers"}
+    policy = "skiff-operator.skiff-system.model-caches.serving.skiff.dev"
+    assert added == {"skiff-operator-fetchers", policy}
     rules = [rule for body in of_kind(bodies, "ClusterRole") for rule in body["rules"]]
     (volumes,) = [rule["verbs"] for rule in rules if rule["resources"] == ["persistentvolumes"]]
     assert volumes == ["list", "create", "delete"]
@@ -170,6 +173,12 @@ def test_the_network_policy_names_the_operators_ports_and_the_api_servers(helm: 
     assert {port["port"] for port in dns["ports"]} == {53} and "to" not in dns
     assert [port["port"] for port in server["ports"]] == [443, 6443]
     assert server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    (policy,) = of_kind(helm.render(*values, "modelCache.enabled=true"), "NetworkPolicy")
+    fetchers = policy["spec"]["egress"][2]
+    assert [port["port"] for port in fetchers["ports"]] == [contract.PEER_PORT]
+    labels = fetchers["to"][0]["podSelector"]["matchLabels"]
+    (name,) = labels.values()
+    assert labels == {contract.LABEL_NAME: name} and name == FETCHER_NAME
 
 
 def test_no_selector_of_the_operator_matches_a_hook(helm: Helm) -> None:

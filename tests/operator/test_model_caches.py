@@ -108,14 +108,6 @@ class Kubelet:
         """End a pod with success."""
         self._api.merge("pods", pod["metadata"]["name"], {"status": {"phase": "Succeeded"}}, "status")
 
-    def remove_deleted(self) -> None:
-        """Let pods go that are being deleted."""
-        for pod in self._api.list("pods", contract.LABEL_MODEL_CACHE):
-            if "deletionTimestamp" in pod["metadata"]:
-                self._api.request(
-                    "DELETE", self._api.path("pods", pod["metadata"]["name"]), {"gracePeriodSeconds": 0}
-                )
-
     def _serve(self, address: str) -> None:
         kubelet = self
 
@@ -201,7 +193,7 @@ def test_the_life_of_a_model_cache(
 
     # An InferenceService mounts it, read-only, and downloads nothing.
     create_service(api, "after")
-    claim = "after.model.llama"
+    claim = "after.skiff-model.llama"
     eventually(
         lambda: (api.find("persistentvolumeclaims", claim) or {}).get("status", {}).get("phase") == "Bound",
         "the claim is bound",
@@ -216,6 +208,10 @@ def test_the_life_of_a_model_cache(
     (term,) = live["nodeAffinity"]["required"]["nodeSelectorTerms"]
     assert term["matchExpressions"] == [{"key": "pool", "operator": "In", "values": ["model-caches"]}]
     eventually(lambda: status(server)["users"] == 1 and "unusedSince" not in status(server), "it is in use")
+
+    # Not even a pod of the namespace's users may write to it.
+    eventually(lambda: "set persistentVolumeClaim.readOnly" in refusal(api, claim), "the policy is in force")
+    assert refusal(api, claim, readOnly=True) == ""
 
     # A start of the operator, and an edit that keeps the model, choose no other cache.
     versions = {
@@ -238,15 +234,30 @@ def test_the_life_of_a_model_cache(
     assert kubelet.pods("fetch").keys() == set(nodes)
     api.delete("inferenceservices", "after")
 
-    def removals() -> bool:
-        kubelet.remove_deleted()
-        return kubelet.pods("remove").keys() == set(nodes)
-
-    eventually(removals, "each node removes it", 90)
+    # Pods without a node are gone at once.
+    eventually(lambda: kubelet.pods("remove").keys() == set(nodes), "each node removes it", 90)
     assert server.find("persistentvolumes", bound) is None and not lost(server)
     for pod in kubelet.pods("remove").values():
         kubelet.succeed(pod)
     eventually(lambda: lost(server), "it is removed")
+
+
+def refusal(api: ApiServer, claim: str, **source: Any) -> str:
+    """Return why the API server refuses a pod that mounts the claim; empty if it does not."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    body = {
+        "metadata": {"name": "writer"},
+        "spec": {
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [{"name": "a", "image": "a", "securityContext": security}],
+            "volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": claim, **source}}],
+        },
+    }
+    try:
+        api.request("POST", f"{api.path('pods')}?dryRun=All", body)
+    except Refused as refused:
+        return refused.message
+    return ""
 
 
 def lost(server: ApiServer) -> bool:

@@ -17,6 +17,8 @@ from skiff_runtime import contract
 ANNOTATION_NODE: Final = f"{contract.API_GROUP}/node"
 ANNOTATION_GENERATION: Final = f"{contract.API_GROUP}/generation"
 LABEL_TASK: Final = f"{contract.API_GROUP}/task"
+APP: Final = "skiff-fetcher"
+"""Name of the application of all fetchers, by which network policies find them."""
 FETCH: Final = "fetch"
 REMOVE: Final = "remove"
 _DIRECTORY: Final = "/models"
@@ -223,7 +225,7 @@ def _metadata(cache: ModelCache, settings: Settings, name: str) -> dict[str, Any
         "name": name,
         "namespace": settings.lease_namespace,
         "labels": {
-            contract.LABEL_NAME: "skiff-fetcher",
+            contract.LABEL_NAME: APP,
             contract.LABEL_INSTANCE: cache.name,
             contract.LABEL_MANAGED_BY: FIELD_MANAGER,
             contract.LABEL_MODEL_CACHE: cache.name,

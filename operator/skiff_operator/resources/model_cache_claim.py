@@ -12,7 +12,8 @@ from skiff_runtime import contract
 
 CAPACITY: Final = "1Gi"
 """Nothing enforces the capacity of a directory; the claim and the volume need the same one."""
-_INFIX: Final = ".model."
+_INFIX: Final = ".skiff-model."
+"""The chart's admission policy knows claims of ModelCaches by it."""
 
 
 def name(service: str, cache: str) -> str:
