@@ -191,6 +191,21 @@ def test_the_life_of_a_model_cache(
     assert (found["nodes"], found["readyNodes"], found["sizeBytes"]) == (3, 3, 200)
     assert found["commit"] == COMMIT and found["users"] == 0 and found["unusedSince"]
 
+    # An edit replaces the fetchers one by one: the next when the last one is ready.
+    server.merge("modelcaches", "llama", {"spec": {"env": [{"name": "HTTPS_PROXY", "value": "http://p"}]}})
+
+    def replaced() -> bool:
+        pods = kubelet.pods("fetch").values()
+        edited = [each for each in pods if len(each["spec"]["containers"][0]["env"]) == 3]
+        assert len([each for each in pods if "podIP" in each["status"]]) >= len(nodes) - 1
+        for each in edited:
+            if "podIP" not in each["status"]:
+                kubelet.start(each, 200, ready=True)
+        return len(edited) == len(nodes)
+
+    eventually(replaced, "all fetchers are edited")
+    eventually(lambda: condition(server) == "Ready", "all nodes have it again")
+
     # An InferenceService mounts it, read-only, and downloads nothing.
     create_service(api, "after")
     claim = "after.skiff-model.llama"

@@ -107,7 +107,7 @@ class ModelCacheController:
         if not caches or not self._synced():
             return bool(caches)
         selector, namespace = contract.LABEL_MODEL_CACHE, self._settings.lease_namespace
-        pods = [fetcher_pod async for fetcher_pod in self._client.list(POD, namespace, selector=selector)]
+        pods = [pod async for pod in self._client.list(POD, namespace, selector=selector)]
         volumes = [
             volume.read(each) async for each in self._client.list(PERSISTENT_VOLUME, None, selector=selector)
         ]
@@ -121,7 +121,7 @@ class ModelCacheController:
                 extra = {"object": cache.name, "error": str(error)}
                 logger.warning("ModelCache will be retried", extra=extra)
                 changing = True
-        self._forget(cache.uid for cache, _ in caches)
+        self._forget([cache for cache, _ in caches], {str(pod["metadata"]["uid"]) for pod in pods})
         return changing
 
     async def _reconcile(
@@ -146,7 +146,7 @@ class ModelCacheController:
         try:
             await self._sync_volumes(cache, users, volumes)
             if cache.deleting and not in_use:
-                if await self._remove(cache, targets, fetchers):
+                if await self._remove(cache, [each.name for each in selected if each.open], fetchers):
                     await self._set_finalizers(
                         cache, [each for each in cache.finalizers if each != FINALIZER]
                     )
@@ -167,7 +167,8 @@ class ModelCacheController:
         await self._write(cache, previous, status)
         if await self._expire(cache, status):
             return True
-        return status.conditions[0].status != "True" or len(users) != len(volumes)
+        # What waits for a person or for a pod of a user is looked at like a cache that is ready.
+        return status.conditions[0].reason in ("Fetching", "Removing") or len(users) != len(volumes)
 
     async def _fetch(
         self, cache: ModelCache, targets: list[str], selected: list[Node], fetchers: list[Fetcher]
@@ -177,20 +178,26 @@ class ModelCacheController:
         for each in fetchers:
             if each.node not in names and not each.terminating:
                 await self._delete(POD, self._settings.lease_namespace, each.name, each.uid)
-        outdated = [each for each in fetchers if each.generation != cache.generation and each.node in names]
-        # The API server counts a deletion as a generation, too.
-        if outdated and not cache.deleting and not any(each.terminating for each in fetchers):
-            first = min(outdated, key=_unready_first)
-            await self._delete(POD, self._settings.lease_namespace, first.name, first.uid)
         starts = fan_out.next_starts(targets, fetchers)
-        if starts and not any(each.task == FETCH for each in fetchers):
+        if starts:
             await self._create(SECRET, fetcher.build_secret(cache, self._settings))
         for start in starts:
             peers = [each.url for each in start.peers]
             await self._create(POD, fetcher.build(cache, self._settings, node=start.node, peers=peers))
+        outdated = [each for each in fetchers if each.generation != cache.generation and each.node in names]
+        settled = not starts and all(
+            each in outdated or each.ready or (each.reason and not each.terminating) for each in fetchers
+        )
+        # The API server counts a deletion of the cache as a generation, too.
+        if outdated and settled and not cache.deleting and not any(each.terminating for each in outdated):
+            first = min(outdated, key=_unready_first)
+            await self._delete(POD, self._settings.lease_namespace, first.name, first.uid)
 
     async def _remove(self, cache: ModelCache, targets: list[str], fetchers: list[Fetcher]) -> bool:
-        """Replace each fetcher by a pod that removes the model; return whether all of them are done."""
+        """Replace each fetcher by a pod that removes the model; return whether all of them are done.
+
+        A node where no pod can run now is not waited for: it may never come back.
+        """
         by_node: dict[str, list[Fetcher]] = {}
         for each in fetchers:
             by_node.setdefault(each.node, []).append(each)
@@ -290,6 +297,8 @@ class ModelCacheController:
         since = datetime.datetime.fromisoformat(status.unused_since)
         if (datetime.datetime.now(datetime.UTC) - since).total_seconds() < retention:
             return False
+        if self._users(cache):
+            return False  # one came while the status was written
         logger.info("a ModelCache is not used any more", extra={"object": cache.name})
         await self._delete(MODEL_CACHE, None, cache.name, cache.uid)
         return True
@@ -300,7 +309,7 @@ class ModelCacheController:
         await self._client.request("PATCH", path, {"metadata": metadata}, content_type=_MERGE_PATCH)
 
     async def _create(self, kind: Kind, body: dict[str, Any]) -> None:
-        """Create an object, unless it exists: names contain the uid of the cache, so it is ours."""
+        """Create an object, unless it exists: its name is a hash of what it belongs to."""
         with contextlib.suppress(ApiAlreadyExists):
             await self._client.create(kind, body["metadata"].get("namespace"), body)
 
@@ -310,12 +319,13 @@ class ModelCacheController:
         with contextlib.suppress(ApiNotFound, ApiConflict):
             await self._client.request("DELETE", kind.path(namespace, name), body)
 
-    def _forget(self, uids: Iterable[str]) -> None:
-        """Drop what is remembered of caches that are gone."""
-        known = set(uids)
+    def _forget(self, caches: list[ModelCache], pods: set[str]) -> None:
+        """Drop what is remembered of caches and pods that are gone."""
+        known = {cache.uid for cache in caches}
+        selectors = {nodes.label_selector(cache.spec.node_selector) for cache in caches}
         self._written_at = {uid: at for uid, at in self._written_at.items() if uid in known}
-        if not known:
-            self._complete.clear()
+        self._complete = {uid: each for uid, each in self._complete.items() if uid in pods}
+        self._nodes = {selector: each for selector, each in self._nodes.items() if selector in selectors}
 
 
 async def _ask(session: aiohttp.ClientSession, each: Fetcher) -> Progress | None:

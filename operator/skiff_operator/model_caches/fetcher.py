@@ -94,7 +94,7 @@ def build(cache: ModelCache, settings: Settings, *, node: str, peers: list[str])
         "resources": cache.spec.resources or _DEFAULT_RESOURCES,
         "ports": [{"name": "peers", "containerPort": contract.PEER_PORT, "protocol": "TCP"}],
         # Without a limit of time: how long a download may take depends on the model and the network.
-        "readinessProbe": _probe(contract.PATH_READYZ, period_seconds=2, failures=1),
+        "readinessProbe": _probe(contract.PATH_READYZ, period_seconds=2, failures=3),
         "livenessProbe": _probe(contract.PATH_LIVEZ, period_seconds=20, failures=3),
     }
     return _pod(cache, settings, node, task=FETCH, container=container, restart_policy="Always")
