@@ -18,6 +18,8 @@ from skiff_operator.controller import Controller
 from skiff_operator.endpoints import serving
 from skiff_operator.errors import OperatorError, SettingsError
 from skiff_operator.leader import Leadership
+from skiff_operator.model_caches.controller import ModelCacheController
+from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.pod_events import PodEvents
@@ -60,11 +62,18 @@ async def serve(settings: Settings) -> None:
     applier = Applier(client, observer, reporter=settings.identity)
     nodes, pod_events = Nodes(client, settings), PodEvents(client, settings)
     chooser = StrategyChooser(RoomFinder(client, settings), pod_events)
-    reconciler = Reconciler(observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings)
+    index = Index() if settings.model_caches else None
+    reconciler = Reconciler(
+        observer, applier, nodes, pod_events, chooser, ScaleIn(client), settings, model_caches=index
+    )
     controller = Controller(observer, reconciler, streams, settings)
     metrics.registry.register(metrics.ObjectsCollector(cache))
     metrics.registry.register(metrics.StreamsCollector(streams))
-    work = partial(_work, controller, settings)
+    extra = []
+    if index is not None:
+        caches = ModelCacheController(client, index, cache, settings, synced=lambda: not streams.unsynced())
+        extra.append(caches.run)
+    work = partial(_work, controller, settings, extra)
     try:
         async with serving(settings, unhealthy=controller.unhealthy, unready=streams.unsynced):
             lead = _lead(work, Leadership(client, settings)) if settings.leader_elect else work()
@@ -99,11 +108,15 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-async def _work(controller: Controller, settings: Settings) -> None:
-    """Watch and reconcile until a signal stops kopf."""
+async def _work(
+    controller: Controller, settings: Settings, extra: list[Callable[[], Coroutine[Any, Any, None]]]
+) -> None:
+    """Watch and reconcile until a signal stops kopf, with `extra` loops beside."""
     controller.streams.begin()
     workers = [controller.work() for _ in range(settings.workers)]
-    await _until_first(handlers.run(controller, settings), controller.resync(), *workers)
+    await _until_first(
+        handlers.run(controller, settings), controller.resync(), *workers, *(loop() for loop in extra)
+    )
 
 
 async def _until_first(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -142,6 +142,12 @@ class Entry(msgspec.Struct):
         self.decision = choice
         self.desired = None
 
+    def use_model_cache(self, name: str) -> None:
+        """Let the pods mount a ModelCache, or none; what was built without it is dropped."""
+        assert self.service is not None, "only a valid service has a choice"
+        self.service = msgspec.structs.replace(self.service, model_cache=name)
+        self.desired = self.manifests = None
+
     def clear(self) -> None:
         """Forget the InferenceService itself; its children may still exist."""
         self.service = self.status = self.desired = self.manifests = self.problem = self.invalid = None

@@ -114,7 +114,7 @@ class Client:
     async def apply(
         self,
         kind: Kind,
-        namespace: str,
+        namespace: str | None,
         name: str,
         body: dict[str, Any],
         *,
@@ -129,7 +129,7 @@ class Client:
         path = kind.path(namespace, name, subresource)
         return await self.request("PATCH", path, _yaml(body), query=query, content_type=_APPLY)
 
-    async def create(self, kind: Kind, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def create(self, kind: Kind, namespace: str | None, body: dict[str, Any]) -> dict[str, Any]:
         """Create an object and return it as stored. Unknown fields are refused, as by an apply.
 
         Raises:

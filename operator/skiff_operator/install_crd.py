@@ -1,6 +1,6 @@
-"""Installation of the CustomResourceDefinition by the chart's hook: `python -m skiff_operator.install_crd FILE`.
+"""Installation of CustomResourceDefinitions by the chart's hook: `python -m skiff_operator.install_crd FILE...`.
 
-The definition belongs to the cluster and not to a Helm release. Server-side apply creates it, takes over an existing
+A definition belongs to the cluster and not to a Helm release. Server-side apply creates it, takes over an existing
 one, and upgrades it; a newer one stays, so that an older release does not remove fields.
 """
 
@@ -97,15 +97,19 @@ async def install_patiently(body: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Exit codes: 0 installed or newer already, 1 refused."""
     parser = argparse.ArgumentParser(prog="skiff_operator.install_crd", description=__doc__)
-    parser.add_argument("file", type=Path, help="the definition as JSON")
-    body: dict[str, Any] = msgspec.json.decode(parser.parse_args(argv).file.read_bytes())
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="a definition as JSON")
+    bodies: list[dict[str, Any]] = [
+        msgspec.json.decode(file.read_bytes()) for file in parser.parse_args(argv).files
+    ]
     log.configure("info")
-    try:
-        done = uvloop.run(install_patiently(body))
-    except OperatorError as error:
-        log.logger.error("the definition is not installed", extra={"error": str(error)})
-        return 1
-    log.logger.info(done)
+    for body in bodies:
+        extra = {"definition": body["metadata"]["name"]}
+        try:
+            done = uvloop.run(install_patiently(body))
+        except OperatorError as error:
+            log.logger.error("the definition is not installed", extra={**extra, "error": str(error)})
+            return 1
+        log.logger.info(done, extra=extra)
     return 0
 
 

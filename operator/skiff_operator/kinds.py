@@ -58,6 +58,11 @@ SERVICE: Final = Kind("Service", "", "v1", "services", Stage.NETWORK, False)
 DISRUPTION_BUDGET: Final = Kind(
     "PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets", Stage.NETWORK, True
 )
+MODEL_CACHE: Final = Kind(
+    "ModelCache", contract.API_GROUP, contract.API_VERSION, "modelcaches", Stage.STATUS, True
+)
+PERSISTENT_VOLUME: Final = Kind("PersistentVolume", "", "v1", "persistentvolumes", Stage.STATUS, False)
+SECRET: Final = Kind("Secret", "", "v1", "secrets", Stage.STATUS, False)
 POD: Final = Kind("Pod", "", "v1", "pods", Stage.STATUS, True)
 NODE: Final = Kind("Node", "", "v1", "nodes", Stage.STATUS, False)
 LEASE: Final = Kind("Lease", "coordination.k8s.io", "v1", "leases", Stage.STATUS, False)

@@ -13,7 +13,7 @@ from skiff_operator.cache import Cache, Child, Entry, Record
 from skiff_operator.drift import covers
 from skiff_operator.errors import InvalidSpec
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD, Kind, Stage
-from skiff_operator.resources import containers, deployment
+from skiff_operator.resources import containers, deployment, model_cache_claim
 from skiff_operator.resources.metadata import digest, digest_annotation
 from skiff_operator.settings import Settings
 from skiff_operator.watch_streams import Event, StreamKey
@@ -161,6 +161,8 @@ class Observer:
             return None  # not ours, although it carries our label
         if kind == DEPLOYMENT and meta["name"] == key[1]:
             entry.observe_rollout(workload.read_rollout(obj))
+            if event == "LISTED":
+                self._read_model_cache(entry, obj)
         if event != "ADDED" and (known is None or _moved(kind, known, child)):
             child = msgspec.structs.replace(child, in_sync=self._is_in_sync(kind, key, obj, event))
         self.cache.put_child(key, kind, meta["name"], child)
@@ -174,6 +176,12 @@ class Observer:
         if same and entry.rollout == rollout_before:
             return None
         return ReconcileRequest(key, Stage.STATUS if child.in_sync else Stage.CHILDREN)
+
+    def _read_model_cache(self, entry: Entry, deployment: dict[str, Any]) -> None:
+        """Keep the ModelCache that pods mount already, after a start of the operator: another choice restarts them."""
+        undecided = entry.service is not None and entry.service.model_cache is None
+        if self._settings.model_caches and undecided:
+            entry.use_model_cache(model_cache_claim.mounted_cache(deployment))
 
     def _observe_pod(self, key: Key, obj: dict[str, Any]) -> ReconcileRequest | None:
         if not workload.runs_in(obj, key[1]):
@@ -242,10 +250,18 @@ def _key(kind: Kind, obj: dict[str, Any]) -> Key:
 def _parse_spec(entry: Entry, obj: dict[str, Any]) -> None:
     """Parse a new generation. When it is invalid, the last valid one stays in force and the error is reported."""
     entry.desired = entry.manifests = entry.problem = entry.invalid = None
+    previous = entry.service
     try:
         entry.service = spec.parse(obj)
+        if previous is not None and _same_source(previous.spec, entry.service.spec):
+            entry.service = msgspec.structs.replace(entry.service, model_cache=previous.model_cache)
     except InvalidSpec as error:
         entry.invalid = error
+
+
+def _same_source(old: spec.Spec, new: spec.Spec) -> bool:
+    """Return whether an edit keeps the model and its storage: then it is no reason to choose a ModelCache."""
+    return (old.model, old.cache) == (new.model, new.cache)
 
 
 def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:

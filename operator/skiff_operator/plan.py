@@ -17,6 +17,7 @@ from skiff_operator.resources import (
     cache_claim,
     deployment,
     disruption_budget,
+    model_cache_claim,
     network_policy,
     service,
     service_account,
@@ -52,6 +53,8 @@ def objects(inference_service: InferenceService, settings: Settings) -> Objects:
     built = [service_account.build(inference_service)]
     if volumes.needs_claim(inference_service):
         built.append(cache_claim.build(inference_service))
+    if inference_service.model_cache:
+        built.append(model_cache_claim.build(inference_service, inference_service.model_cache))
     if inference_service.spec.network_policy is not None:
         built.append(network_policy.build(inference_service, settings))
     made = deployment.build(inference_service, settings)

@@ -8,6 +8,7 @@ from skiff_operator.cache import DesiredState, Entry, Objects
 from skiff_operator.errors import ApiFailed, InvalidSpec, Permanent
 from skiff_operator.events import Announcement
 from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, SERVICE, Stage
+from skiff_operator.model_caches.index import Index
 from skiff_operator.nodes import Nodes
 from skiff_operator.observe import Observer
 from skiff_operator.pod_events import PodEvents
@@ -44,11 +45,15 @@ class Reconciler:
         chooser: StrategyChooser,
         scale_in: ScaleIn,
         settings: Settings,
+        *,
+        model_caches: Index | None = None,
     ) -> None:
         """Read through `observer`, `nodes` and `pod_events`, write through `applier`.
 
-        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes.
+        `chooser` chooses rollout strategies, `scale_in` the pods that a scale-in takes; `model_caches` are None if they
+        are off.
         """
+        self._model_caches = model_caches
         self._observer = observer
         self._applier = applier
         self._nodes = nodes
@@ -67,6 +72,7 @@ class Reconciler:
         entry = self._observer.cache.get(key)
         if entry is None or not entry.present or entry.deleting:
             return Outcome()
+        self._choose_model_cache(entry)
         try:
             desired = self._desired(key, entry)
             if desired.target is not None and desired.target.renew:
@@ -161,6 +167,14 @@ class Reconciler:
         if not refused:
             raise failures[0].error
         return Outcome(refused=True)
+
+    def _choose_model_cache(self, entry: Entry) -> None:
+        """Choose the ModelCache of a service. Raises `Retryable` while they are not listed yet."""
+        if self._model_caches is None or entry.service is None:
+            return
+        chosen = self._model_caches.choose(entry.service)
+        if chosen != entry.service.model_cache:
+            entry.use_model_cache(chosen)
 
     def _desired(self, key: Key, entry: Entry) -> DesiredState:
         """Return the desired state, with the revision in force; raise `InvalidSpec`."""

@@ -34,6 +34,8 @@ class Settings:
     default_image_pull_secrets: tuple[str, ...] = ()
     allow_host_path: bool = False
     allow_privileged_pods: bool = False
+    model_caches: bool = False
+    model_cache_chown: bool = True
     gpu_resource_name: str = "nvidia.com/gpu"
     upgrade_policy: str = "Manual"
     upgrade_max_unavailable: int = 1
@@ -69,6 +71,8 @@ class Settings:
         for name in ("health_port", "metrics_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise SettingsError(f"{_flag(name)} must be a port number")
+        if self.model_caches and self.namespaces:
+            raise SettingsError("--model-caches needs an operator of all namespaces; omit --namespaces")
         if not _RESOURCE_NAME.fullmatch(self.gpu_resource_name):
             raise SettingsError("--gpu-resource-name must be DOMAIN/NAME, such as nvidia.com/gpu")
         for secret in self.default_image_pull_secrets:
@@ -113,6 +117,8 @@ _HELP: Final = {
     "allow_host_path": "permit file:// models and cache.hostPath, which the restricted Pod Security level forbids",
     "allow_privileged_pods": "permit in podTemplate what the restricted Pod Security level forbids, "
     "other ServiceAccounts, and tokens of the API server",
+    "model_caches": "serve ModelCaches, whose fetchers run in the namespace of the Lease; needs all namespaces",
+    "model_cache_chown": "give directories of ModelCaches to the fetchers' user by an init container that is root",
     "gpu_resource_name": "extended resource that each rank requests once, when the spec names none",
     "upgrade_policy": "Manual: pods keep the template of an older operator until `skiff rollout upgrade`; "
     "Waves: a few InferenceServices at a time adopt the present one",

@@ -155,7 +155,10 @@ class Spec(_Strict, frozen=True):
 
 
 class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
-    """One InferenceService: its identity, its validated spec, and the last requests to restart and upgrade its pods."""
+    """One InferenceService: its identity, its validated spec, and the last requests to restart and upgrade its pods.
+
+    `model_cache` is the ModelCache that its pods mount: empty for none, None before it is chosen.
+    """
 
     namespace: str
     name: str
@@ -164,6 +167,7 @@ class InferenceService(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
     restarted_at: str = ""
     upgraded_at: str = ""
+    model_cache: str | None = None
 
     @property
     def model_name(self) -> str:

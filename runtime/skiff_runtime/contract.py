@@ -16,6 +16,8 @@ API_PORT: Final = 8000
 API_PORT_NAME: Final = "http"
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081
+PEER_PORT: Final = 8010
+"""Port of a fetcher that sends its model to other nodes."""
 
 PATH_HOME: Final = "/"
 PATH_LIVEZ: Final = "/livez"
@@ -47,6 +49,9 @@ PATH_ABORT: Final = "/abort"
 PATH_FLUSH_CACHE: Final = "/flush_cache"
 PATH_OPENAPI: Final = "/openapi.json"
 PATH_DOCS: Final = "/docs"
+PATH_PEER_STATUS: Final = "/status"
+PATH_PEER_MANIFEST: Final = "/manifest"
+PATH_PEER_FILES: Final = "/files"
 
 # --- Command line --------------------------------------------------------------
 
@@ -60,6 +65,9 @@ FLAG_MODEL: Final = "--model"
 FLAG_REVISION: Final = "--revision"
 FLAG_SERVED_MODEL_NAME: Final = "--served-model-name"
 FLAG_DOWNLOAD_DIR: Final = "--download-dir"
+FLAG_PEER: Final = "--peer"
+FLAG_SERVE_PEERS: Final = "--serve-peers"
+FLAG_WAIT: Final = "--wait"
 FLAG_HOST: Final = "--host"
 FLAG_PORT: Final = "--port"
 FLAG_DEVICE: Final = "--device"
@@ -87,6 +95,8 @@ ENV_OCI_ENDPOINT: Final = "OCI_ENDPOINT"
 """Address of a registry that is not reached by https:// and its name, such as a mirror."""
 ENV_OCI_CREDENTIALS: Final = "DOCKER_AUTH_CONFIG"
 """The text of a Docker configuration (config.json), as for Docker's own command line."""
+ENV_PEER_TOKEN: Final = "SKIFF_PEER_TOKEN"
+"""Shared secret of the fetchers of one model."""
 
 FETCHED_SCHEMES: Final = ("gs", "hf", "oci", "s3")
 """Models that are downloaded into a cache."""
@@ -112,6 +122,7 @@ LABEL_NAME: Final = "app.kubernetes.io/name"
 LABEL_INSTANCE: Final = "app.kubernetes.io/instance"
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_SERVICE: Final = f"{API_GROUP}/inferenceservice"
+LABEL_MODEL_CACHE: Final = f"{API_GROUP}/modelcache"
 LABEL_ENGINE_TYPE: Final = "llm-d.ai/engine-type"
 ENGINE_TYPE: Final = "sglang"
 """Skiff exports the routing gauges under SGLang's names; this label makes routers read them."""

@@ -1,69 +1,16 @@
 """An hf:// model, downloaded once by an init container into a claim, from a stand-in of the hub in the cluster."""
 
-from pathlib import Path
-
 import pytest
-from kube import Kube, Object, inference_service, tool, wait
+from hub_in_cluster import MODEL, start_hub
+from kube import Kube, Object, inference_service, wait
 
-STAND_IN = (Path(__file__).parents[1] / "support" / "fake_hub.py").read_text()
-PORT = 8900
-MODEL = "skiff/demo"
 PODS = "serving.skiff.dev/inferenceservice=fetched"
-START = """
-set -e
-mkdir -p /tmp/models/skiff
-ln -s "$(python3 -c 'from skiff_runtime import demo; print(demo.DIRECTORY)')" /tmp/models/skiff/demo
-exec python3 /stand-in/fake_hub.py --directory /tmp/models --host 0.0.0.0 --port 8900
-"""
 
 
 @pytest.fixture(scope="module")
 def hub(kube: Kube) -> str:
-    """The stand-in's URL; a headless Service, for it sends clients on to a second port."""
-    kube.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": "hub"},
-            "data": {"fake_hub.py": STAND_IN},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "hub"},
-            "spec": {"clusterIP": "None", "selector": {"app": "hub"}, "ports": [{"port": PORT}]},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "hub", "labels": {"app": "hub"}},
-            "spec": {
-                "automountServiceAccountToken": False,
-                "terminationGracePeriodSeconds": 1,
-                "securityContext": {
-                    "runAsNonRoot": True,
-                    "runAsUser": 65532,
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                },
-                "volumes": [{"name": "stand-in", "configMap": {"name": "hub"}}],
-                "containers": [
-                    {
-                        "name": "hub",
-                        "image": tool("image", "runtime"),
-                        "command": ["sh", "-c", START],
-                        "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
-                        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
-                        "securityContext": {
-                            "allowPrivilegeEscalation": False,
-                            "capabilities": {"drop": ["ALL"]},
-                        },
-                    }
-                ],
-            },
-        },
-    )
-    kube.run("wait", "--for=condition=Ready", "pod/hub", "--timeout=120s", timeout_seconds=150)
-    return f"http://hub.{kube.namespace}.svc.cluster.local:{PORT}"
+    """The stand-in's URL."""
+    return start_hub(kube)
 
 
 def replaces(pod: Object, before: Object) -> bool:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tests/cluster"))
 from controlplane import ControlPlane  # noqa: E402
 
 CRD = ROOT / "manifests/crds/inferenceservices.yaml"
+MODEL_CACHE_CRD = ROOT / "manifests/crds/modelcaches.yaml"
 MANIFESTS = ("namespace", "service-account", "rbac", "deployment")
 Start = Callable[..., OperatorProcess]
 
@@ -44,6 +45,7 @@ def server(plane: ControlPlane) -> ApiServer:
     """
     server = ApiServer(plane.kubeconfig)
     server.install(CRD)
+    server.install(MODEL_CACHE_CRD)
     eventually(lambda: _served(server), "the CRD is served")
     plane.restart("kube-controller-manager")
     return server

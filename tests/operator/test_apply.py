@@ -44,7 +44,7 @@ class LateClient(Client):
         self.interference: list[Interference] = []
         self.tried: list[tuple[Kind, str]] = []
 
-    async def create(self, kind: Kind, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def create(self, kind: Kind, namespace: str | None, body: dict[str, Any]) -> dict[str, Any]:
         """Remember what was to be created."""
         self.tried.append((kind, body["metadata"]["name"]))
         return await super().create(kind, namespace, body)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from helm import Helm, HelmError, hooks
 
+from skiff_operator.model_caches.fetcher import APP as FETCHER_NAME
 from skiff_operator.settings import Settings, from_arguments
 from skiff_runtime import contract
 
@@ -55,6 +56,7 @@ def chart_pods(bodies: list[Any]) -> list[Any]:
         ("rbac.aggregate=true", "aggregate"),
         ("upgrade.policy=Auto", "policy"),
         ("upgrade.maxUnavailable=0", "maxUnavailable"),
+        ("modelCache.enable=true", "enable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(helm: Helm, value: str, named: str) -> None:
@@ -72,6 +74,23 @@ def test_monitoring_and_namespaces(helm: Helm) -> None:
     assert not of_kind(bodies, "ClusterRoleBinding")
     (rule,) = of_kind(bodies, "PrometheusRule")
     assert "${" not in json.dumps(rule["spec"])  # tests/operator/test_alerts.py has what it says
+
+
+def test_model_caches_bring_their_rights_and_need_all_namespaces(helm: Helm) -> None:
+    bodies = helm.render("modelCache.enabled=true", "modelCache.chownHostPath=false")
+    before = helm.render()
+    added = {body["metadata"]["name"] for body in bodies} - {body["metadata"]["name"] for body in before}
+    policy = "skiff-operator.skiff-system.model-caches.serving.skiff.dev"
+    assert added == {"skiff-operator-fetchers", policy}
+    rules = [rule for body in of_kind(bodies, "ClusterRole") for rule in body["rules"]]
+    (volumes,) = [rule["verbs"] for rule in rules if rule["resources"] == ["persistentvolumes"]]
+    assert volumes == ["list", "create", "delete"]
+    assert not [rule for rule in rules if "secrets" in rule["resources"]], "Secrets of its own namespace only"
+    environ = {each["name"]: each.get("value", "x") for each in pod(bodies)["containers"][0]["env"]}
+    settings = from_arguments([], environ)
+    assert settings.model_caches and not settings.model_cache_chown
+    with pytest.raises(HelmError, match="empty watchNamespaces"):
+        helm.render("modelCache.enabled=true", "watchNamespaces={a}")
 
 
 def test_the_digest_wins_over_the_tag(helm: Helm) -> None:
@@ -159,6 +178,12 @@ def test_the_network_policy_names_the_operators_ports_and_the_api_servers(helm: 
     assert server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
     assert [port["port"] for port in serving["ports"]] == [contract.API_PORT]
     assert serving["to"][0]["podSelector"]["matchExpressions"][0]["key"] == contract.LABEL_SERVICE
+    (policy,) = of_kind(helm.render(*values, "modelCache.enabled=true"), "NetworkPolicy")
+    fetchers = policy["spec"]["egress"][3]
+    assert [port["port"] for port in fetchers["ports"]] == [contract.PEER_PORT]
+    labels = fetchers["to"][0]["podSelector"]["matchLabels"]
+    (name,) = labels.values()
+    assert labels == {contract.LABEL_NAME: name} and name == FETCHER_NAME
 
 
 def test_no_selector_of_the_operator_matches_a_hook(helm: Helm) -> None:

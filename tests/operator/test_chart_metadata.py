@@ -69,15 +69,23 @@ def test_artifact_hub_lists_the_images_that_are_run(bodies: list[Any]) -> None:
     assert {each["image"] for each in annotation("images")} == images
 
 
-def test_artifact_hub_lists_the_definition_and_an_example_that_it_accepts() -> None:
-    crd = yaml.safe_load((CHART / "files/inferenceservices.yaml").read_text())
-    (listed,) = annotation("crds")
-    assert listed["name"] == crd["metadata"]["name"] and listed["kind"] == crd["spec"]["names"]["kind"]
-    assert listed["version"] == crd["spec"]["versions"][0]["name"]
+def test_artifact_hub_lists_the_definitions_and_an_example_that_one_accepts() -> None:
+    crds = {crd["metadata"]["name"]: crd for crd in map(yaml.safe_load, read_crds())}
+    listed = {each["name"]: each for each in annotation("crds")}
+    assert listed.keys() == crds.keys()
+    for name, crd in crds.items():
+        assert listed[name]["kind"] == crd["spec"]["names"]["kind"]
+        assert listed[name]["version"] == crd["spec"]["versions"][0]["name"]
     (example,) = annotation("crdsExamples")
-    assert example["apiVersion"] == f"{crd['spec']['group']}/{listed['version']}"
+    crd = next(each for each in crds.values() if each["spec"]["names"]["kind"] == example["kind"])
+    assert example["apiVersion"] == f"{crd['spec']['group']}/{crd['spec']['versions'][0]['name']}"
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     assert set(schema["required"]) <= set(example["spec"]) <= set(schema["properties"])
+
+
+def read_crds() -> list[str]:
+    """The definitions that the chart carries."""
+    return [path.read_text() for path in sorted((CHART / "files").glob("*.yaml"))]
 
 
 def test_artifact_hub_reads_the_rest() -> None:

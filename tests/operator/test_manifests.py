@@ -12,7 +12,7 @@ import skiff_runtime
 from skiff_operator.settings import Settings, from_arguments
 from skiff_runtime import contract
 
-CRD = yaml.safe_load((ROOT / "manifests/crds/inferenceservices.yaml").read_text())
+CRDS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "manifests/crds").glob("*.yaml")}
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 METRICS = {
     value for name, value in vars(contract).items() if name.startswith(("METRIC_", "OPERATOR_", "ROUTING_"))
@@ -48,18 +48,24 @@ def test_the_chart_and_the_raw_manifests_agree(helm: Helm) -> None:
     """But for hooks: what they make, the CRD, is compared below."""
     raw = by_name(raw_manifests())
     raw.pop(("Namespace", NAMESPACE))  # helm's --create-namespace
-    raw.pop(("CustomResourceDefinition", CRD["metadata"]["name"]))
+    for crd in CRDS.values():
+        raw.pop(("CustomResourceDefinition", crd["metadata"]["name"]))
     bodies = helm.render("monitoring.dashboards=false")
     assert by_name([body for body in bodies if body not in hooks(bodies)]) == raw
 
 
-def test_the_chart_carries_the_same_crd(helm: Helm) -> None:
-    copy = CHART / "files/inferenceservices.yaml"
-    assert copy.read_bytes() == (ROOT / "manifests/crds/inferenceservices.yaml").read_bytes()
-    (carried,) = [body for body in hooks(helm.render()) if body["kind"] == "ConfigMap"]
-    applied = json.loads(carried["data"]["inferenceservices.json"])
-    assert applied["metadata"]["labels"].pop("app.kubernetes.io/version") == skiff_runtime.__version__
-    assert applied == CRD
+def test_the_chart_carries_the_same_crds(helm: Helm) -> None:
+    for name in CRDS:
+        assert (CHART / "files" / name).read_bytes() == (ROOT / "manifests/crds" / name).read_bytes()
+    bodies = hooks(helm.render())
+    (carried,) = [body for body in bodies if body["kind"] == "ConfigMap"]
+    applied = {name.replace(".json", ".yaml"): json.loads(text) for name, text in carried["data"].items()}
+    for crd in applied.values():
+        assert crd["metadata"]["labels"].pop("app.kubernetes.io/version") == skiff_runtime.__version__
+    assert applied == CRDS
+    (job,) = [body for body in bodies if body["kind"] == "Job"]
+    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert {word.removeprefix("/crd/") for word in words[3:]} == set(carried["data"])
 
 
 def test_grafana_finds_both_dashboards(helm: Helm) -> None:
@@ -77,7 +83,8 @@ def test_no_rule_grants_everything_or_reads_secrets(helm: Helm) -> None:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         assert not {"secrets", "pods/log", "pods/exec"} & set(rule["resources"])
         if rule["resources"] == ["customresourcedefinitions"]:
-            assert rule.get("resourceNames") == [CRD["metadata"]["name"]] or rule["verbs"] == ["create"]
+            ours = [crd["metadata"]["name"] for _, crd in sorted(CRDS.items())]
+            assert rule.get("resourceNames") == ours or rule["verbs"] == ["create"]
 
 
 def test_the_operators_environment_is_understood() -> None:

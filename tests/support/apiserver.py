@@ -22,6 +22,10 @@ COLLECTIONS = {
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "events": "/apis/events.k8s.io/v1/namespaces/{namespace}/events",
     "resourcequotas": "/api/v1/namespaces/{namespace}/resourcequotas",
+    "persistentvolumes": "/api/v1/persistentvolumes",
+    "nodes": "/api/v1/nodes",
+    "secrets": "/api/v1/namespaces/{namespace}/secrets",
+    "modelcaches": "/apis/serving.skiff.dev/v1alpha1/modelcaches",
     "leases": "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
 }
 MERGE = "application/merge-patch+json"

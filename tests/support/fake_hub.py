@@ -179,12 +179,26 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _route(self, parts: list[str]) -> None:
-        if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
+        if parts == ["deliveries"]:
+            self._count_deliveries()
+        elif parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
             self._listing("/".join(parts[2:4]), "/".join(parts[5:]))
         elif len(parts) >= 5 and parts[2] == "resolve" and ".." not in parts:
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._refuse(404, "")
+
+    def _count_deliveries(self) -> None:
+        """Answer with the number of deliveries of each file that was delivered."""
+        with self.hub.lock:
+            names = {
+                _file_of(seen)
+                for seen in self.hub.seen
+                if seen.server == "storage" or "/resolve/" in seen.path
+            }
+        body = json.dumps({name: len(self.hub.deliveries(name)) for name in names}).encode()
+        self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+        self.wfile.write(body)
 
     def _listing(self, model_id: str, revision: str) -> None:
         model = self._model_at(model_id, revision)

@@ -8,12 +8,15 @@ from apiserver import APPLY, ApiServer
 from operator_process import OperatorProcess, eventually, token_kubeconfig
 
 RIGHTS: Final = "/apis/rbac.authorization.k8s.io/v1"
+ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
 PATHS: Final = {
     "Namespace": "/api/v1/namespaces",
     "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
     "ClusterRole": f"{RIGHTS}/clusterroles",
     "ClusterRoleBinding": f"{RIGHTS}/clusterrolebindings",
     "Role": f"{RIGHTS}/namespaces/{{namespace}}/roles",
+    "ValidatingAdmissionPolicy": f"{ADMISSION}/validatingadmissionpolicies",
+    "ValidatingAdmissionPolicyBinding": f"{ADMISSION}/validatingadmissionpolicybindings",
     "RoleBinding": f"{RIGHTS}/namespaces/{{namespace}}/rolebindings",
 }
 """The kinds that an operator outside of the cluster needs of its installation."""

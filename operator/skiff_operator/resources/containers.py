@@ -54,7 +54,7 @@ def fetch(service: InferenceService, settings: Settings, mounts: list[dict[str, 
     """Build the init container of models that are downloaded, the only one with the credential."""
     container = {
         **_common(FETCH, service, settings, mounts),
-        "args": [contract.COMMAND_FETCH, *_model_arguments(service)],
+        "args": [contract.COMMAND_FETCH, *_model_arguments(service), *_wait_arguments(service)],
         "resources": fetch_resources(service, settings),
     }
     container["env"] = _variables(*container["env"], *credentials.variables(service))
@@ -133,6 +133,11 @@ def _model_arguments(service: InferenceService) -> list[str]:
             arguments += [contract.FLAG_REVISION, service.spec.model.revision]
         arguments += [contract.FLAG_DOWNLOAD_DIR, volumes.CACHE_DIRECTORY]
     return arguments
+
+
+def _wait_arguments(service: InferenceService) -> list[str]:
+    """Return the flag with which the download waits for that of a ModelCache's fetcher, and reads no source itself."""
+    return [contract.FLAG_WAIT] if service.model_cache else []
 
 
 def _serve_arguments(service: InferenceService) -> list[str]:

@@ -71,7 +71,9 @@ def _pod_spec(service: InferenceService, settings: Settings) -> dict[str, Any]:
         "volumes": [volume.volume() for volume in (*mounted, *kernels)],
     }
     if service.source.is_fetched:
-        shared = [volume.mount(writable=True) for volume in mounted if not volume.serving]
+        # A ModelCache is complete or its fetcher completes it; a pod must not write to what others use.
+        writable = not service.model_cache
+        shared = [volume.mount(writable=writable) for volume in mounted if not volume.serving]
         spec["initContainers"] = [containers.fetch(service, settings, shared)]
     if settings.default_image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.default_image_pull_secrets]

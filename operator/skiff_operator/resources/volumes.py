@@ -2,7 +2,7 @@
 
 from typing import Any, Final, NamedTuple
 
-from skiff_operator.resources import cache_claim
+from skiff_operator.resources import cache_claim, model_cache_claim
 from skiff_operator.spec import InferenceService
 
 MODEL_DIRECTORY: Final = "/model"
@@ -90,6 +90,9 @@ def downloads_to_node(service: InferenceService) -> bool:
 
 def _cache_source(service: InferenceService) -> dict[str, Any]:
     cache = service.spec.cache
+    if service.model_cache:
+        claim = model_cache_claim.name(service.name, service.model_cache)
+        return {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
     if cache.host_path is not None:
         return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
     if cache.claim_name is not None:

@@ -1,7 +1,9 @@
 """The command ``skiff fetch``: download a model before a server needs it."""
 
 import argparse
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,7 @@ from skiff_runtime.contract import (
     ENV_HUB_TOKEN,
     ENV_OCI_CREDENTIALS,
     ENV_OCI_ENDPOINT,
+    ENV_PEER_TOKEN,
     ENV_S3_ENDPOINT,
     ENV_S3_KEY_ID,
     ENV_S3_SECRET_KEY,
@@ -21,14 +24,21 @@ from skiff_runtime.contract import (
     EXIT_FETCH_FAILED,
     EXIT_OK,
     FLAG_DOWNLOAD_DIR,
+    FLAG_HOST,
     FLAG_MODEL,
+    FLAG_PEER,
     FLAG_REVISION,
+    FLAG_SERVE_PEERS,
+    FLAG_WAIT,
 )
 from skiff_runtime.conversion.tokenizer_json import find_or_convert_tokenizer
 from skiff_runtime.errors import ConfigError, FetchError, ModelError
-from skiff_runtime.hub.fetch import default_hub_cache
-from skiff_runtime.hub.hub_reference import DEFAULT_REVISION
+from skiff_runtime.hub.fetch import Peers, default_hub_cache, fetch, wait_for_model
+from skiff_runtime.hub.hub_reference import DEFAULT_REVISION, SCHEME, parse_reference
 from skiff_runtime.sources.fetch import fetch_model, is_remote
+
+CHECK_SECONDS: Final = 30.0
+"""Seconds between two looks at the files of a model that is offered to peers."""
 
 DESCRIPTION: Final = "Download a model from a Hugging Face hub, an object store or a registry into a cache, and verify it. Concurrent runs share one download."
 EPILOG: Final = f"""\
@@ -45,6 +55,7 @@ environment of hf://, as for all tools of the hub:
   HF_HUB_CACHE     directory of the models without {FLAG_DOWNLOAD_DIR}
   HF_HUB_OFFLINE   1: use the cache only; fail if the model is not complete in it
   HTTPS_PROXY      proxy; NO_PROXY lists the hosts to reach without it
+  {ENV_PEER_TOKEN} secret of at least 16 characters that peers share
 
 environment of s3://, as for Amazon's tools; without keys, a workload identity is used:
   {ENV_S3_KEY_ID}, {ENV_S3_SECRET_KEY}, {ENV_S3_SESSION_TOKEN}
@@ -96,6 +107,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of the models (default: $HF_HUB_CACHE, or ~/.cache/huggingface/hub)",
     )
+    parser.add_argument(
+        FLAG_PEER,
+        action="append",
+        default=[],
+        metavar="URL",
+        help=f"another {FLAG_SERVE_PEERS} that has the model, as http://HOST:PORT; it is asked before the hub; may be repeated",
+    )
+    parser.add_argument(
+        FLAG_SERVE_PEERS,
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="send the files to peers, and keep running when the model is complete",
+    )
+    parser.add_argument(
+        FLAG_HOST,
+        default="0.0.0.0",
+        metavar="ADDRESS",
+        help=f"address of {FLAG_SERVE_PEERS} (default: 0.0.0.0)",
+    )
+    parser.add_argument(
+        FLAG_WAIT,
+        action="store_true",
+        help="download nothing: wait until another process has completed the model in the directory, which may be read-only",
+    )
     add_renamed_flags(parser, {"--cache-dir": FLAG_DOWNLOAD_DIR})
 
 
@@ -104,21 +140,73 @@ def run(arguments: argparse.Namespace) -> int:
     log.configure("fetch", "info")
     # PID 1 of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    reference = arguments.model
+    reference: str = arguments.model
     if not is_remote(reference):
         raise ConfigError(
             f"{FLAG_MODEL} {reference}: only models of hf://, s3://, gs:// and oci:// are downloaded"
         )
+    peers = _peers(arguments)
     try:
-        path = fetch_model(reference, arguments.revision, arguments.download_dir or default_hub_cache())
-        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
+        if arguments.serve_peers is not None:
+            return _fetch_and_serve(arguments, peers)
+        path = _fetch(arguments, peers)
     except FetchError as error:
         log.error("fetch_failed", model=reference, message=str(error))
         return EXIT_FETCH_FAILED
     except KeyboardInterrupt:
         log.error("fetch_failed", model=reference, message="interrupted; complete files are kept")
         return EXIT_FETCH_FAILED
-    except ModelError as error:  # the server reports it again, and exits
-        log.warning("tokenizer_conversion_failed", model=reference, message=str(error))
     print(path)
     return EXIT_OK
+
+
+def _peers(arguments: argparse.Namespace) -> Peers | None:
+    """Return the peers of the flags. Raises ``ConfigError`` for a malformed address or without a token."""
+    if not arguments.model.startswith(SCHEME) and (
+        arguments.wait or arguments.peer or arguments.serve_peers is not None
+    ):
+        raise ConfigError(f"{FLAG_PEER}, {FLAG_SERVE_PEERS} and {FLAG_WAIT} are for hf:// models; omit them")
+    if arguments.wait and (arguments.peer or arguments.serve_peers is not None):
+        raise ConfigError(f"{FLAG_WAIT} downloads nothing; omit {FLAG_PEER} and {FLAG_SERVE_PEERS}")
+    if not arguments.peer and arguments.serve_peers is None:
+        return None
+    # Imported only with peers: it needs an HTTP library.
+    from skiff_runtime.hub.peer_client import check_peers
+
+    token = os.environ.get(ENV_PEER_TOKEN, "")
+    check_peers(arguments.peer, token)
+    return Peers(tuple(arguments.peer), token)
+
+
+def _fetch(arguments: argparse.Namespace, peers: Peers | None) -> Path:
+    """Fetch the model, or wait for it, and convert its tokenizer. Raises ``FetchError``."""
+    cache_dir = arguments.download_dir or default_hub_cache()
+    if arguments.wait:
+        path = wait_for_model(parse_reference(arguments.model, arguments.revision), cache_dir)
+    elif peers is not None and peers.urls:
+        path = fetch(parse_reference(arguments.model, arguments.revision), cache_dir, peers=peers)
+    else:
+        path = fetch_model(arguments.model, arguments.revision, cache_dir)
+    try:
+        find_or_convert_tokenizer(path, tokenizer_cache_dirs(arguments.download_dir))
+    except ModelError as error:  # the server reports it again, and exits
+        log.warning("tokenizer_conversion_failed", model=arguments.model, message=str(error))
+    return path
+
+
+def _fetch_and_serve(arguments: argparse.Namespace, peers: Peers | None) -> int:
+    """Fetch the model and offer it to peers until SIGTERM. Raises ``FetchError``, also when its files disappear."""
+    from skiff_runtime.fetch.peer_server import PeerServer
+
+    assert peers is not None, "a server has a token"
+    cache_dir = arguments.download_dir or default_hub_cache()
+    address = {"host": arguments.host, "port": arguments.serve_peers}
+    reference = parse_reference(arguments.model, arguments.revision)
+    with PeerServer(reference, cache_dir, token=peers.token, **address) as server:
+        print(_fetch(arguments, peers), flush=True)
+        try:
+            while server.offer():
+                time.sleep(CHECK_SECONDS)
+        except KeyboardInterrupt:
+            return EXIT_OK
+    raise FetchError(f"files of the model have disappeared from {cache_dir}; a new start fetches them again")

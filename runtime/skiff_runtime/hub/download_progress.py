@@ -1,15 +1,34 @@
-"""Progress of a download: a log line every few seconds."""
+"""Progress of a download: a log line every few seconds, and the present state for those who observe the process."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from skiff_runtime import log
 
 REPORT_SECONDS: Final = 5.0
+
+
+class Progress(NamedTuple):
+    """Bytes of the files that are being downloaded: configuration first, then weights."""
+
+    received_bytes: int
+    total_bytes: int
+
+
+class _Running:
+    """The download of this process; there is one at a time."""
+
+    observe: Callable[[], Progress] | None = None
+
+
+def current_progress() -> Progress | None:
+    """Return the progress of the running download; None if there is none."""
+    observe = _Running.observe
+    return None if observe is None else observe()
 
 
 @contextmanager
@@ -22,6 +41,7 @@ def report_progress(
     terminal, where otherwise the library's progress bars take its place.
     """
     ended = threading.Event()
+    _Running.observe = lambda: Progress(min(received_bytes(), total_bytes), total_bytes)
 
     def run() -> None:
         last_time, last_bytes = time.monotonic(), received_bytes()
@@ -44,6 +64,7 @@ def report_progress(
     try:
         yield
     finally:
+        _Running.observe = None
         ended.set()
         if reporter.is_alive():
             reporter.join()

@@ -3,28 +3,49 @@
 import errno
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.download_progress import report_progress
-from skiff_runtime.hub.file_lock import exclusive_lock
+from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
 
-if TYPE_CHECKING:
-    from skiff_runtime.hub.hub_client import HubClient
-
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2
 """A first mismatch may come from a file that an earlier process left; the second download is complete."""
+_WAIT_POLL_SECONDS: Final = 0.5
+_WAIT_REPORT_SECONDS: Final = 15.0
+
+
+class Source(Protocol):
+    """A source of a model's files: the hub, or peers. ``stop`` ends its downloads."""
+
+    stop: threading.Event
+
+    def list_files(self) -> RepositoryListing:
+        """Return the files at the reference's revision. Raises ``FetchError``."""
+
+    def download(self, commit: str, name: str, cache_dir: Path) -> Path:
+        """Return the file's path in the cache, after downloading it if it is missing. Raises ``FetchError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Addresses of other nodes' fetchers, in the order of preference, and the token that all of them share."""
+
+    urls: tuple[str, ...]
+    token: str = field(repr=False)
 
 
 def fetch_uri(uri: str, revision: str | None, cache_dir: Path) -> Path:
@@ -42,13 +63,16 @@ def default_hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = None) -> Path:
+def fetch(
+    reference: HubReference, cache_dir: Path, *, endpoint: str | None = None, peers: Peers | None = None
+) -> Path:
     """Fetch a model into ``cache_dir`` (layout: ``model_cache.py``), verify it, and return its directory or GGUF file.
 
     A snapshot with a marker is returned without network. Otherwise the revision is resolved to a commit once, and the
     files that serving needs are downloaded; files that other tools have downloaded are only verified. If the hub cannot
-    be reached, a complete snapshot in the cache is verified and served. Only one process downloads a model at a time;
-    the others wait for it and use its result. Raises ``FetchError``; complete files are kept.
+    be reached, a complete snapshot in the cache is verified and served. ``peers`` come before the hub; they must have the
+    model. Only one process downloads a model at a time; the others wait for it and use its result. Raises ``FetchError``;
+    complete files are kept.
     """
     cache = ModelCache(cache_dir, reference)
     with disk_errors(cache_dir):
@@ -66,7 +90,32 @@ def fetch(reference: HubReference, cache_dir: Path, *, endpoint: str | None = No
             if (found := cache.find_verified()) is not None:
                 return found
             cache.remove_stale_downloads()
-            return _fetch_locked(cache, reference, endpoint)
+            if peers is not None and (received := _fetch_from_peers(cache, reference, peers)) is not None:
+                return received
+            path = _fetch_locked(cache, reference, endpoint)
+            cache.remove_peer_partials()
+            return path
+
+
+def wait_for_model(reference: HubReference, cache_dir: Path) -> Path:
+    """Wait until another process has completed the model in ``cache_dir``; return its directory or GGUF file.
+
+    Nothing is written, so the directory may be read-only. Raises ``FetchError`` after ``WAIT_SECONDS``.
+    """
+    cache = ModelCache(cache_dir, reference)
+    deadline = time.monotonic() + WAIT_SECONDS
+    report_at = time.monotonic()
+    while (found := cache.find_verified()) is None:
+        if time.monotonic() > deadline:
+            raise FetchError(
+                f"{reference} was not completed in {cache_dir} within {WAIT_SECONDS / 3600:.0f} hours; look at what fetches it "
+                "(in Kubernetes: kubectl get modelcache)"
+            )
+        if time.monotonic() >= report_at:
+            log.event("fetch_waiting", reason="another process fetches this model", cache=cache.root)
+            report_at = time.monotonic() + _WAIT_REPORT_SECONDS
+        time.sleep(_WAIT_POLL_SECONDS)
+    return found
 
 
 def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> Path:
@@ -95,6 +144,22 @@ def fetch_config(reference: HubReference, cache_dir: Path, temporary: Path) -> P
     return ModelCache(temporary, reference).snapshot(listing.commit)
 
 
+def _fetch_from_peers(cache: ModelCache, reference: HubReference, peers: Peers) -> Path | None:
+    """Return the model that peers have sent; None if they could not, which is logged."""
+    from skiff_runtime.hub.peer_client import PeerClient
+
+    client = PeerClient(reference, cache, list(peers.urls), peers.token)
+    try:
+        listing = client.list_files()
+        log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root, source="peers")
+        return _fetch_listing(cache, client, listing, reference)
+    except FetchError as error:
+        log.warning("fetch_fell_back_to_source", model=reference, reason=str(error))
+        return None
+    finally:
+        client.close()
+
+
 def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | None) -> Path:
     # Imported only for a download: a complete model needs neither the client nor its libraries.
     from skiff_runtime.hub.hub_client import HubClient, HubUnavailable
@@ -110,7 +175,13 @@ def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | No
             log.warning("fetch_fell_back_to_cache", model=reference, commit=cached[0], reason=str(error))
             return cache.mark_verified(*cached)
         log.event("fetch_started", model=reference, commit=listing.commit, cache=cache.root)
-        files = _download(cache, client, listing, reference.quant_type)
+        return _fetch_listing(cache, client, listing, reference)
+
+
+def _fetch_listing(
+    cache: ModelCache, source: Source, listing: RepositoryListing, reference: HubReference
+) -> Path:
+    files = _download(cache, source, listing, reference.quant_type)
     path = cache.mark_verified(listing.commit, files)
     total = sum(file.size_bytes for file in files)
     log.event("fetch_finished", model=reference, files=len(files), bytes=total, path=path)
@@ -118,16 +189,16 @@ def _fetch_locked(cache: ModelCache, reference: HubReference, endpoint: str | No
 
 
 def _download(
-    cache: ModelCache, client: "HubClient", listing: RepositoryListing, quant_type: str
+    cache: ModelCache, source: Source, listing: RepositoryListing, quant_type: str
 ) -> list[RemoteFile]:
     config_files = listing.config_files()
-    _download_all(cache, client, listing.commit, config_files)
+    _download_all(cache, source, listing.commit, config_files)
     weights = listing.weight_files(cache.snapshot(listing.commit), quant_type)
-    _download_all(cache, client, listing.commit, weights)
+    _download_all(cache, source, listing.commit, weights)
     return config_files + weights
 
 
-def _download_all(cache: ModelCache, client: "HubClient", commit: str, files: Sequence[RemoteFile]) -> None:
+def _download_all(cache: ModelCache, source: Source, commit: str, files: Sequence[RemoteFile]) -> None:
     """Download and verify every file with several threads. The first failure stops all; complete files are kept.
 
     The threads are daemons, and nothing waits for them after a failure: a download of the library cannot be interrupted.
@@ -137,9 +208,9 @@ def _download_all(cache: ModelCache, client: "HubClient", commit: str, files: Se
     pending, outcomes = deque(files), SimpleQueue[BaseException | None]()
 
     def work() -> None:
-        while pending and not client.stop.is_set():
+        while pending and not source.stop.is_set():
             try:
-                _download_file(cache, client, commit, pending.popleft())
+                _download_file(cache, source, commit, pending.popleft())
             except BaseException as failure:  # noqa: BLE001 (raised again in the thread that waits)
                 outcomes.put(failure)
             else:
@@ -158,13 +229,13 @@ def _download_all(cache: ModelCache, client: "HubClient", commit: str, files: Se
                 if failure is not None:
                     raise failure
         except BaseException:
-            client.stop.set()
+            source.stop.set()
             raise
 
 
-def _download_file(cache: ModelCache, client: "HubClient", commit: str, file: RemoteFile) -> None:
+def _download_file(cache: ModelCache, source: Source, commit: str, file: RemoteFile) -> None:
     for attempt in range(1, CHECKSUM_ATTEMPTS + 1):
-        if file.is_intact(client.download(commit, file.name, cache.directory)):
+        if file.is_intact(source.download(commit, file.name, cache.directory)):
             return
         log.warning("fetch_checksum_mismatch", file=file.name, attempt=attempt)
         cache.remove(commit, file.name)

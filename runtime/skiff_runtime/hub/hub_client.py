@@ -16,7 +16,7 @@ from skiff_runtime import log
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, ENV_HUB_TOKEN
 from skiff_runtime.errors import FetchError
 from skiff_runtime.hub.hub_reference import HubReference, is_commit
-from skiff_runtime.hub.repository import POOLING_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.hub.repository import MAX_FILES, POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.version import __version__
 
 T = TypeVar("T")
@@ -26,7 +26,6 @@ BASE_WAIT_SECONDS: Final = 1.0
 """Wait before the second attempt; it doubles with each further attempt."""
 MAX_WAIT_SECONDS: Final = 310
 """The longest Retry-After to obey. The hub limits requests per five minutes, and asks clients to wait for the next window."""
-MAX_FILES: Final = 10_000
 _LISTING_TIMEOUT_SECONDS: Final = 20.0
 _TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
 _USER_AGENT: Final[dict[str, Any]] = {"library_name": "skiff", "library_version": __version__}

@@ -4,6 +4,7 @@
 
     CACHE/models--ORG--NAME/
       blobs/DIGEST                contents, by their checksum (huggingface_hub)
+      blobs/*.peer.incomplete     what a peer has sent of a content so far; continued after a restart
       snapshots/COMMIT/           links to the blobs: the model directory that is served (huggingface_hub)
       refs/REVISION               the commit of this revision when it was fetched (huggingface_hub)
       .skiff/lock                 held (flock) by the process that downloads
@@ -33,6 +34,7 @@ from skiff_runtime.hub.repository import POOLING_CONFIG, RemoteFile, RepositoryL
 
 SPARE_BYTES: Final = 64 << 20
 """Kept free on the volume beside the download, for its other users."""
+PEER_PARTIAL_SUFFIX: Final = ".peer.incomplete"
 _STALE_SECONDS: Final = 60.0
 """Partial files that were written to more recently are kept, whatever the state of their lock."""
 _BLOCK_BYTES: Final = 512
@@ -70,6 +72,16 @@ class ModelCache:
         names = None if commit is None else self._read_marker(commit)
         return None if commit is None or names is None else self.locate_model(commit, names)
 
+    def list_verified(self) -> RepositoryListing | None:
+        """List the files of the marker at the reference's revision; None if there is none or it is not complete."""
+        commit = self._commit()
+        names = None if commit is None else self._read_marker(commit)
+        if commit is None or names is None:
+            return None
+        paths = {name: self.snapshot(commit) / name for name in names}
+        files = [RemoteFile(name, path.stat().st_size, _digest_of(path)) for name, path in paths.items()]
+        return RepositoryListing(commit, files)
+
     def list_unverified(self) -> RepositoryListing | None:
         """List the files of the revision in the cache, whichever tool downloaded them. Digests are the names of the blobs."""
         commit = self._commit()
@@ -102,6 +114,35 @@ class ModelCache:
             file.digest and (self.root / "blobs" / file.digest).exists()
         )
 
+    def has_blob(self, digest: str) -> bool:
+        """Return whether the cache has a file of this digest, even if it belongs to another commit."""
+        return self._blob(digest).exists()
+
+    def peer_partial(self, digest: str) -> Path:
+        """Return the path at which a file is assembled that a peer sends."""
+        self._blob(digest).parent.mkdir(parents=True, exist_ok=True)
+        return self._blob(digest + PEER_PARTIAL_SUFFIX)
+
+    def store_blob(self, partial: Path, digest: str) -> None:
+        """Make an assembled file a blob. Its content is not verified yet, as that of a file that the hub's client stores."""
+        with partial.open("ab") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(self._blob(digest))
+
+    def link_blob(self, commit: str, name: str, digest: str) -> Path:
+        """Make the blob a file of the snapshot: by a relative link, as the hub's client does."""
+        path = self.snapshot(commit) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.symlink_to(os.path.relpath(self._blob(digest), path.parent))
+        temporary.replace(path)
+        return path
+
+    def remove_peer_partials(self) -> None:
+        """Remove what peers sent of files that came from the source in the end."""
+        for path in (self.root / "blobs").glob(f"*{PEER_PARTIAL_SUFFIX}"):
+            path.unlink(missing_ok=True)
+
     def check_space(self, missing: Sequence[RemoteFile]) -> None:
         """Raise ``FetchError``, with both sizes, if the volume has no room for ``missing``."""
         needed_bytes = sum(file.size_bytes for file in missing) + SPARE_BYTES
@@ -127,9 +168,12 @@ class ModelCache:
     def remove_stale_downloads(self) -> None:
         """Remove the partial files of processes that were killed during a download; huggingface_hub never does.
 
-        A process that downloads a file holds the file's lock, so a partial file without a held lock is stale.
+        A process that downloads a file holds the file's lock, so a partial file without a held lock is stale. What a
+        peer has sent is kept: it is continued.
         """
         for path, state in self._incomplete_files():
+            if path.name.endswith(PEER_PARTIAL_SUFFIX):
+                continue
             lock = self.directory / ".locks" / self.root.name / f"{path.name.partition('.')[0]}.lock"
             if time.time() - state.st_mtime > _STALE_SECONDS and is_unlocked(lock):
                 path.unlink(missing_ok=True)
@@ -138,6 +182,9 @@ class ModelCache:
         for path in (self.root / "blobs").glob("*.incomplete"):
             with suppress(FileNotFoundError):  # its download has finished in the meantime
                 yield path, path.stat()
+
+    def _blob(self, name: str) -> Path:
+        return self.root / "blobs" / name
 
     def _commit(self) -> str | None:
         revision = self._reference.revision

@@ -17,6 +17,8 @@ CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+MAX_FILES: Final = 10_000
+"""Files of one listing."""
 _CONFIG_PATTERNS: Final = (
     CONFIG,
     GENERATION_CONFIG,
