@@ -212,7 +212,7 @@ def test_nothing_else_is_a_failure_of_the_revision(changes: dict[str, Any]) -> N
     ],
 )
 def test_a_recorded_template_has_no_rights_that_a_new_one_would_not_get(
-    wrong: dict[str, Any], flags: dict[str, bool], said: str
+    wrong: dict[str, Any], flags: dict[str, Any], said: str
 ) -> None:
     template = pod.build(SERVICE, Settings())
     pod.check_recorded(template, SERVICE, Settings())

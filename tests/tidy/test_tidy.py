@@ -15,7 +15,12 @@ PACKAGES = {"skiff_operator": ROOT / "operator", "skiff_runtime": ROOT / "runtim
 MIRROR = re.compile(r"https?://[^\s\"'<>)]*(?:mirror|artifactory|nexus|proxy|/simple\b)", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|root)/\w")
 LOCK_FILES = {"uv.lock", "poetry.lock", "package-lock.json", "Pipfile.lock"}
-ENTRY_POINTS = {"skiff_runtime.__main__", "skiff_operator.__main__", "skiff_runtime.processes.child_process"}
+ENTRY_POINTS = {
+    "skiff_runtime.__main__",
+    "skiff_operator.__main__",
+    "skiff_operator.cli.main",
+    "skiff_runtime.processes.child_process",
+}
 
 
 def tracked(suffix: str = "") -> list[Path]:
