@@ -73,7 +73,7 @@ def roll(api: ApiServer, kubelet: PlayKubelet, old: str) -> str:
 
 
 def test_rollouts_from_the_command_line(api: ApiServer, start: Start, skiff: Run) -> None:
-    start("operator").start()
+    start("operator", "--resync-seconds", "0.5").start()
     kubelet = create(api, rollout={"revisionHistoryLimit": 2})
     first = revision(api)
     assert skiff("status") == (0, 'inferenceservice "llama" successfully rolled out\n')
