@@ -43,8 +43,10 @@ UNUSED = {
         "the admission plugin OwnerReferencesPermissionEnforcement, which is off here, demands it of a creator of "
         "children that block their owner's deletion"
     ),
+    Right("", "events", "list"): "when a pod has been stuck for 30 s; test_rollout_strategy.py needs it",
+    Right("", "pods", "patch"): "before a scale-in of ready pods; test_scale_in.py needs it",
 }
-"""Rights without a request of their own, and why they are needed."""
+"""Rights without a request in the life below, and why they are needed."""
 
 
 def granted() -> Iterator[Right]:
@@ -101,9 +103,24 @@ def live(api: ApiServer) -> None:
     for plural in ("serviceaccounts", "deployments", "services"):
         leave_copy(api, plural, f"{CHILDREN[plural]}-old")
         eventually(lambda plural=plural: api.find(plural, "llama-old") is None, f"{plural}: pruned")  # type: ignore[misc]
-    # Deleted are the claim, the policy and the budget.
-    smaller = {"replicas": 0, "cache": None, "networkPolicy": None}
+    # Another revision, and the first one again.
+    for arguments in (["--page-size=32"], None):
+        before = update_revision(api)
+        api.merge("inferenceservices", "llama", {"spec": {"runtime": {"args": arguments}}})
+        eventually(lambda before=before: update_revision(api) != before, "another revision")  # type: ignore[misc]
+    # Deleted are the claim, the policy, the budget and the other revision.
+    smaller = {
+        "replicas": 0,
+        "cache": None,
+        "networkPolicy": None,
+        "rollout": {"revisionHistoryLimit": 0},
+    }
     api.merge("inferenceservices", "llama", {"spec": smaller})
+
+
+def update_revision(api: ApiServer) -> str:
+    """Return the revision of the spec, by the status."""
+    return str(api.get("inferenceservices", "llama")["status"]["updateRevision"])
 
 
 def is_labelled(api: ApiServer, plural: str, name: str) -> bool:

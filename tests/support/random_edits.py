@@ -14,7 +14,7 @@ from play_kubelet import REVISION, TIME, PlayKubelet
 from skiff_operator import plan, spec
 from skiff_operator.cache import Objects
 from skiff_operator.drift import covers
-from skiff_operator.kinds import CHILDREN, DEPLOYMENT
+from skiff_operator.kinds import CHILDREN, CONTROLLER_REVISION, DEPLOYMENT
 from skiff_operator.ownership import controller, controller_uid
 from skiff_operator.settings import Settings
 
@@ -171,6 +171,8 @@ def wrong(api: ApiServer, settings: Settings) -> list[str]:
         desired |= {(uid, f"{kind.name} {name}") for kind, name in _objects(service, settings)}
     for (kind, name), obj in live.items():
         owner = controller(obj)
+        if kind == CONTROLLER_REVISION and owner.get("uid") in services:
+            continue  # its history
         if owner.get("kind") == "InferenceService" and (owner["uid"], f"{kind.name} {name}") not in desired:
             found.append(f"{kind.name} {name} is left of {owner['name']}")
     return found
