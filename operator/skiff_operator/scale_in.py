@@ -25,6 +25,8 @@ _CONNECTIONS: Final = 16
 _PAGE_SECONDS: Final = 1.0
 _ALL_SECONDS: Final = 5.0
 _MAX_PAGE_BYTES: Final = 1 << 20
+_SETTLE_SECONDS: Final = 1.0
+"""The controller that deletes pods learns costs by a watch of its own, which may be behind that of the Deployment."""
 
 
 class ScaleIn:
@@ -48,6 +50,8 @@ class ScaleIn:
             changed = [(pod, cost) for pod, cost in zip(ready, costs, strict=True) if _cost(pod) != cost]
             for pod, cost in changed:
                 await self._annotate(pod, cost)
+            if changed:
+                await asyncio.sleep(_SETTLE_SECONDS)
         except OperatorError as error:
             logger.warning("deletion costs not written", extra={**where, "error": str(error)})
 

@@ -30,6 +30,7 @@ URL = "http://watched"
 LOAD_SECONDS = 30
 REQUESTS_PER_SECOND = 8
 WINDOW = "60s"
+STARTED = f'increase(skiff_operator_pod_startup_seconds_count{{phase="ready"}}[{WINDOW}]) > 0'
 RECONCILED = f"increase(skiff_operator_reconcile_duration_seconds_count[{WINDOW}]) > 0"
 
 
@@ -72,7 +73,7 @@ def prometheus(
     ports: dict[str, tuple[int, dict[str, str]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
-    """Prometheus after half a minute of load and an edit, which it saw the operator reconcile."""
+    """Prometheus after half a minute of load and a scale-out, of which it saw the reconcile and the pod's start."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = folder / "rules.yaml"
     rules.write_text(yaml.safe_dump(alert_rules()))
@@ -83,10 +84,10 @@ def prometheus(
         time.sleep(LOAD_SECONDS)
         report = run.stop()
         assert report["failed"] == 0 and report["requests"] > 10, report
-        kube.run("label", "infsvc", "watched", "edited=yes", "--overwrite")
+        kube.run("scale", "infsvc", "watched", "--replicas=2")
         # Machines with two cores are late with scrapes under load: only what two of them saw is a rate.
         wait(
-            lambda: bool(server.query(RECONCILED)),
+            lambda: bool(server.query(RECONCILED) and server.query(STARTED)),
             timeout_seconds=60,
             explain=lambda: json.dumps(server.get("targets")["activeTargets"], indent=1),
         )

@@ -25,12 +25,12 @@ ObjectKey = tuple[str, str]
 
 SPEC: Object = {
     "model": hub(),
-    "runtime": {"device": "cpu"},
+    "runtime": {"device": "cpu", "image": "localhost/stranger:1"},
     "replicas": 2,
     "cache": {"size": "1Gi"},
     "networkPolicy": {},
 }
-"""A spec that needs a child of every kind."""
+"""A spec that needs a child of every kind. With an image of its own, its revision does not depend on the operator's."""
 SMALLER: Object = {"replicas": 1, "cache": None, "networkPolicy": None}
 """An edit after which no claim, PodDisruptionBudget or NetworkPolicy is needed."""
 SHORT = {kind.plural: kind.name.lower() for kind in CHILDREN}
