@@ -16,6 +16,7 @@ from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import POD
 from skiff_operator.log import logger
 from skiff_operator.resources.metadata import selector
+from skiff_operator.response_body import read_body
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
 
@@ -84,7 +85,7 @@ async def _read_costs(addresses: list[str]) -> list[str | None]:
         host = f"[{address}]" if ":" in address else address
         try:
             async with session.get(f"http://{host}:{contract.API_PORT}{contract.PATH_METRICS}") as response:
-                page = await response.content.read(_MAX_PAGE_BYTES) if response.status == 200 else b""
+                page = await read_body(response, _MAX_PAGE_BYTES) if response.status == 200 else b""
         except (aiohttp.ClientError, TimeoutError, OSError):
             return
         cost = deletion_cost.from_metrics(page.decode(errors="replace"))

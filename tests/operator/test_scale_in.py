@@ -2,6 +2,7 @@
 
 import http.server
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,6 +56,8 @@ def metrics_of(address: str, text: str) -> Iterator[None]:
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/metrics" else 404)
             self.end_headers()
+            self.wfile.write(b"# The rest arrives later.\n")
+            time.sleep(0.05)
             self.wfile.write(text.encode())
 
         def log_message(self, *_: object) -> None:

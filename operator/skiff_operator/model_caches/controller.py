@@ -35,6 +35,7 @@ from skiff_operator.model_caches.report import Facts, Progress
 from skiff_operator.model_caches.spec import FINALIZER, ModelCache
 from skiff_operator.model_caches.volume import Volume
 from skiff_operator.resources import model_cache_claim
+from skiff_operator.response_body import read_body
 from skiff_operator.settings import Settings
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
@@ -332,7 +333,7 @@ async def _ask(session: aiohttp.ClientSession, each: Fetcher) -> Progress | None
     """Return the progress that a fetcher reports; None if it does not answer, which only hides its bytes."""
     try:
         async with session.get(f"{each.url}{contract.PATH_PEER_STATUS}") as response:
-            body = await response.content.read(_MAX_PROGRESS_BYTES)
+            body = await read_body(response, _MAX_PROGRESS_BYTES)
         return msgspec.json.decode(body, type=Progress) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return None
