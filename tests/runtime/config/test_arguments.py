@@ -13,6 +13,7 @@ from skiff_runtime.config.config import flags as spellings
 from skiff_runtime.config.renamed_options import RENAMED_FIELDS
 from skiff_runtime.contract import EXIT_USAGE
 from skiff_runtime.errors import ConfigError
+from skiff_runtime.fetch import command
 
 
 def read(*words: str, **environment: str) -> Config:
@@ -37,7 +38,10 @@ def test_switch_can_be_set_by_its_variable(text: str, value: bool) -> None:
 
 def test_flags_of_the_contract_exist() -> None:
     flags = {value for name, value in vars(contract).items() if name.startswith("FLAG_")}
-    assert flags <= {spelling for name in field_names() for spelling in spellings(name)}
+    fetch = argparse.ArgumentParser()
+    command.add_arguments(fetch)
+    of_fetch = {spelling for action in fetch._actions for spelling in action.option_strings}
+    assert flags <= of_fetch | {spelling for name in field_names() for spelling in spellings(name)}
 
 
 def test_help_names_each_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
