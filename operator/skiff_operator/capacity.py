@@ -18,7 +18,7 @@ PODS: Final = "pods"
 _BYTES: Final = ("memory", "ephemeral-storage")
 _UNITS: Final = (("Gi", Decimal(1024**3)), ("Mi", Decimal(1024**2)), ("Ki", Decimal(1024)))
 _DEFAULT_TOLERATIONS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-_BLOCKING_EFFECTS: Final = ("NoSchedule", "NoExecute")
+BLOCKING_EFFECTS: Final = ("NoSchedule", "NoExecute")
 
 
 class Node(NamedTuple):
@@ -54,7 +54,7 @@ def read_node(node: dict[str, Any]) -> Node | None:
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or []}
     if spec.get("unschedulable") or conditions.get("Ready", "True") != "True":
         return None
-    taints = tuple(taint for taint in spec.get("taints") or [] if taint.get("effect") in _BLOCKING_EFFECTS)
+    taints = tuple(taint for taint in spec.get("taints") or [] if taint.get("effect") in BLOCKING_EFFECTS)
     meta = node["metadata"]
     return Node(meta["name"], meta.get("labels") or {}, taints, _amounts(status.get("allocatable") or {}))
 
@@ -87,7 +87,7 @@ def admits(node: Node, pod_spec: dict[str, Any]) -> bool:
     return (
         all(node.labels.get(name) == value for name, value in selector.items())
         and _meets_affinity(node, pod_spec)
-        and all(any(_tolerates(each, taint) for each in tolerations) for taint in node.taints)
+        and all(any(tolerates(each, taint) for each in tolerations) for taint in node.taints)
     )
 
 
@@ -131,7 +131,7 @@ def _free(node: Node, pods: Sequence[PlacedPod]) -> Amounts:
 
 
 def _missing(needed: Amounts, free: Amounts) -> list[str]:
-    """Describe each resource of which too little is free."""
+    """Describe each resource that is short: the amount that the pod needs, and the amount that is free."""
     return [
         f"needs {_text(name, value)} {name}, {_text(name, max(free.get(name, Decimal(0)), Decimal(0)))} free"
         for name, value in sorted(needed.items(), key=_devices_first)
@@ -171,7 +171,8 @@ def _larger(one: Amounts, other: Amounts) -> Amounts:
     return one | {name: max(one.get(name, Decimal(0)), value) for name, value in other.items()}
 
 
-def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
+def tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
+    """Return whether a toleration lets its pods run on a node with this taint."""
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
     key = toleration.get("key") or ""

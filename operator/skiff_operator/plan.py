@@ -154,7 +154,7 @@ def first_stage(pending: list[Step]) -> tuple[list[Step], Stage]:
 
 
 def _history_steps(entry: Entry, desired: DesiredState) -> list[Step]:
-    """Return the deletions of revisions beyond the history limit, none of which has pods."""
+    """Return the deletions of revisions beyond the history limit. A revision that has pods is kept."""
     if desired.target is None or entry.service is None:
         return []
     in_use = {pod.revision for pod in entry.pods.values()}

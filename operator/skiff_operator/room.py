@@ -17,7 +17,7 @@ from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import NODE, POD
 from skiff_operator.log import logger
 from skiff_operator.resources import volumes
-from skiff_operator.resources.metadata import LABEL_REVISION, selector
+from skiff_operator.resources.metadata import LABEL_REVISION, label_selector, selector
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 
@@ -110,7 +110,7 @@ class RoomFinder:
 
     async def _own_pods(self, service: InferenceService) -> list[dict[str, Any]]:
         """List the service's pods that are neither ended nor being deleted."""
-        label = ",".join(f"{name}={value}" for name, value in selector(service).items())
+        label = label_selector(selector(service))
         pods = self._client.list(POD, service.namespace, selector=label, fields=_NOT_ENDED)
         return [pod async for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 import aiohttp
 
 from skiff_operator import deletion_cost
-from skiff_operator.client import Client
+from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import OperatorError
 from skiff_operator.kinds import POD
 from skiff_operator.log import logger
-from skiff_operator.resources.metadata import selector
+from skiff_operator.resources.metadata import label_selector, selector
 from skiff_operator.response_body import read_body
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -39,7 +39,7 @@ class ScaleIn:
 
     async def prepare(self, service: InferenceService) -> None:
         """Write the cost of each ready pod whose load is known; an error is logged and delays nothing."""
-        label = ",".join(f"{name}={value}" for name, value in selector(service).items())
+        label = label_selector(selector(service))
         where = {"object": f"{service.namespace}/{service.name}"}
         try:
             pods = [pod async for pod in self._client.list(POD, service.namespace, selector=label)]
@@ -61,7 +61,7 @@ class ScaleIn:
         meta = pod["metadata"]
         body = {"metadata": {"uid": meta["uid"], "annotations": {deletion_cost.ANNOTATION: cost}}}
         path = POD.path(meta["namespace"], meta["name"])
-        await self._client.request("PATCH", path, body, content_type="application/merge-patch+json")
+        await self._client.request("PATCH", path, body, content_type=MERGE_PATCH)
 
 
 def _is_ready(pod: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from skiff_operator import metrics, startup
 from skiff_operator.log import logger
 from skiff_operator.observe import Observer, ReconcileRequest, StartedPod
+from skiff_operator.response_body import read_body
 from skiff_operator.workqueue import Key
 from skiff_runtime import contract
 
@@ -98,9 +99,7 @@ async def _get(ip: str, port: int) -> bytes:
     ):
         if response.status != 200:
             raise ValueError(f"/startupz answered {response.status}")
-        body = await response.content.read(_MAX_BYTES + 1)
-        while len(body) <= _MAX_BYTES and (chunk := await response.content.read(_MAX_BYTES + 1 - len(body))):
-            body += chunk
+        body = await read_body(response, _MAX_BYTES + 1)
         if len(body) > _MAX_BYTES:
             raise ValueError(f"/startupz sent more than {_MAX_BYTES} bytes")
         return body

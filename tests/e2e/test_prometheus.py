@@ -73,7 +73,7 @@ def prometheus(
     ports: dict[str, tuple[int, dict[str, str]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
-    """Prometheus after half a minute of load and a scale-out, of which it saw the reconcile and the pod's start."""
+    """Prometheus after half a minute of load and a scale-out. It has seen the reconcile and the new pod's start."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = folder / "rules.yaml"
     rules.write_text(yaml.safe_dump(alert_rules()))

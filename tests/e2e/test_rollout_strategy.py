@@ -19,7 +19,7 @@ NAME = "scarce"
 SELECTOR = f"serving.skiff.dev/inferenceservice={NAME}"
 AMOUNTS = {"cpu": "100m", "memory": "384Mi"}
 ROOM_SECONDS = 11
-"""What the operator has read of the nodes is older than this."""
+"""After this time, the operator reads the nodes again."""
 
 
 def set_devices(kube: Kube, count: int) -> None:

@@ -98,7 +98,7 @@ class Scenario:
         self.run = TrafficRun(kube, client, name=file_name, port=8701 if retries else 8700)
 
     def rounds(self) -> Iterator[int]:
-        """Count the rounds of a change, of which there are enough for this scenario's share of the requests."""
+        """Count the rounds of a change that make this scenario's share of the requests."""
         number = 0
         while number == 0 or self.run.report()["requests"] < SHARE:
             yield number

@@ -215,7 +215,7 @@ def test_a_server_without_a_report_leaves_what_the_pod_shows(body: bytes, status
 
 
 def test_the_controller_reads_it_from_the_event() -> None:
-    """What is no address is not contacted."""
+    """Only IP addresses are contacted."""
 
     async def events() -> None:
         settings = Settings()

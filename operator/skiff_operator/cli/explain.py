@@ -45,7 +45,7 @@ _WAITING: Final = {
     "Loading": "Wait: the server loads the model.",
     "Serving": "Wait: the pods answer, and the rollout goes on.",
 }
-"""What to do while a pod merely starts, by its phase."""
+"""Advice for each phase of a pod that is starting."""
 _CLASSIFIED: Final = ("CrashLoop", "WeightsDownloadFailed", "OutOfMemory")
 """Conditions whose cause `lastFailure` knows better."""
 

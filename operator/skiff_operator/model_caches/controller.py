@@ -16,7 +16,7 @@ import msgspec
 
 from skiff_operator.apply import clock
 from skiff_operator.cache import Cache
-from skiff_operator.client import Client
+from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import (
     ApiAlreadyExists,
     ApiConflict,
@@ -35,6 +35,7 @@ from skiff_operator.model_caches.report import Facts, Progress
 from skiff_operator.model_caches.spec import FINALIZER, ModelCache
 from skiff_operator.model_caches.volume import Volume
 from skiff_operator.resources import model_cache_claim
+from skiff_operator.resources.metadata import label_selector
 from skiff_operator.response_body import read_body
 from skiff_operator.settings import Settings
 from skiff_operator.workqueue import Key
@@ -49,7 +50,6 @@ PROGRESS_SECONDS: Final = 5.0
 _PARALLEL_REQUESTS: Final = 16
 _PROGRESS_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 _MAX_PROGRESS_BYTES: Final = 64 << 10
-_MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class ModelCacheController:
@@ -245,7 +245,7 @@ class ModelCacheController:
 
     async def _selected(self, cache: ModelCache) -> list[Node]:
         """Return the nodes with the cache's labels, from a list that is at most `NODES_SECONDS` old."""
-        selector = nodes.label_selector(cache.spec.node_selector)
+        selector = label_selector(cache.spec.node_selector)
         listed = self._nodes.get(selector)
         if listed is None or time.monotonic() - listed[0] > NODES_SECONDS:
             found = [_reduced(node) async for node in self._client.list(NODE, None, selector=selector)]
@@ -307,7 +307,7 @@ class ModelCacheController:
     async def _set_finalizers(self, cache: ModelCache, finalizers: list[str]) -> None:
         metadata = {"resourceVersion": cache.resource_version, "finalizers": finalizers}
         path = MODEL_CACHE.path(None, cache.name)
-        await self._client.request("PATCH", path, {"metadata": metadata}, content_type=_MERGE_PATCH)
+        await self._client.request("PATCH", path, {"metadata": metadata}, content_type=MERGE_PATCH)
 
     async def _create(self, kind: Kind, body: dict[str, Any]) -> None:
         """Create an object, unless it exists: its name is a hash of what it belongs to."""
@@ -323,7 +323,7 @@ class ModelCacheController:
     def _forget(self, caches: list[ModelCache], pods: set[str]) -> None:
         """Drop what is remembered of caches and pods that are gone."""
         known = {cache.uid for cache in caches}
-        selectors = {nodes.label_selector(cache.spec.node_selector) for cache in caches}
+        selectors = {label_selector(cache.spec.node_selector) for cache in caches}
         self._written_at = {uid: at for uid, at in self._written_at.items() if uid in known}
         self._complete = {uid: each for uid, each in self._complete.items() if uid in pods}
         self._nodes = {selector: each for selector, each in self._nodes.items() if selector in selectors}

@@ -13,7 +13,7 @@ from skiff_operator.spec import InferenceService
 def build(
     service: InferenceService, target: Target, template: dict[str, Any], *, number: int
 ) -> dict[str, Any]:
-    """Build the record of a template; the API server lets nobody change its data."""
+    """Build the record of a template; the API server refuses any change of its data."""
     body = child(
         CONTROLLER_REVISION,
         service,

@@ -3,7 +3,7 @@
 The kernels are code that the server loads, and the only thing that it writes to a volume. So they have a folder of their
 own on the volume, apart from weights, and in it one for each namespace and image: libraries of another version never
 read them. Below that the compilers' own keys tell GPUs, flags and shapes apart. A claim is shared by one namespace at
-most; a hostPath by every namespace that may use host paths, each of which could replace the kernels of the others.
+most; a hostPath by every namespace that may use host paths, and each of them could replace the kernels of the others.
 """
 
 import hashlib

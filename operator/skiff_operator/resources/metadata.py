@@ -21,6 +21,11 @@ def selector(service: InferenceService) -> dict[str, str]:
     return {contract.LABEL_SERVICE: service.name}
 
 
+def label_selector(wanted: dict[str, str]) -> str:
+    """Return the labels as the selector of a list request."""
+    return ",".join(f"{name}={value}" for name, value in sorted(wanted.items()))
+
+
 def labels(service: InferenceService) -> dict[str, str]:
     """Return the labels of every child and every pod."""
     return {

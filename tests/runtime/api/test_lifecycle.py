@@ -84,7 +84,7 @@ def test_start_is_reported_by_probes(model: Path) -> None:
 
 
 def test_drain_finishes_running_requests(model: Path) -> None:
-    """A client that holds connections gets responses on them for a second, each of which ends its connection."""
+    """A client that holds connections gets responses on them for a second, and each response ends its connection."""
     with running_frontend(model) as front, ThreadPoolExecutor(3) as pool, httpx.Client() as pooled:
         assert pooled.get(front.url + "/livez").headers.get("connection") != "close"
         pending = [pool.submit(front.post, CHAT, **BODY, stream=stream) for stream in (False, True)]

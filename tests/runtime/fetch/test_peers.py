@@ -193,7 +193,7 @@ def test_without_any_peer_the_hub_is_read(tmp_path: Path, model: Path, hub: Fake
 def test_a_file_that_was_cut_off_is_continued(
     tmp_path: Path, model: Path, hub: FakeHub, seed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed fetcher has received stays, and only the rest is sent."""
+    """A killed fetcher keeps the bytes that it has received, and only the rest is sent."""
     other = ModelCache(tmp_path / "other", REFERENCE)
     listing = ModelCache(seed, REFERENCE).list_verified()
     assert listing is not None

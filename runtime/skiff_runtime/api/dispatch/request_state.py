@@ -98,7 +98,7 @@ class RequestState:
             self.failure = failure
 
     def record_finish(self, uid: int, finish: FinishReason, usage: Usage) -> None:
-        """Record how choice ``uid`` finished, and its token counts. A request of which one was aborted counts as aborted."""
+        """Record how choice ``uid`` finished, and its token counts. If one choice was aborted, the request counts as aborted."""
         self._usages[uid - self.first_uid] = usage
         if self.finish is not FinishReason.ABORT:
             self.finish = finish
