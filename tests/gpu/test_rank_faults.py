@@ -85,11 +85,16 @@ def check_errors(service: Service, ends: list[StreamEnd], reason: str) -> None:
     assert re.search(rf"service_failed reason=\"{reason}", service.log_text())
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=FULL)])
+def kill(service: Service, rank: int) -> None:
+    ends = fail_clients(service, service.children[f"rank{rank}"].kill)
+    check_errors(service, ends, rf".*rank{rank} was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=FULL)])
 def test_killed_rank(model: Path, rank: int) -> None:
+    """The last fault of ``test_slow_ranks_and_a_suspended_service_give_the_right_answers`` is that of rank 0."""
     with failing_service(model) as service:
-        ends = fail_clients(service, service.children[f"rank{rank}"].kill)
-        check_errors(service, ends, rf".*rank{rank} was killed by SIGKILL")
+        kill(service, rank)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +170,14 @@ STOPPED_SECONDS, RUNNING_SECONDS = 0.45, 0.05
 def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path, tmp_path: Path) -> None:
     """Each rank in turn is stopped for seconds, then for nine tenths of the time.
 
-    Then one step takes longer than a rank may be silent, and then all processes are suspended for longer than that.
+    Then one step takes longer than a rank may be silent, and then all processes are suspended for longer than that. At
+    last a rank is killed.
     """
     fault = plant(tmp_path / "fault", 1, RankFault.HANG)
     random = np.random.default_rng(5)
     prompts = [random.integers(2, VOCAB_SIZE, 20).tolist() for _ in range(SLOW_CLIENTS)]
-    flags = (*FLAGS, "--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS))
-    with running_service(model, *flags, environment=fault.environment) as service:
+    flags = ("--rank-heartbeat-timeout-seconds", str(SILENCE_SECONDS))
+    with failing_service(model, *flags, environment=fault.environment) as service:
         for delay in (
             slowed(service.children["rank0"]),
             slowed(service.children["rank1"]),
@@ -184,7 +190,7 @@ def test_slow_ranks_and_a_suspended_service_give_the_right_answers(model: Path, 
             outputs = [answer.choices[0].tokens for answer in answers]
             assert all(len(output) == SLOW_TOKENS for output in outputs)
             assert outputs == oracle_choices(load_reference(model), prompts, outputs)
-        assert service.process.poll() is None
+        kill(service, 0)
 
 
 @contextmanager

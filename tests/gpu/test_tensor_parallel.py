@@ -31,15 +31,18 @@ FULL: Final = () if ON_GPU else (pytest.mark.soak,)
 COUNT: Final = 8
 LENGTHS: Final = (90, 1, 5, 16, 33, 70, 12)
 FAMILIES: Final = (
-    ("llama", 2),
+    pytest.param("llama", 2, marks=FULL),
     ("llama_tied", 1),
     ("qwen2", 1),
-    ("qwen3", 2),
-    ("mistral", 2),
+    pytest.param("qwen3", 2, marks=FULL),
+    pytest.param("mistral", 2, marks=FULL),
     ("qwen3_moe", 1),
     ("mixtral", 2),
 )
-"""Families with their number of KV heads: 2 are sharded over two ranks, 1 is replicated."""
+"""Families with their number of KV heads: 2 are sharded over two ranks, 1 is replicated.
+
+Those of ``FULL`` are served by two ranks in ``test_parity_transformers.py`` as well.
+"""
 LOGPROB_ERROR: Final = 2e-4
 """In nats, of float32 sums in another order."""
 
@@ -109,8 +112,9 @@ def test_ranks_with_whole_experts_generate_the_tokens_of_transformers(
 
 
 @needs_gpus(4)
-def test_four_ranks_replicate_two_kv_heads(four_ranks: RankPool, tmp_path: Path) -> None:
-    path = make_model(tmp_path, "qwen3", seed=9, num_key_value_heads=2)
+@pytest.mark.parametrize("kv_heads", [pytest.param(2, marks=FULL)])
+def test_four_ranks_replicate_two_kv_heads(four_ranks: RankPool, tmp_path: Path, kv_heads: int) -> None:
+    path = make_model(tmp_path, "qwen3", seed=9, num_key_value_heads=kv_heads)
     prompts = random_prompts(lengths=(40, 1, 17))
     first, *others = four_ranks.run(generated, path, prompts, COUNT)
     assert others == [first] * 3
@@ -251,11 +255,10 @@ def assert_same_replies(found: Replies, expected: Replies) -> None:
 
 KINDS: Final[list[dict[str, Any]]] = [
     {},
-    {"disable_overlap_schedule": True},
-    {"disable_cuda_graph": True},
-    {"page_size": 1},
+    {"page_size": 1, "disable_cuda_graph": True},
     {"page_size": 64, "disable_overlap_schedule": True},
 ]
+"""Each alternative value once: the replies of all must be equal, so no two need a run of their own."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=FULL)])

@@ -148,9 +148,9 @@ class ItlClient:
 
 
 @contextmanager
-def running_itl_client(url: str) -> Iterator[ItlClient]:
-    """Run the client that measures inter-token latency during a with-block."""
-    command = [sys.executable, str(Path(itl_client.__file__)), url]
+def running_itl_client(url: str, tokens: int, pause_seconds: float) -> Iterator[ItlClient]:
+    """Run the client that measures inter-token latency during a with-block, with a pause after each ``tokens`` tokens."""
+    command = [sys.executable, str(Path(itl_client.__file__)), url, str(tokens), str(pause_seconds)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield ItlClient(process)

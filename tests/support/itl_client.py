@@ -1,6 +1,7 @@
 """A well-behaved client in its own process, which streams without end and measures inter-token latency (ITL).
 
-``python itl_client.py URL`` prints one JSON line for each line that it reads: the latencies since the line before.
+``python itl_client.py URL TOKENS PAUSE_SECONDS`` streams that many tokens, pauses, and begins again. It prints one JSON
+line for each line that it reads: the latencies since the line before.
 """
 
 import http.client
@@ -11,21 +12,18 @@ import time
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-TOKENS: Final = 1000
 MAX_LATENCIES: Final = 1_000_000
-_BODY: Final = json.dumps(
-    {"token_ids": [11, 12, 13], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
-)
+_FIELDS: Final = {"token_ids": [11, 12, 13], "ignore_eos": True, "temperature": 0, "stream": True}
 
 
-def main(url: str) -> None:
+def main(url: str, tokens: int, pause_seconds: float) -> None:
     """Stream until standard input ends."""
-    parts = urlsplit(url)
+    parts, body = urlsplit(url), json.dumps({**_FIELDS, "max_tokens": tokens})
     latencies: list[float] = []
     while True:
         assert parts.hostname
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
-        connection.request("POST", "/generate", _BODY, {"content-type": "application/json"})
+        connection.request("POST", "/generate", body, {"content-type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200, response.read()
         last = 0.0
@@ -42,6 +40,7 @@ def main(url: str) -> None:
                 print(json.dumps(summary(latencies)), flush=True)
                 latencies.clear()
         connection.close()
+        time.sleep(pause_seconds)
 
 
 def has_input() -> bool:
@@ -67,4 +66,4 @@ def summary(latencies: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -1,8 +1,8 @@
 """``skiff prebuild``: kernels are compiled without a GPU, and found in the kernel cache."""
 
+import json
 import os
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,47 @@ from skiff_runtime.kernels import kernel_cache
 pytest.importorskip("triton", reason="builds of torch for CPUs may come without Triton")
 
 
-def prebuild(
-    model: Path, directory: Path, *flags: str, **variables: str
-) -> "subprocess.CompletedProcess[str]":
-    command = ["-m", "skiff_runtime", "prebuild", "--model-config", str(model)]
-    command += ["--kernel-cache-dir", str(directory), "--dtype", "bfloat16", "--max-running-requests", "1"]
-    return run_compiling(*command, *flags, variables=variables)
+RUNS: Final = """
+import json, os, sys, time
+from skiff_runtime.__main__ import main
+
+for words, variables in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    print("exit code", main(["prebuild", *words]), "at", time.time_ns(), file=sys.stderr)
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished command: its exit code, what it wrote to stderr, and the time of its end."""
+
+    code: int
+    stderr: str
+    ended_ns: int
+
+    @property
+    def compiled(self) -> list[str]:
+        """The names of the kernels that were compiled, in order."""
+        return re.findall(r"kernel_compiled kernel=(\w+) seconds=", self.stderr)
+
+
+Command = tuple[list[str], dict[str, str]]
+"""The words of a command, and the environment variables that it and the commands after it have."""
+
+
+def command(model: Path, directory: Path, *flags: str, **variables: str) -> Command:
+    words = ["--model-config", str(model), "--kernel-cache-dir", str(directory)]
+    return [*words, "--dtype", "bfloat16", "--max-running-requests", "1", *flags], variables
+
+
+def prebuild(*commands: Command) -> list[Run]:
+    """Run commands one after another in one process, which imports torch once."""
+    done = run_compiling("-c", RUNS, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    *parts, rest = re.split(r"^exit code (\d+) at (\d+)\n", done.stderr, flags=re.MULTILINE)
+    assert len(parts) == 3 * len(commands) and not rest, done.stderr
+    runs = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return [Run(int(code), stderr, int(ended_ns)) for stderr, code, ended_ns in runs]
 
 
 def kernels(directory: Path) -> list[str]:
@@ -53,14 +88,6 @@ QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "awq": INT4,
 }
 """The kernels that only this format has."""
-BUILDS: Final = """
-import sys
-from skiff_runtime.__main__ import main
-
-for model in sys.argv[3:]:
-    print("model", model, file=sys.stderr)
-    assert main(["prebuild", "--model-config", model, *sys.argv[1].split(), sys.argv[2]]) == 0
-"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +96,7 @@ class Build:
 
     model: Path
     directory: Path
-    stderr: str
+    run: Run
     kernels: list[str]
 
 
@@ -78,9 +105,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """The kernels of a model of one layer in FP8."""
     folder = tmp_path_factory.mktemp("build")
     model = make_model(folder / "model", "qwen3", **SHAPE)
-    done = prebuild(model, folder / "kernels", "--quantization", "fp8")
-    assert done.returncode == 0, done.stderr
-    return Build(model, folder / "kernels", done.stderr, kernels(folder / "kernels"))
+    [run] = prebuild(command(model, folder / "kernels", "--quantization", "fp8"))
+    assert run.code == 0, run.stderr
+    return Build(model, folder / "kernels", run, kernels(folder / "kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +117,10 @@ def compiled(build: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     for name in QUANTIZED:
         model = make_model(folder / name, "qwen3", **SHAPE)
         edit_json(model / "config.json", quantization_config=FORMATS[name].config)
-    flags = "--dtype bfloat16 --max-running-requests 1 --kernel-cache-dir"
-    models = [str(folder / name) for name in QUANTIZED]
-    done = run_compiling("-c", BUILDS, flags, str(build.directory), *models)
-    assert done.returncode == 0, done.stderr
-    written = set(kernels(build.directory))
-    found = {}
-    for part in re.split("^model ", done.stderr, flags=re.MULTILINE)[1:]:
-        found[Path(part.splitlines()[0]).name] = set(re.findall(r"kernel_compiled kernel=(\w+) ", part))
-    assert set().union(*found.values()) <= written
+    runs = prebuild(*(command(folder / name, build.directory) for name in QUANTIZED))
+    assert [run.code for run in runs] == [0] * len(QUANTIZED), runs
+    found = {name: set(run.compiled) for name, run in zip(QUANTIZED, runs, strict=True)}
+    assert set().union(*found.values()) <= set(kernels(build.directory))
     return found
 
 
@@ -111,7 +133,7 @@ def test_kernels_of_quantized_checkpoints_are_compiled(compiled: dict[str, set[s
 def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
     """A second run compiles nothing, and a rank of two over an FP8 KV cache only what differs for it."""
     model, directory, found = build.model, build.directory, build.kernels
-    assert sorted(re.findall(r"kernel_compiled kernel=(\w+) seconds=", build.stderr)) == found
+    assert sorted(build.run.compiled) == found
     for name in (
         "decode_attention_kernel",
         "prefill_attention_kernel",
@@ -136,13 +158,13 @@ def test_every_kernel_of_a_step_is_compiled_once(build: Build) -> None:
         assert name in found
     assert_links(directory)
     written = times(directory)
-    again = prebuild(model, directory, "--quantization", "fp8")
-    assert again.returncode == 0 and "kernel_compiled" not in again.stderr
-    assert times(directory) == written
-    rank = prebuild(model, directory, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--tp", "2")
-    assert rank.returncode == 0, rank.stderr
-    compiled = re.findall(r"kernel_compiled kernel=(\w+) seconds=", rank.stderr)
-    assert "decode_attention_kernel" in compiled and "sample_tokens_kernel" not in compiled
+    again, rank = prebuild(
+        command(model, directory, "--quantization", "fp8"),
+        command(model, directory, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--tp", "2"),
+    )
+    assert (again.code, again.compiled) == (rank.code, []) == (0, []), (again.stderr, rank.stderr)
+    assert {path: at for path, at in times(directory).items() if at <= again.ended_ns} == written
+    assert "decode_attention_kernel" in rank.compiled and "sample_tokens_kernel" not in rank.compiled
 
 
 def times(directory: Path) -> dict[Path, int]:
@@ -160,50 +182,66 @@ def assert_links(directory: Path) -> None:
         assert needed == {b"libcuda.so.1"}
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
-def test_missing_or_failing_compiler_is_named(tmp_path: Path, compiler: str) -> None:
-    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", CC=compiler)
-    assert done.returncode == 2 and compiler in done.stderr and "python3-dev" in done.stderr
-    assert not kernels(tmp_path / "kernels")
+REFUSED: Final[dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]]] = {
+    "missing compiler": ((), {"CC": "/nowhere/cc"}, ("/nowhere/cc", "python3-dev")),
+    "failing compiler": ((), {"CC": "/bin/false"}, ("/bin/false", "python3-dev")),
+    "tp size": (("--tp", "3"), {}, ("--tp 3 does not divide",)),
+    "architecture": (("--arch", "hopper"), {}, ("--arch must be a compute capability",)),
+    "fp8": (
+        ("--arch", "8.6", "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"),
+        {},
+        ("need compute capability 8.9 or more",),
+    ),
+}
+"""Flags and variables of commands that compile nothing, and parts of their errors."""
 
 
-def test_unsupported_tp_size_is_refused(tmp_path: Path) -> None:
-    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", "--tp", "3")
-    assert done.returncode == 2 and "--tp 3 does not divide" in done.stderr
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]]:
+    """The run of each of ``REFUSED``, and its directory."""
+    folder = tmp_path_factory.mktemp("refused")
+    model = make_model(folder / "model")
+    places = [folder / name for name in REFUSED]
+    commands = [
+        command(model, place, *flags, **variables)
+        for place, (flags, variables, _) in zip(places, REFUSED.values(), strict=True)
+    ]
+    return dict(zip(REFUSED, zip(prebuild(*commands), places, strict=True), strict=True))
 
 
-def test_invalid_architecture_is_refused(tmp_path: Path) -> None:
-    done = prebuild(tmp_path, tmp_path, "--arch", "hopper")
-    assert done.returncode == 2 and "--arch must be a compute capability" in done.stderr
-
-
-def test_fp8_is_refused_for_gpus_without_it(tmp_path: Path) -> None:
-    flags = ("--arch", "8.6", "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
-    done = prebuild(make_model(tmp_path / "model"), tmp_path / "kernels", *flags)
-    assert done.returncode == 2 and "need compute capability 8.9 or more" in done.stderr, done.stderr
-    assert not kernels(tmp_path / "kernels")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compiled_is_named(refused: dict[str, tuple[Run, Path]], name: str) -> None:
+    run, directory = refused[name]
+    assert run.code == 2, run.stderr
+    assert [part for part in REFUSED[name][2] if part not in run.stderr] == [], run.stderr
+    assert not kernels(directory)
 
 
 KEYS = """
-import sys
+import json, os
 from skiff_runtime.kernels.triton.runtime import cache_keys as keys
 from skiff_runtime.kernels.triton.attention.decode_attention import decode_attention_kernel, shared_prefix_attention_kernel
 
-settled = keys.compute_cache_keys()
-asked = (decode_attention_kernel, shared_prefix_attention_kernel) if sys.argv[1] == "rows" else (shared_prefix_attention_kernel, decode_attention_kernel)
-assert {each.cache_key for each in asked} < set(settled.values())
-print(*(f"{each.__name__} {each.cache_key}" for each in asked), *settled.items(), sep="\\n")
+for asked in (
+    (decode_attention_kernel, shared_prefix_attention_kernel),
+    (shared_prefix_attention_kernel, decode_attention_kernel),
+):
+    if os.fork() == 0:  # a process that has not computed any key
+        settled = keys.compute_cache_keys()
+        asked_keys = {each.__name__: each.cache_key for each in asked}
+        assert set(asked_keys.values()) < set(settled.values())
+        print(json.dumps([asked_keys, {str(name): key for name, key in settled.items()}], sort_keys=True), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
 def test_cache_keys_do_not_depend_on_the_order_of_launches() -> None:
     """A start launches the largest step first, and ahead-of-time compilation the smallest."""
-    printed = []
-    for first in ("rows", "prefixes"):
-        done = run_compiling("-c", KEYS, first, timeout_seconds=60)
-        assert done.returncode == 0, done.stderr
-        printed.append(sorted(done.stdout.splitlines()))
-    assert printed[0] == printed[1] and len(printed[0]) > 40
+    done = run_compiling("-c", KEYS, timeout_seconds=60)
+    assert done.returncode == 0, done.stderr
+    rows_first, prefixes_first = map(json.loads, done.stdout.splitlines())
+    assert rows_first == prefixes_first and len(rows_first[1]) > 40
 
 
 @pytest.fixture

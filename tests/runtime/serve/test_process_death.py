@@ -1,17 +1,16 @@
 """A child that dies ends the whole service, and every client gets an error; SIGTERM drains without losing a request."""
 
 import asyncio
-import os
 import re
 import signal
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
 from service import Service, running_service, wait_until
 from tiny_models import make_model
+from watch import is_alive
 
 from skiff_runtime.api.server import DRAIN_ACCEPT_SECONDS
 from skiff_runtime.contract import EXIT_CHILD_DIED, EXIT_OK, EXIT_USAGE
@@ -64,9 +63,17 @@ def make_client(service: Service) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120)
 
 
-@pytest.mark.parametrize("victim", ["api", "tokenizer0", "detokenizer", "rank0"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "api",
+        "detokenizer",
+        pytest.param("tokenizer0", marks=pytest.mark.soak),
+        pytest.param("rank0", marks=pytest.mark.soak),
+    ],
+)
 def test_killed_child_ends_the_service_and_every_client_gets_an_error(model: Path, victim: str) -> None:
-    """``tests/gpu/test_rank_faults.py`` does this to one rank of several."""
+    """``tests/gpu/test_rank_faults.py`` does this to one rank of several, ``tests/reliability`` stops the tokenizer."""
 
     async def scenario(service: Service) -> list[Any]:
         async with make_client(service) as client:
@@ -88,13 +95,6 @@ def test_killed_child_ends_the_service_and_every_client_gets_an_error(model: Pat
         assert reasons == [f"{victim} was killed by SIGKILL"]
         if victim != "api":
             assert [end for end in ends if "was killed by SIGKILL" not in str(end)] == []
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 OUTPUTS: Final = [4000] + [250] * (CLIENTS - 1)
@@ -125,13 +125,6 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(model: Path) -> 
 
 def is_draining(service: Service) -> bool:
     return service.http.get(service.url + "/readyz").status_code == 503
-
-
-def test_children_die_with_their_supervisor(model: Path) -> None:
-    with running_service(model, *FLAGS) as service:
-        children = list(service.children.values())
-        os.kill(service.process.pid, signal.SIGKILL)
-        wait_until(lambda: not any(is_alive(child) for child in children))
 
 
 def test_too_long_socket_directory_is_refused_by_name(
