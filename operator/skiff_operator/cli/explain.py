@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from skiff_operator import spec, workload
 from skiff_operator import status as status_of
-from skiff_operator.cli import capacity, cluster, table
-from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator.cli import capacity, cluster, installation, table
+from skiff_operator.cli.capacity import NodeRoom
 from skiff_operator.cli.cluster import Cluster
 from skiff_operator.errors import InvalidSpec, OperatorError
 from skiff_operator.failure import REMEDIES
@@ -89,7 +89,7 @@ class Snapshot:
     container: str = ""
     log: tuple[str, ...] = ()
     gpu_resource: str = ""
-    nodes: tuple[NodeGpus, ...] | None = None
+    nodes: tuple[NodeRoom, ...] | None = None
     needs_gpus: bool = False
 
     @property
@@ -128,8 +128,8 @@ def gather(connected: Cluster, name: str) -> Snapshot:
     waits = blocking is not None and blocking.state.phase == "Scheduling"
     needs = service is not None and containers.gpus(service) > 0
     nodes = None
-    if waits and needs and service is not None:
-        nodes = connected.run(capacity.gather(connected.client, gpu, service.spec.node_selector))
+    if waits and needs and raw is not None:
+        nodes = connected.run(capacity.gather(connected.client, raw["spec"]))
     about = [meta["name"], *([blocking.state.name] if blocking else [])]
     return Snapshot(
         namespace=connected.namespace,
@@ -310,22 +310,24 @@ def _nodes(snapshot: Snapshot) -> Iterator[str]:
     if snapshot.nodes is None:
         yield "Nodes\n  not shown: you may not list nodes"
         return
-    if not snapshot.nodes:
-        yield f"Nodes\n  no node has any {snapshot.gpu_resource}: does its device plugin run?"
+    resource = snapshot.gpu_resource
+    equipped = [room for room in snapshot.nodes if room.total(resource)]
+    if not equipped:
+        yield f"Nodes\n  no node has any {resource}: does its device plugin run?"
         return
-    shown = sorted(snapshot.nodes, key=lambda node: (not node.usable, -(node.free or 0), node.name))[:NODES]
+    shown = sorted(equipped, key=lambda room: (not room.admits, -(room.free_devices(resource) or 0)))[:NODES]
     rows = [
         (
-            f"  {node.name}",
-            "not known" if node.free is None else str(node.free),
-            str(node.total),
-            node.product or "-",
-            "" if node.usable else "cordoned, or excluded by nodeSelector",
+            f"  {room.node.name}",
+            "not known" if room.free is None else str(room.free_devices(resource)),
+            str(room.total(resource)),
+            room.gpu_product(resource) or "-",
+            "" if room.admits else "cordoned, not ready, or excluded by labels or taints",
         )
-        for node in shown
+        for room in shown
     ]
-    rest = len(snapshot.nodes) - len(shown)
-    text = table.render(("Nodes", "FREE", snapshot.gpu_resource, "GPU", ""), rows)
+    rest = len(equipped) - len(shown)
+    text = table.render(("Nodes", "FREE", resource, "GPU", ""), rows)
     yield text + (f"\n  and {rest} more" if rest else "")
 
 
@@ -342,13 +344,8 @@ def _gpu_resource(service: InferenceService | None, pods: list[dict[str, Any]]) 
     if service is not None and service.spec.runtime.gpu_resource_name is not None:
         return service.spec.runtime.gpu_resource_name
     wanted = containers.gpus(service) if service is not None else 0
-    for pod in pods:
-        for each in pod["spec"]["containers"]:
-            limits = (each.get("resources") or {}).get("limits") or {}
-            for name, amount in limits.items():
-                if each["name"] == containers.RUNTIME and "/" in name and str(amount) == str(wanted):
-                    return str(name)
-    return Settings().gpu_resource_name
+    shown = installation.shown_gpu_resource((pod["spec"] for pod in pods), wanted)
+    return shown or Settings().gpu_resource_name
 
 
 def _pod(pod: dict[str, Any], gpu_resource: str, now: datetime.datetime) -> Pod:
