@@ -222,7 +222,7 @@ class RefusingClient:
     """A client of a user who may read nothing outside of a namespace."""
 
     async def list(self, kind: Kind, *_: object, **__: object) -> AsyncIterator[dict[str, Any]]:
-        raise ApiRefused(f"{kind.plural} is forbidden")
+        raise ApiRefused(f"{kind.plural} is forbidden", status=403)
         yield {}
 
 
