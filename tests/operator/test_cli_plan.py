@@ -188,7 +188,7 @@ def test_the_runtime_computes_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     ("gib", "args", "env", "fits"),
     [
         (16, [], [], False),
-        (16, ["--quantization", "fp8"], [{"name": "SKIFF_MAX_NUM_BATCHED_TOKENS", "value": "512"}], True),
+        (16, [], [{"name": "SKIFF_QUANTIZATION", "value": "fp8"}], True),
     ],
 )
 def test_whether_a_model_fits_follows_from_its_config_alone(

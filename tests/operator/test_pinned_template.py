@@ -233,3 +233,11 @@ def test_without_rights_to_the_whole_cluster_what_is_not_known_is_not_guessed() 
     assert found == installation.Installation(VERSION)
     assert [each.allow_host_path for each in found.candidates(Settings())] == [False, True]
     assert asyncio.run(capacity.gather(client, {})) is None
+
+
+def test_a_network_adapter_is_not_taken_for_a_gpu() -> None:
+    adapter = {"limits": {"rdma/hca": "2"}}
+    service = spec.parse(raw(parallelism={"tensor": 2}, resources=adapter))
+    made, _ = pinned_template.build(service, [OPERATOR])
+    pod_spec = made["spec"]["template"]["spec"]
+    assert installation.shown_gpu_resource(service, [pod_spec]) == "amd.com/gpu"

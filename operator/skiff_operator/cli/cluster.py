@@ -1,4 +1,4 @@
-"""The cluster as a command sees it: the user's kubeconfig, one namespace, and blocking requests.
+"""The connection of a command to a cluster: the user's kubeconfig, one namespace, and blocking requests.
 
 The requests are those of the operator's client. Without a kubeconfig, in a pod, the credentials are the pod's.
 """
@@ -82,7 +82,7 @@ class Cluster:
         self._runner.run(self.client.close())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one request of `client`, or several as the coroutine arranges them.
+        """Run a coroutine that sends requests by `client`, and return its result.
 
         Raises:
             OperatorError: the API server does not answer, or refused.
@@ -91,7 +91,7 @@ class Cluster:
             return self._runner.run(work)
         except ApiUnavailable as error:
             if error.__cause__ is None:
-                raise  # it answered that it is busy
+                raise  # the API server answered, but it is busy
             raise OperatorError(f"the API server does not answer: {error.__cause__}") from error
 
     def get(self, kind: Kind, name: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ _CLASSIFIED: Final = ("CrashLoop", "WeightsDownloadFailed", "OutOfMemory")
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """One pod, as far as it matters here. `age_seconds`: since its creation."""
+    """The part of a pod that an explanation uses. `age_seconds`: since its creation."""
 
     state: PodState
     node: str
@@ -73,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything that an explanation is made of, at one moment.
+    """The inputs of an explanation, read at one moment.
 
     `service` is None while the spec is invalid. `log` is the end of the output of `container` of the blocking pod.
     `nodes` is None where they are not known, or do not matter.
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gather(connected: Cluster, name: str) -> Snapshot:
-    """Read what the explanation needs. Raises `OperatorError` if the InferenceService or its pods cannot be read."""
+    """Read the inputs of an explanation. Raises `OperatorError` if the InferenceService or its pods cannot be read."""
     obj, now = connected.service(name), datetime.datetime.now(datetime.UTC)
     meta, status, service = obj["metadata"], status_of.read(obj.get("status")), None
     with contextlib.suppress(InvalidSpec):  # the operator's condition has the reason
@@ -163,7 +163,7 @@ def render(snapshot: Snapshot, *, width: int) -> str:
 
 
 def advise(snapshot: Snapshot) -> str:
-    """Return the way out: what to change, or what to wait for."""
+    """Return the advice to the user: the field to change, or the event to wait for."""
     status, blocking = snapshot.status, snapshot.blocking
     if status is None:
         return "Check that the operator runs and watches this namespace: `kubectl get pods -A -l app.kubernetes.io/name=skiff-operator`."
@@ -199,7 +199,7 @@ def _pace(pod: Pod, last: PodStartup | None) -> str:
 def _blocking(pods: tuple[Pod, ...], status: Status | None) -> Pod | None:
     revision = status.update_revision if status else ""
     waiting = [pod for pod in pods if not pod.state.ready and not pod.state.terminating]
-    # A pod of the desired revision first, then one with a trouble, then one that lives.
+    # Pods of the desired revision come first, then pods with a trouble, then pods that have not ended.
     order = sorted(
         waiting,
         key=lambda pod: (
@@ -241,7 +241,7 @@ def _conditions(snapshot: Snapshot, width: int) -> Iterator[str]:
     lines, said = [], set()
     for condition in snapshot.status.conditions:
         line = f"  {condition.type:<13} {condition.status:<6} {condition.reason}"
-        if condition.message not in said:  # a trouble is the message of three conditions
+        if condition.message not in said:  # three conditions repeat the message of a trouble
             line += f": {redact(condition.message)}"
         said.add(condition.message)
         lines.append(textwrap.fill(line, width, subsequent_indent=" " * 23))
@@ -286,7 +286,7 @@ def _events(snapshot: Snapshot, width: int) -> Iterator[str]:
 
 
 def _cut(text: str, length: int) -> str:
-    """Shorten a text in the middle: its beginning says what it is about, and its end often why."""
+    """Shorten a text in the middle: its beginning names the subject, and its end often the reason."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
@@ -340,11 +340,9 @@ def _startup(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _gpu_resource(service: InferenceService | None, pods: list[dict[str, Any]]) -> str:
-    """Return the extended resource of the GPUs: that of the spec, else the operator's, which its pods show."""
-    if service is not None and service.spec.runtime.gpu_resource_name is not None:
-        return service.spec.runtime.gpu_resource_name
-    wanted = containers.gpus(service) if service is not None else 0
-    shown = installation.shown_gpu_resource((pod["spec"] for pod in pods), wanted)
+    """Return the extended resource of the GPUs; if nothing shows it, the operator's default."""
+    specs = (pod["spec"] for pod in pods)
+    shown = installation.shown_gpu_resource(service, specs) if service is not None else ""
     return shown or Settings().gpu_resource_name
 
 
@@ -380,7 +378,7 @@ def _read_log(
 
 
 def _talking_container(status: dict[str, Any]) -> tuple[str, bool] | None:
-    """Return the container that is not done, and whether the log of its last run says why; None if none has run."""
+    """Return the container that has not succeeded, and True if its previous run has the reason; None if none has run."""
     for each in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         state = each.get("state") or {}
         ended = state.get("terminated")

@@ -85,18 +85,27 @@ def shown_settings(service: InferenceService | None, pod_spec: dict[str, Any] | 
     runtime = next((each for each in pod_spec["containers"] if each["name"] == containers.RUNTIME), None)
     if runtime is not None and service.spec.runtime.image is None:
         given[f"runtime_image_{service.spec.runtime.device}"] = runtime["image"]
-    if resource := shown_gpu_resource([pod_spec], containers.gpus(service)):
+    if resource := shown_gpu_resource(service, [pod_spec]):
         given["gpu_resource_name"] = resource
     return Settings(**given)
 
 
-def shown_gpu_resource(pod_specs: Iterable[dict[str, Any]], wanted: int) -> str:
-    """Return the extended resource of which serving containers take this number; empty if there is none."""
+def shown_gpu_resource(service: InferenceService, pod_specs: Iterable[dict[str, Any]]) -> str:
+    """Return the extended resource of the GPUs: the one of the spec, else one that pods show; empty if they show none.
+
+    Of a pod without a resource in its spec, it is the one that serving containers take once for each rank. Devices that
+    the spec lists in its `resources` are others, such as network adapters.
+    """
+    wanted = containers.gpus(service)
+    if not wanted or service.spec.runtime.gpu_resource_name is not None:
+        return service.spec.runtime.gpu_resource_name or ""
+    others = service.spec.resources.get("limits", {})
     for pod_spec in pod_specs:
         for each in pod_spec["containers"]:
             limits = (each.get("resources") or {}).get("limits") or {}
             for name, amount in limits.items():
-                if each["name"] == containers.RUNTIME and "/" in name and str(amount) == str(wanted):
+                is_device = each["name"] == containers.RUNTIME and "/" in name and name not in others
+                if is_device and str(amount) == str(wanted):
                     return str(name)
     return ""
 

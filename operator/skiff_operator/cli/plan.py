@@ -1,7 +1,7 @@
 """Show what a manifest would change: fields, pods that restart, the room that a rollout needs, and whether the model fits.
 
 The API server validates the manifest in a dry run, as `kubectl apply` would send it; nothing is changed. Pods restart if
-the operator would give them another template than the recorded one that they have. Whether weights
+the operator would give them another template than the recorded one that they have. Whether the weights
 and KV cache fit a GPU follows from the model's config.json alone: of an hf:// model nothing else is downloaded. This part
 needs the runtime's packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a
 difference, 1 with one, and 2 for an error.
@@ -64,7 +64,7 @@ ZERO: Final = Decimal(0)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One field with its old and new value as text; empty for one that is absent."""
+    """A field with its old and its new value as text, which is empty where the field is absent."""
 
     field: str
     old: str
@@ -236,15 +236,16 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
         service = spec.parse(after)
         planned = _choose_template(found, service, operator)
     except InvalidSpec as error:
-        different = operator.difference()
-        raise OperatorError(f"{error} ({different})") if different else error from error
+        if not (difference := operator.difference()):
+            raise
+        raise OperatorError(f"{error} ({difference})") from error
     new, template = planned.deployment["spec"], planned.deployment["spec"]["template"]
     replicas = live["spec"].get("replicas", 1) if live is not None else 0
     restarting = planned.restarts and min(replicas, service.spec.replicas) > 0
     reason = connected.run(_reason_to_replace(client, service, planned)) if restarting else ""
     policy = service.spec.rollout
     own = connected.run(_own_pods(client, namespace, name)) if live is not None else ()
-    resource = installation.shown_gpu_resource([template["spec"]], containers.gpus(service))
+    resource = installation.shown_gpu_resource(service, [template["spec"]])
     nodes = connected.run(_room(client, service, template["spec"], own))
     return Plan(
         namespace=namespace,
@@ -406,7 +407,8 @@ def _model_memory(
 def _environment(service: InferenceService) -> dict[str, str]:
     """Return the environment of `skiff info`: options and hub of the service, not those of this machine's server."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(contract.ENV_PREFIX)}
-    sizing = {contract.ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper() for flag in _SIZED_BY}
+    flags = (*_SIZED_BY, _EXPERT_PARALLEL, contract.FLAG_DTYPE, contract.FLAG_MAX_MODEL_LEN)
+    sizing = {contract.ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
     given = (*service.spec.runtime.env, *credentials.endpoint(service))
     names = sizing | {contract.ENV_HUB_ENDPOINT}
     return own | {
