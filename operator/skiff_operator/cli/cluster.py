@@ -121,7 +121,7 @@ class Cluster:
         return self.run(collect())
 
     def merge(self, kind: Kind, name: str, patch: dict[str, Any]) -> dict[str, Any]:
-        """Change an object by a JSON merge patch; with `metadata.resourceVersion` in it, only that version."""
+        """Change an object by a JSON merge patch. A patch with `metadata.resourceVersion` changes only that version."""
         path = kind.path(self.namespace, quote(name, safe=""))
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         return self.run(self.client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
@@ -153,7 +153,7 @@ class Cluster:
         return self.run(self.client.send("GET", path, query=query)).decode(errors="replace")
 
     def _explained(self, kind: Kind, error: ApiRefused) -> OperatorError:
-        """Name the missing definition, which the API server answers with 404 and no name."""
+        """Return an error that names a missing CRD, for which the API server answers 404 without a name."""
         if "could not find the requested resource" in str(error) or "page not found" in str(error):
             return OperatorError(
                 f"this cluster serves no {kind.plural}.{kind.group}; is the chart installed?"

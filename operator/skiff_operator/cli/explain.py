@@ -47,7 +47,7 @@ _WAITING: Final = {
 }
 """Advice for each phase of a pod that is starting."""
 _CLASSIFIED: Final = ("CrashLoop", "WeightsDownloadFailed", "OutOfMemory")
-"""Conditions whose cause `lastFailure` knows better."""
+"""Reasons of conditions for which `lastFailure` has a more precise remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +360,10 @@ def _pod(pod: dict[str, Any], gpu_resource: str, now: datetime.datetime) -> Pod:
 def _read_log(
     connected: Cluster, pod: dict[str, Any] | None, blocking: Pod | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the container of the pod that matters and the end of its log; that in its status where logs may not be read."""
+    """Return the container that keeps the pod from being ready, and the end of its log.
+
+    If the user may not read logs, the end is the one in the pod's status.
+    """
     if pod is None or blocking is None:
         return "", ()
     chosen = _talking_container(pod.get("status") or {})
@@ -392,7 +395,7 @@ def _talking_container(status: dict[str, Any]) -> tuple[str, bool] | None:
 
 
 def _read_events(connected: Cluster, names: list[str], now: datetime.datetime) -> tuple[Event, ...]:
-    """Return the newest events about the objects of these names, oldest first; none where they may not be read."""
+    """Return the newest events about the objects of these names, oldest first; none if the user may not read them."""
     found = []
     for name in names:
         query = {"fieldSelector": f"regarding.name={name}", "limit": str(_EVENT_LIMIT)}

@@ -1,10 +1,10 @@
 """Show what a manifest would change: fields, pods that restart, the room that a rollout needs, and whether the model fits.
 
 The API server validates the manifest in a dry run, as `kubectl apply` would send it; nothing is changed. Pods restart if
-the operator would give them another template than the recorded one that they have. Whether the weights
-and KV cache fit a GPU follows from the model's config.json alone: of an hf:// model nothing else is downloaded. This part
-needs the runtime's packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a
-difference, 1 with one, and 2 for an error.
+the operator would give them another template than the recorded one that they have. The model's config.json alone decides
+whether the weights and the KV cache fit a GPU: of an hf:// model nothing else is downloaded. This part needs the runtime's
+packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a difference, 1 with one, and
+2 for an error.
 """
 
 import argparse
@@ -371,7 +371,11 @@ def _surge(deployment_spec: dict[str, Any]) -> int:
 def _model_memory(
     service: InferenceService, nodes: Sequence[NodeRoom] | None, resource: str
 ) -> ModelMemory | str:
-    """Run `skiff info`: the operator's package knows nothing of models, and the runtime's may lack its dependencies."""
+    """Return the memory that the model needs, or a text with the reason why it is not known.
+
+    The computation is a process of its own, `skiff info`: the operator imports nothing of the runtime but the contract,
+    and the runtime's dependencies may be missing.
+    """
     if service.source.scheme not in ("hf", "demo"):
         return f"not known here: the model's files are in the cluster ({service.source.scheme}://)"
     known = [room for room in nodes or () if room.admits and room.gpu_memory_bytes(resource)]
@@ -457,13 +461,13 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_filled(field: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether a field is empty on one side and has fields of its own on the other, which are shown instead."""
+    """Return True for a field that is empty in one spec and has fields of its own in the other, which are shown in its place."""
     inside = (f"{field}.", f"{field}[")
     return any(name.startswith(inside) for name in (old if field in new else new))
 
 
 def _shown(field: str, values: dict[str, Any]) -> str:
-    """Return a value as text; that of a variable with a secret's name is masked."""
+    """Return a value as text. The value of an environment variable is masked if its name is that of a secret."""
     if field not in values:
         return ""
     value = values[field]
