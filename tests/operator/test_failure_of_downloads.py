@@ -4,7 +4,6 @@ import ast
 import base64
 import json
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pytest
 from fake_hub import Fault
 from fake_registry import TITLE, running_registry
 from fake_s3 import FakeS3, running_s3
+from pki import Authority
 
 from skiff_operator.failure import diagnose
 from skiff_operator.redact import redact
@@ -175,17 +175,19 @@ def test_failures_by_the_answer(
 
 @pytest.mark.parametrize("uri", [URI, "gs://models/llama", "oci://r.example.com/org/llama"])
 def test_a_certificate_that_is_not_trusted(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy helps: with the authority in SSL_CERT_FILE, the answer of the server is read."""
+    authority = Authority(tmp_path / "pki")
+    authority.create()
+    authority.issue("server", "/CN=localhost", "DNS:localhost")
     certificate = tmp_path / "server.pem"
-    words = f"req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30 -subj /CN=localhost -keyout {certificate} -out {tmp_path}/cert.pem"
-    subprocess.run(["openssl", *words.split()], check=True, capture_output=True)
-    certificate.write_text(certificate.read_text() + (tmp_path / "cert.pem").read_text())
+    certificate.write_text("".join((tmp_path / f"pki/server.{part}").read_text() for part in ("key", "crt")))
     with answering(404, certificate=certificate) as address:
         for name in ("AWS_ENDPOINT_URL", "GOOGLE_BASE_URL", "OCI_ENDPOINT"):
             monkeypatch.setenv(name, address)
-        message = failure(uri, tmp_path)
-    assert (
-        diagnosed(message)[0] == "TLSFailed" and "SSL_CERT_FILE in spec.runtime.env" in diagnosed(message)[1]
-    ), message
+        reason, remedy = diagnosed(failure(uri, tmp_path))
+        assert reason == "TLSFailed" and "SSL_CERT_FILE in spec.runtime.env" in remedy
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
+        assert diagnosed(failure(uri, tmp_path))[0] == "ModelNotFound"
 
 
 def test_a_registry_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
