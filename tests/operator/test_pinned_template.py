@@ -236,8 +236,8 @@ def test_without_rights_to_the_whole_cluster_what_is_not_known_is_not_guessed() 
 
 
 def test_a_network_adapter_is_not_taken_for_a_gpu() -> None:
-    adapter = {"limits": {"rdma/hca": "2"}}
-    service = spec.parse(raw(parallelism={"tensor": 2}, resources=adapter))
-    made, _ = pinned_template.build(service, [OPERATOR])
-    pod_spec = made["spec"]["template"]["spec"]
-    assert installation.shown_gpu_resource(service, [pod_spec]) == "amd.com/gpu"
+    for limits in ({"rdma/hca": "2"}, {"amd.com/gpu": "2"}):
+        service = spec.parse(raw(parallelism={"tensor": 2}, resources={"limits": limits}))
+        made, _ = pinned_template.build(service, [OPERATOR])
+        pod_spec = made["spec"]["template"]["spec"]
+        assert installation.shown_gpu_resource(service, [pod_spec]) == "amd.com/gpu"

@@ -93,21 +93,21 @@ def shown_settings(service: InferenceService | None, pod_spec: dict[str, Any] | 
 def shown_gpu_resource(service: InferenceService, pod_specs: Iterable[dict[str, Any]]) -> str:
     """Return the extended resource of the GPUs: the one of the spec, else one that pods show; empty if they show none.
 
-    Of a pod without a resource in its spec, it is the one that serving containers take once for each rank. Devices that
-    the spec lists in its `resources` are others, such as network adapters.
+    It is a device that serving containers take once for each rank, rather none that the spec lists in its `resources`,
+    such as network adapters.
     """
     wanted = containers.gpus(service)
     if not wanted or service.spec.runtime.gpu_resource_name is not None:
         return service.spec.runtime.gpu_resource_name or ""
-    others = service.spec.resources.get("limits", {})
-    for pod_spec in pod_specs:
-        for each in pod_spec["containers"]:
-            limits = (each.get("resources") or {}).get("limits") or {}
-            for name, amount in limits.items():
-                is_device = each["name"] == containers.RUNTIME and "/" in name and name not in others
-                if is_device and str(amount) == str(wanted):
-                    return str(name)
-    return ""
+    listed = service.spec.resources.get("limits", {})
+    found = [
+        name
+        for pod_spec in pod_specs
+        for each in pod_spec["containers"]
+        for name, amount in ((each.get("resources") or {}).get("limits") or {}).items()
+        if each["name"] == containers.RUNTIME and "/" in name and str(amount) == str(wanted)
+    ]
+    return min(found, key=lambda name: name in listed, default="")
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
