@@ -22,12 +22,13 @@ BLOCKING_EFFECTS: Final = ("NoSchedule", "NoExecute")
 
 
 class Node(NamedTuple):
-    """A node as the scheduler sees it. `taints`: only those that keep pods away."""
+    """A node as the scheduler sees it. `taints`: only those that keep pods away; `schedulable`: it is ready and not cordoned."""
 
     name: str
     labels: dict[str, str]
     taints: tuple[dict[str, Any], ...]
     allocatable: Amounts
+    schedulable: bool = True
 
 
 class PlacedPod(NamedTuple):
@@ -48,15 +49,15 @@ class Room(NamedTuple):
     shortage: str = ""
 
 
-def read_node(node: dict[str, Any]) -> Node | None:
-    """Reduce a node to its record; None for one that is cordoned or not ready."""
+def read_node(node: dict[str, Any]) -> Node:
+    """Reduce a node to its record."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or []}
-    if spec.get("unschedulable") or conditions.get("Ready", "True") != "True":
-        return None
+    schedulable = not spec.get("unschedulable") and conditions.get("Ready", "True") == "True"
     taints = tuple(taint for taint in spec.get("taints") or [] if taint.get("effect") in BLOCKING_EFFECTS)
     meta = node["metadata"]
-    return Node(meta["name"], meta.get("labels") or {}, taints, _amounts(status.get("allocatable") or {}))
+    allocatable = _amounts(status.get("allocatable") or {})
+    return Node(meta["name"], meta.get("labels") or {}, taints, allocatable, schedulable)
 
 
 def requests(pod_spec: dict[str, Any]) -> Amounts:
@@ -81,11 +82,12 @@ def requests(pod_spec: dict[str, Any]) -> Amounts:
 
 
 def admits(node: Node, pod_spec: dict[str, Any]) -> bool:
-    """Return whether a node's labels and taints admit a pod."""
+    """Return whether a node's state, labels and taints admit a pod."""
     selector = pod_spec.get("nodeSelector") or {}
     tolerations = pod_spec.get("tolerations") or []
     return (
-        all(node.labels.get(name) == value for name, value in selector.items())
+        node.schedulable
+        and all(node.labels.get(name) == value for name, value in selector.items())
         and _meets_affinity(node, pod_spec)
         and all(any(tolerates(each, taint) for each in tolerations) for taint in node.taints)
     )
@@ -96,7 +98,7 @@ def find_room(needed: Amounts, nodes: Iterable[tuple[Node, Sequence[PlacedPod]]]
     closest: list[str] | None = None
     instead = False
     for node, pods in nodes:
-        free = _free(node, pods)
+        free = free_amounts(node, pods)
         missing = _missing(needed, free)
         if not missing:
             return Room(beside=True, instead=True)
@@ -104,6 +106,13 @@ def find_room(needed: Amounts, nodes: Iterable[tuple[Node, Sequence[PlacedPod]]]
             closest = missing
         instead = instead or any(not _missing(needed, _sum(free, pod.requests)) for pod in pods if pod.old)
     return Room(beside=False, instead=instead, shortage=", ".join(closest or ["no node admits the pod"]))
+
+
+def count_pods(needed: Amounts, free: Amounts) -> int:
+    """Return the number of pods that fit into free resources."""
+    return int(
+        min(max(free.get(name, Decimal(0)), Decimal(0)) // value for name, value in needed.items() if value)
+    )
 
 
 def fits_in_place(new: dict[str, Any], old: dict[str, Any]) -> bool:
@@ -122,7 +131,8 @@ def _own_tolerations(pod_spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in pod_spec.get("tolerations") or [] if each.get("key") not in _DEFAULT_TOLERATIONS]
 
 
-def _free(node: Node, pods: Sequence[PlacedPod]) -> Amounts:
+def free_amounts(node: Node, pods: Iterable[PlacedPod]) -> Amounts:
+    """Return what pods leave of a node's resources; below 0 where they request more than it has."""
     free = dict(node.allocatable)
     for pod in pods:
         for name, value in pod.requests.items():
@@ -133,17 +143,18 @@ def _free(node: Node, pods: Sequence[PlacedPod]) -> Amounts:
 def _missing(needed: Amounts, free: Amounts) -> list[str]:
     """Describe each resource that is short: the amount that the pod needs, and the amount that is free."""
     return [
-        f"needs {_text(name, value)} {name}, {_text(name, max(free.get(name, Decimal(0)), Decimal(0)))} free"
-        for name, value in sorted(needed.items(), key=_devices_first)
+        f"needs {quantity(name, value)} {name}, {quantity(name, max(free.get(name, Decimal(0)), Decimal(0)))} free"
+        for name, value in devices_first(needed)
         if value > max(free.get(name, Decimal(0)), Decimal(0))
     ]
 
 
-def _devices_first(item: tuple[str, Decimal]) -> tuple[bool, str]:
-    return "/" not in item[0], item[0]
+def devices_first(amounts: Amounts) -> list[tuple[str, Decimal]]:
+    """Return the amounts by name, those of devices before all others."""
+    return sorted(amounts.items(), key=lambda item: ("/" not in item[0], item[0]))
 
 
-def _text(name: str, value: Decimal) -> str:
+def quantity(name: str, value: Decimal) -> str:
     """Format an amount as a Kubernetes quantity."""
     if name in _BYTES:
         for suffix, size in _UNITS:

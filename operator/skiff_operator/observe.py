@@ -253,15 +253,10 @@ def _parse_spec(entry: Entry, obj: dict[str, Any]) -> None:
     previous = entry.service
     try:
         entry.service = spec.parse(obj)
-        if previous is not None and _same_source(previous.spec, entry.service.spec):
+        if previous is not None and spec.has_same_source(previous.spec, entry.service.spec):
             entry.service = msgspec.structs.replace(entry.service, model_cache=previous.model_cache)
     except InvalidSpec as error:
         entry.invalid = error
-
-
-def _same_source(old: spec.Spec, new: spec.Spec) -> bool:
-    """Return whether an edit keeps the model and its storage: then it is no reason to choose a ModelCache."""
-    return (old.model, old.cache) == (new.model, new.cache)
 
 
 def _child(obj: dict[str, Any], *, in_sync: bool) -> Child:

@@ -66,8 +66,8 @@ class RoomFinder:
         if now - self._read_at >= self.fresh_seconds:
             self._pods.clear()
             self._nodes, self._read_at = None, now
-            found = [capacity.read_node(node) async for node in self._client.list(NODE, None, selector="")]
-            self._nodes = tuple(node for node in found if node is not None)
+            nodes = self._client.list(NODE, None, selector="")
+            self._nodes = tuple([capacity.read_node(node) async for node in nodes])
         if self._nodes is None:
             return None
         needed = capacity.requests(pod_spec)

@@ -219,6 +219,11 @@ def requests(obj: dict[str, Any]) -> tuple[str, str]:
     return restarted_at, upgraded_at
 
 
+def has_same_source(old: Spec, new: Spec) -> bool:
+    """Return whether an edit keeps the model and its storage: then it is no reason to choose a ModelCache."""
+    return (old.model, old.cache) == (new.model, new.cache)
+
+
 def explicit(part: msgspec.Struct, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     """Convert a part of the spec to plain camelCase builtins, without the fields that have their default value."""
     found = {}

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from skiff_operator import rollout_strategy, status
 from skiff_operator.cache import Entry
+from skiff_operator.capacity import Room
 from skiff_operator.pod_events import PodEvents
 from skiff_operator.rollout_strategy import SCALE_UP_SECONDS, UNSCHEDULABLE_SECONDS, Choice
 from skiff_operator.room import RoomFinder
@@ -49,10 +50,7 @@ class StrategyChooser:
 
     async def choose(self, service: InferenceService, revision: str, pod_spec: dict[str, Any]) -> Choice:
         """Choose the strategy of a rollout to `revision` that is about to begin."""
-        room = await self._room.find(service, revision, pod_spec)
-        if room is None or room.beside or not room.instead:
-            return Choice(revision)
-        return Choice(revision, rollout_strategy.no_room(room.shortage))
+        return choose(revision, await self._room.find(service, revision, pod_spec))
 
     async def reconsider(
         self, entry: Entry, revision: str, pod_spec: dict[str, Any], now: str
@@ -86,6 +84,13 @@ class StrategyChooser:
             self._looked_at.clear()
         self._looked_at[uid] = now
         return False
+
+
+def choose(revision: str, room: Room | None) -> Choice:
+    """Choose the strategy of a rollout to `revision` by the room for it; None: it is unknown."""
+    if room is None or room.beside or not room.instead:
+        return Choice(revision)
+    return Choice(revision, rollout_strategy.no_room(room.shortage))
 
 
 def may_be_stuck(entry: Entry, revision: str) -> bool:

@@ -21,15 +21,13 @@ def needs(**amounts: Any) -> dict[str, Any]:
 def node(name: str = "a", *, labels: dict[str, str] | None = None, taints: Any = (), **amounts: Any) -> Node:
     """A ready node, read from an object of the API server."""
     allocatable = {GPU if key == "gpu" else key: value for key, value in {"pods": "110", **amounts}.items()}
-    found = capacity.read_node(
+    return capacity.read_node(
         {
             "metadata": {"name": name, "labels": labels or {}},
             "spec": {"taints": list(taints)},
             "status": {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]},
         }
     )
-    assert found is not None
-    return found
 
 
 def placed(*, old: bool = False, **amounts: Any) -> PlacedPod:
@@ -114,10 +112,10 @@ def test_taints_decide(tolerations: list[dict[str, Any]], admitted: bool) -> Non
 
 def test_a_cordoned_or_dead_node_has_no_room() -> None:
     dead = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
-    assert (
-        capacity.read_node({"metadata": {"name": "a"}, "spec": {"unschedulable": True}, "status": {}}) is None
-    )
-    assert capacity.read_node({"metadata": {"name": "a"}, "spec": {}, "status": dead}) is None
+    for spec, status in (({"unschedulable": True}, {}), ({}, dead)):
+        assert not capacity.admits(
+            capacity.read_node({"metadata": {"name": "a"}, "spec": spec, "status": status}), {}
+        )
 
 
 WANTED = capacity.requests({"containers": [needs(gpu=1, cpu=4, memory="16Gi")]})

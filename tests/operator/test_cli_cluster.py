@@ -103,6 +103,9 @@ def test_a_plan_of_the_cluster(
     code, text = plans(drain={"timeoutSeconds": 5})
     assert code == 1 and f"Pods: 1 restart: {pod['metadata']['name']}" in text
     assert "spec.drain.timeoutSeconds   60    5" in text and "Room: 1 pod beside" in text
+    code, text = plans(networkPolicy={"from": []})
+    assert code == 1 and "Pods: none restarts" in text and "Versions" not in text
+    assert "not enough: room for 0 of 1 pods now (no node admits the pod)" in plans(replicas=2)[1]
     code, text = plans(replicas=-1)
     assert code == 2 and "spec.replicas" in text
     code, text = plans(unheardOf=1)

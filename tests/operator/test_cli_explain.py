@@ -1,12 +1,14 @@
 """`skiff explain`: the rendering of many situations."""
 
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 import pytest
 from services import service
 
-from skiff_operator.cli.capacity import NodeGpus, count
+from skiff_operator.capacity import PlacedPod, read_node, requests
+from skiff_operator.cli.capacity import NodeRoom, measure
 from skiff_operator.cli.explain import Event, Pod, Snapshot, render
 from skiff_operator.failure import REMEDIES
 from skiff_operator.startup import PodStartup
@@ -59,7 +61,23 @@ def snapshot(
 
 
 LACKS = pod(phase="Scheduling", trouble="InsufficientGPU", message="0/2 nodes: 2 Insufficient nvidia.com/gpu")
-NODES = (NodeGpus("node-1", True, 8, 0), NodeGpus("node-2", False, 8, 8, product="H100"))
+GPU = "nvidia.com/gpu"
+
+
+def node(name: str, gpus: int, *, labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    """A node as the API server has it."""
+    meta = {"name": name, "labels": labels or {}}
+    return {"metadata": meta, "spec": spec, "status": {"allocatable": {GPU: str(gpus), "pods": "110"}}}
+
+
+def room(name: str, free: int, **fields: Any) -> NodeRoom:
+    """A node with eight GPUs, `free` of them unused."""
+    taken = PlacedPod({GPU: Decimal(8 - free)}, old=False)
+    [found] = measure([read_node(node(name, 8, **fields))], {name: [taken]}, {})
+    return found
+
+
+NODES = (room("node-1", 0), room("node-2", 8, unschedulable=True, labels={f"{GPU}.product": "H100"}))
 SITUATIONS = [
     (snapshot(pod(ready=True, phase="Serving")), ["default/llama is Ready", "Nothing: all is well."]),
     (snapshot(pod()), ["is not Ready: RolloutInProgress", "llama-1   Loading", "the server loads the model"]),
@@ -71,7 +89,7 @@ SITUATIONS = [
     (snapshot(pod(trouble="CrashLoop", message="ended", crash=CRASH)), ["is not Ready: CrashLoop", REMEDIES["UnsupportedModel"][:40]]),
     (snapshot(pod(trouble="ImagePullFailed", message="no such image")), ["no such image", "Correct spec.runtime.image"]),
     (snapshot(pod(trouble="Preempted", message="by another")), ["kubectl describe pod"]),
-    (snapshot(LACKS, nodes=NODES, needs_gpus=True), ["node-1   0      8", "excluded by nodeSelector", "Add or free GPUs"]),
+    (snapshot(LACKS, nodes=NODES, needs_gpus=True), ["node-1   0      8", "H100   cordoned, not ready, or excluded", "Add or free GPUs"]),
     (snapshot(LACKS, nodes=None, needs_gpus=True), ["you may not list nodes"]),
     (snapshot(LACKS, nodes=(), needs_gpus=True), ["no node has any nvidia.com/gpu"]),
     (snapshot(pod(phase="Scheduling"), shortage="no schedulable node has 8"), ["NoNodeLargeEnough", "Lower spec.parallelism.tensor"]),
@@ -116,25 +134,24 @@ def test_one_screen_holds_many_pods_and_events_and_no_secret() -> None:
     assert max(map(len, screen.splitlines())) <= 100
 
 
-def test_free_gpus_are_what_no_pod_requests() -> None:
-    def node(name: str, gpus: int, **node_spec: Any) -> dict[str, Any]:
-        meta = {"name": name, "labels": {"pool": name, "nvidia.com/gpu.memory": "81559"}}
-        return {"metadata": meta, "spec": node_spec, "status": {"allocatable": {"nvidia.com/gpu": str(gpus)}}}
+def test_free_resources_are_what_no_pod_requests() -> None:
+    def takes(*units: int, init: int = 0, cpu: str = "1") -> PlacedPod:
+        def of(count: int) -> dict[str, Any]:
+            return {"resources": {"requests": {"cpu": cpu}, "limits": {GPU: str(count)}}}
 
-    def takes(node_name: str, *counts: int, init: int = 0) -> dict[str, Any]:
-        def of(units: int) -> dict[str, Any]:
-            return {"resources": {"limits": {"nvidia.com/gpu": str(units)}}}
+        pod_spec = {"containers": [*map(of, units)], "initContainers": [of(init)]}
+        return PlacedPod(requests(pod_spec), old=False)
 
-        return {
-            "spec": {"nodeName": node_name, "containers": [*map(of, counts)], "initContainers": [of(init)]}
-        }
-
-    nodes = [node("a", 8), node("b", 4, unschedulable=True), node("none", 0)]
-    found = count(nodes, [takes("a", 1, 2), takes("a", 1, init=3), takes("gone", 9)], "nvidia.com/gpu", {})
-    assert [(each.name, each.usable, each.total, each.free) for each in found] == [
+    labels = {f"{GPU}.memory": "81559", "pool": "a"}
+    nodes = [read_node(each) for each in (node("b", 4), node("a", 8, labels=labels), node("none", 0))]
+    placed = {"a": [takes(1, 2), takes(1, init=3)], "gone": [takes(9)]}
+    found = measure(nodes, placed, {"nodeSelector": {"pool": "a"}})
+    assert [(each.node.name, each.admits, each.total(GPU), each.free_devices(GPU)) for each in found] == [
         ("a", True, 8, 2),
         ("b", False, 4, 4),
+        ("none", False, 0, 0),
     ]
-    assert found[0].memory_bytes == 81_559 << 20
-    unknown = count(nodes, None, "nvidia.com/gpu", {"pool": "b"})
-    assert [(each.usable, each.free) for each in unknown] == [(False, None), (False, None)]
+    assert found[0].gpu_memory_bytes(GPU) == found[0].gpu_memory_bytes(f"{GPU}.shared") == 81_559 << 20
+    assert [each.pods({GPU: Decimal(1)}) for each in found] == [2, 0, 0]
+    unknown = measure(nodes, None, {})
+    assert [each.free_devices(GPU) for each in unknown] == [None] * 3

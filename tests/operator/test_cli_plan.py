@@ -2,13 +2,17 @@
 
 import io
 import json
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import running_hub
 from services import service
 
+from skiff_operator.capacity import Amounts, Node
 from skiff_operator.cli import main, plan
-from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator.cli.capacity import NodeRoom
 from skiff_operator.cli.plan import Plan, compare, info_arguments, merge_patch, render
 from skiff_operator.errors import OperatorError
 
@@ -23,6 +27,28 @@ MEMORY = plan.ModelMemory(
 )
 
 
+GPU = "nvidia.com/gpu"
+MUCH = {"cpu": 48, "memory": 400, "pods": 100}
+
+
+def amounts(**values: int) -> Amounts:
+    """Amounts by resource, with memory in GiB; by default those of a pod, or of a node with its pods."""
+    given = {
+        "memory": values.pop("memory", 16) << 30,
+        GPU: values.pop("gpu", 2),
+        "cpu": 4,
+        "pods": 1,
+        **values,
+    }
+    return {name: Decimal(value) for name, value in given.items()}
+
+
+def room(name: str, gpus: int, *, admits: bool = True, labels: dict[str, str] | None = None) -> NodeRoom:
+    """A node with eight GPUs, of which `gpus` are free, and with much free of everything else."""
+    total = amounts(gpu=8, cpu=64, memory=512, pods=110)
+    return NodeRoom(Node(name, labels or {}, (), total), admits, amounts(gpu=gpus, **MUCH))
+
+
 def planned(**fields: Any) -> Plan:
     """A change of the arguments of two replicas with two GPUs each."""
     values: dict[str, Any] = {
@@ -35,14 +61,11 @@ def planned(**fields: Any) -> Plan:
         "pods": ("llama-a", "llama-b"),
         "surge": 1,
         "started": 0,
-        "requests": (("cpu", "4"), ("nvidia.com/gpu", "2")),
+        "replacement": "",
+        "requests": amounts(),
         "gpus": 2,
-        "gpu_resource": "nvidia.com/gpu",
-        "nodes": (
-            NodeGpus("node-1", True, 8, 3),
-            NodeGpus("node-2", True, 8, 1),
-            NodeGpus("node-3", False, 8, 8),
-        ),
+        "nodes": (room("node-1", 3), room("node-2", 1), room("node-3", 8, admits=False)),
+        "operator": "",
         "memory": MEMORY,
         **fields,
     }
@@ -53,19 +76,43 @@ def test_a_plan_names_pods_room_and_memory() -> None:
     text = render(planned())
     assert "default/llama: 1 field would change" in text
     assert "Pods: 2 restart: llama-a, llama-b" in text
-    assert "Room: 1 pod beside the running ones, each with cpu 4, nvidia.com/gpu 2" in text
-    assert "free nvidia.com/gpu: node-1 3 of 8, node-2 1 of 8" in text
+    assert "Room: 1 pod beside the running ones, each with nvidia.com/gpu 2, cpu 4, memory 16Gi" in text
+    assert "free on node-1: nvidia.com/gpu 3 of 8, cpu 48 of 64, memory 400Gi of 512Gi" in text
+    assert "free on node-2: nvidia.com/gpu 1 of 8" in text and "node-3" not in text
     assert "not enough" not in text
     assert "weights 15 GiB in bfloat16, KV cache 128 KiB a token" in text
     assert "H100 (80 GiB): fits, 441,000 tokens of KV cache: 53.9 requests of 8,192 tokens" in text
     assert "L4 (22 GiB): does not fit" in text
 
 
-def test_pods_that_would_wait_for_gpus_are_counted() -> None:
-    text = render(planned(started=3))
-    assert "not enough: GPUs are free for 1 of 4 now" in text
-    for nodes in (None, (NodeGpus("node-1", True, 8, None),)):
-        assert "free GPUs are not known" in render(planned(nodes=nodes))
+def test_pods_that_would_wait_are_counted_by_every_resource() -> None:
+    assert "not enough: room for 1 of 4 pods now; the others wait" in render(planned(started=3))
+    one_short = {
+        "cpu": (3, "needs 4 cpu, 3 free"),
+        "memory": (8, "needs 16Gi memory, 8Gi free"),
+        "pods": (0, "needs 1 pods, 0 free"),
+    }
+    for name, (value, shortage) in one_short.items():
+        text = render(
+            planned(nodes=(room("node-1", 8)._replace(free=amounts(gpu=8, **{**MUCH, name: value})),))
+        )
+        assert f"not enough: room for 0 of 1 pods now ({shortage})" in text
+    other = amounts(gpu=0) | {"amd.com/gpu": Decimal(2)}
+    assert "needs 2 amd.com/gpu, 0 free" in render(planned(requests=other))
+    assert "room for 0 of 1 pods now (no node admits the pod)" in render(planned(nodes=()))
+    for nodes in (None, (room("node-1", 3)._replace(free=None),)):
+        assert "free resources are not known" in render(planned(nodes=nodes))
+
+
+def test_a_rollout_in_place_needs_no_room_and_is_announced() -> None:
+    replacement = "no room for a pod beside the old ones (needs 2 nvidia.com/gpu, 1 free): the service is interrupted while its only pod is replaced"
+    text = render(planned(surge=0, replacement=replacement))
+    assert f"Rollout: {replacement}" in text and "Room" not in text
+
+
+def test_an_operator_of_another_version_is_named() -> None:
+    text = render(planned(operator="the operator is 0.2.0, and this command 0.1.0"))
+    assert "Versions: the operator is 0.2.0, and this command 0.1.0: a pod template" in text
 
 
 def test_without_a_restart_nothing_needs_room() -> None:
@@ -126,15 +173,47 @@ def test_the_models_size_is_computed_from_the_same_flags() -> None:
 def test_the_runtime_computes_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable for the server on this machine does not change the sizes in the cluster."""
     monkeypatch.setenv("SKIFF_MAX_MODEL_LEN", "nonsense")
-    node = NodeGpus("node-1", True, 1, 1, memory_bytes=24 << 30)
-    found = plan._model_memory(service(), [node])
+    node = room("node-1", 1, labels={f"{GPU}.memory": str(24 << 10)})
+    found = plan._model_memory(service(), [node], GPU)
     assert isinstance(found, plan.ModelMemory), found
     [fit] = found.gpus
     assert fit.name == "the GPUs of node-1" and fit.memory_bytes == 24 << 30
     assert fit.fits and fit.kv_tokens > 100_000
-    assert plan._model_memory(service(model={"uri": "pvc://claim/path"}), None) == (
+    assert plan._model_memory(service(model={"uri": "pvc://claim/path"}), None, GPU) == (
         "not known here: the model's files are in the cluster (pvc://)"
     )
+
+
+@pytest.mark.parametrize(
+    ("gib", "args", "env", "fits"),
+    [
+        (16, [], [], False),
+        (16, [], [{"name": "SKIFF_QUANTIZATION", "value": "fp8"}], True),
+    ],
+)
+def test_whether_a_model_fits_follows_from_its_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, args: list[str], env: list[Any], fits: bool
+) -> None:
+    """Weights of 15 GiB fit no GPU of 16 GiB beside the working memory, and in FP8 they do; the hub has no weights here."""
+    folder = tmp_path / "hub" / "org" / "llama-8b"
+    folder.mkdir(parents=True)
+    shape = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    config = {**architecture, **shape, **heads, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with running_hub(tmp_path / "hub") as hub:
+        model = {"uri": "hf://org/llama-8b", "endpoint": hub.url}
+        given = service(model=model, runtime={"args": args, "env": env})
+        labels = {f"{GPU}.memory": str(gib << 10), f"{GPU}.product": "GPU"}
+        found = plan._model_memory(given, [room("node-1", 8, labels=labels)], GPU)
+        assert not [seen for seen in hub.seen if seen.path.endswith(".safetensors")]
+    assert isinstance(found, plan.ModelMemory), found
+    assert [(fit.name, fit.fits) for fit in found.gpus] == [("GPU", fits)]
+    assert found.each_rank.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ FETCHES = [
     ("Unauthorized", "127.0.0.1 refuses org/gated (401): check its name; if it is gated or private, set HF_TOKEN (in an InferenceService: model.credentialsSecretRef)", "credentialsSecretRef"),
     ("ModelNotFound", "127.0.0.1 has no model org/none with revision 'main' (404): correct the name or the revision", "spec.model.uri"),
     ("ModelNotFound", "org/gated has no revision 'v9' on 127.0.0.1 (404): correct the revision", "spec.model.revision"),
-    ("HubUnavailable", "hf://a/b@main: no answer from 127.0.0.1 ([Errno 111] Connection refused); check the network, the proxy and HF_ENDPOINT; gave up after 5 attempts", "HF_ENDPOINT"),
+    ("SourceUnreachable", "hf://a/b@main: no answer from 127.0.0.1 ([Errno 111] Connection refused); check the network, the proxy and HF_ENDPOINT; gave up after 5 attempts", "spec.model.endpoint"),
     ("DiskFull", "not enough space in /cache: 16.07 GB are needed, 9.97 GB are free; use a larger volume, or another --download-dir", "spec.cache.size"),
     ("VolumeNotWritable", "cannot use /cache/models--a--b (Permission denied); make /cache writable for user 65532, or use another --download-dir", "65532"),
-    ("InvalidModelFiles", "model.safetensors: checksum mismatch after 2 downloads (the expected digest is 0123); check for a proxy that changes the file", "Download"),
+    ("ChecksumMismatch", "model.safetensors: checksum mismatch after 2 downloads (the expected digest is 0123); check for a proxy that changes the file", "proxy"),
     ("UnsupportedModel", "the repository has no *.safetensors and no *.gguf files, and Skiff reads no other weight format", "spec.runtime.image"),
     ("WeightsDownloadFailed", "interrupted; complete files are kept", "logTail"),
 ]  # fmt: skip

@@ -1,112 +1,78 @@
-"""GPUs of the cluster's nodes, and the part of them that no pod has requested. `gather` reads, `count` is pure.
+"""Free resources of the cluster's nodes for pods of one spec, by the operator's own estimate.
 
-Both lists cover the whole cluster, so they need rights that a user of one namespace may not have: then the answer is
-None, and the commands say so instead of guessing.
+Nodes and pods of the whole cluster need rights that a user of one namespace may not have: then the answer is None, and
+the commands say so instead of guessing.
 """
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+from skiff_operator import capacity
+from skiff_operator.capacity import Amounts, Node, PlacedPod
 from skiff_operator.client import Client
 from skiff_operator.errors import ApiRefused
-from skiff_operator.kinds import NODE, POD, Kind
+from skiff_operator.kinds import NODE, POD
 
-_PAGE: Final = 500
-_MAX_OBJECTS: Final = 50_000
-_GPU_MEMORY: Final = "nvidia.com/gpu.memory"
-_GPU_PRODUCT: Final = "nvidia.com/gpu.product"
-"""Labels of NVIDIA's GPU feature discovery: MiB of one GPU, and its name."""
+_RUNNING: Final = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
+_SHARED: Final = ".shared"
+"""The end of the name of a GPU that NVIDIA's device plugin shares; the labels have the name without it."""
 
 
-class NodeGpus(NamedTuple):
-    """The GPUs of one node. `free` is None when the pods of the cluster are not known.
+class NodeRoom(NamedTuple):
+    """One node. `admits`: it takes the pod, if it has room; `free`: what no pod has requested, None if that is not known."""
 
-    `usable`: pods may be placed there by its cordon and by the node selector. `memory_bytes` of one GPU is 0 and `product`
-    empty without the labels of the GPU feature discovery.
-    """
+    node: Node
+    admits: bool
+    free: Amounts | None
 
-    name: str
-    usable: bool
-    total: int
-    free: int | None
-    memory_bytes: int = 0
-    product: str = ""
+    def pods(self, needed: Amounts) -> int:
+        """Return the number of pods with these requests that find room here now."""
+        return capacity.count_pods(needed, self.free) if self.admits and self.free is not None else 0
+
+    def total(self, resource: str) -> int:
+        """Return the number of devices of a kind."""
+        return int(self.node.allocatable.get(resource, 0))
+
+    def free_devices(self, resource: str) -> int | None:
+        """Return the number of devices of a kind that no pod has requested."""
+        return None if self.free is None else max(0, int(self.free.get(resource, 0)))
+
+    def gpu_memory_bytes(self, resource: str) -> int:
+        """Return the memory of one GPU as NVIDIA's GPU feature discovery reports it, by its label in MiB; 0 without it."""
+        text = self.node.labels.get(f"{resource.removesuffix(_SHARED)}.memory", "")
+        return int(text) << 20 if text.isdecimal() else 0
+
+    def gpu_product(self, resource: str) -> str:
+        """Return the name of the GPUs' model, by the label of the same origin; empty without it."""
+        return self.node.labels.get(f"{resource.removesuffix(_SHARED)}.product", "")
 
 
-async def gather(client: Client, resource: str, selector: dict[str, str]) -> tuple[NodeGpus, ...] | None:
-    """Return the nodes that have units of the extended resource, by name; None if the user may not list nodes."""
+async def gather(client: Client, pod_spec: dict[str, Any]) -> tuple[NodeRoom, ...] | None:
+    """Return the room of all nodes for pods of a spec, by name; None if the user may not list nodes."""
     try:
-        nodes = [node async for node in _list(client, NODE, "")]
+        nodes = [capacity.read_node(node) async for node in client.list(NODE, None, selector="")]
     except ApiRefused:
         return None
-    pods: list[dict[str, Any]] | None
+    placed: dict[str, list[PlacedPod]] = {}
     try:
-        running = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
-        pods = [pod async for pod in _list(client, POD, running)]
+        async for pod in client.list(POD, None, selector="", fields=_RUNNING):
+            held = PlacedPod(capacity.requests(pod["spec"]), old=False)
+            placed.setdefault(pod["spec"]["nodeName"], []).append(held)
     except ApiRefused:
-        pods = None
-    return count(nodes, pods, resource, selector)
+        return measure(nodes, None, pod_spec)
+    return measure(nodes, placed, pod_spec)
 
 
-def count(
-    nodes: Iterable[dict[str, Any]],
-    pods: Iterable[dict[str, Any]] | None,
-    resource: str,
-    selector: dict[str, str],
-) -> tuple[NodeGpus, ...]:
-    """Subtract what pods request from what nodes offer, for each node that offers any."""
-    used: dict[str, int] = {}
-    for pod in pods or ():
-        node = (pod.get("spec") or {}).get("nodeName", "")
-        used[node] = used.get(node, 0) + requested(pod["spec"], resource)
-    found = []
-    for node in nodes:
-        meta, name = node["metadata"], node["metadata"]["name"]
-        total = _whole(((node.get("status") or {}).get("allocatable") or {}).get(resource))
-        if not total:
-            continue
-        labels = meta.get("labels") or {}
-        matches = all(labels.get(key) == value for key, value in selector.items())
-        cordoned = bool((node.get("spec") or {}).get("unschedulable"))
-        found.append(
-            NodeGpus(
-                name=name,
-                usable=matches and not cordoned,
-                total=total,
-                free=None if pods is None else max(0, total - used.get(name, 0)),
-                memory_bytes=_whole(labels.get(_GPU_MEMORY)) << 20,
-                product=labels.get(_GPU_PRODUCT, ""),
-            )
+def measure(
+    nodes: Iterable[Node], placed: Mapping[str, list[PlacedPod]] | None, pod_spec: dict[str, Any]
+) -> tuple[NodeRoom, ...]:
+    """Subtract what the pods of each node request from what it offers."""
+    found = [
+        NodeRoom(
+            node,
+            capacity.admits(node, pod_spec),
+            None if placed is None else capacity.free_amounts(node, placed.get(node.name, ())),
         )
-    return tuple(sorted(found))
-
-
-def requested(pod_spec: dict[str, Any], resource: str) -> int:
-    """Return the units that a pod requests: the sum of its containers, or the largest init container if that is more."""
-    sums = {
-        group: [
-            _whole(((each.get("resources") or {}).get("limits") or {}).get(resource))
-            for each in pod_spec.get(group) or []
-        ]
-        for group in ("containers", "initContainers")
-    }
-    return max(sum(sums["containers"]), max(sums["initContainers"], default=0))
-
-
-def _whole(quantity: Any) -> int:
-    """Return a quantity of an extended resource, which is a whole number; 0 for anything else."""
-    text = str(quantity)
-    return int(text) if text.isdecimal() else 0
-
-
-async def _list(client: Client, kind: Kind, fields: str) -> AsyncIterator[dict[str, Any]]:
-    """List a kind in the whole cluster, up to a bound."""
-    query = {"limit": str(_PAGE)} | ({"fieldSelector": fields} if fields else {})
-    for _ in range(_MAX_OBJECTS // _PAGE):
-        page = await client.request("GET", kind.path(), query=query)
-        for item in page["items"]:
-            yield item
-        token = page["metadata"].get("continue")
-        if not token:
-            return
-        query["continue"] = token
+        for node in nodes
+    ]
+    return tuple(sorted(found, key=lambda room: room.node.name))

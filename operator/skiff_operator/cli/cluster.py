@@ -1,4 +1,4 @@
-"""The cluster as a command sees it: the user's kubeconfig, one namespace, and blocking requests.
+"""The connection of a command to a cluster: the user's kubeconfig, one namespace, and blocking requests.
 
 The requests are those of the operator's client. Without a kubeconfig, in a pod, the credentials are the pod's.
 """
@@ -82,7 +82,7 @@ class Cluster:
         self._runner.run(self.client.close())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one request of `client`, or several as the coroutine arranges them.
+        """Run a coroutine that sends requests by `client`, and return its result.
 
         Raises:
             OperatorError: the API server does not answer, or refused.
@@ -91,7 +91,7 @@ class Cluster:
             return self._runner.run(work)
         except ApiUnavailable as error:
             if error.__cause__ is None:
-                raise  # it answered that it is busy
+                raise  # the API server answered, but it is busy
             raise OperatorError(f"the API server does not answer: {error.__cause__}") from error
 
     def get(self, kind: Kind, name: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Cluster:
         return self.run(collect())
 
     def merge(self, kind: Kind, name: str, patch: dict[str, Any]) -> dict[str, Any]:
-        """Change an object by a JSON merge patch; with `metadata.resourceVersion` in it, only that version."""
+        """Change an object by a JSON merge patch. A patch with `metadata.resourceVersion` changes only that version."""
         path = kind.path(self.namespace, quote(name, safe=""))
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         return self.run(self.client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH))
@@ -153,7 +153,7 @@ class Cluster:
         return self.run(self.client.send("GET", path, query=query)).decode(errors="replace")
 
     def _explained(self, kind: Kind, error: ApiRefused) -> OperatorError:
-        """Name the missing definition, which the API server answers with 404 and no name."""
+        """Return an error that names a missing CRD, for which the API server answers 404 without a name."""
         if "could not find the requested resource" in str(error) or "page not found" in str(error):
             return OperatorError(
                 f"this cluster serves no {kind.plural}.{kind.group}; is the chart installed?"

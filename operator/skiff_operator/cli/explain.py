@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from skiff_operator import spec, workload
 from skiff_operator import status as status_of
-from skiff_operator.cli import capacity, cluster, table
-from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator.cli import capacity, cluster, installation, table
+from skiff_operator.cli.capacity import NodeRoom
 from skiff_operator.cli.cluster import Cluster
 from skiff_operator.errors import InvalidSpec, OperatorError
 from skiff_operator.failure import REMEDIES
@@ -47,12 +47,12 @@ _WAITING: Final = {
 }
 """Advice for each phase of a pod that is starting."""
 _CLASSIFIED: Final = ("CrashLoop", "WeightsDownloadFailed", "OutOfMemory")
-"""Conditions whose cause `lastFailure` knows better."""
+"""Reasons of conditions for which `lastFailure` has a more precise remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """One pod, as far as it matters here. `age_seconds`: since its creation."""
+    """The part of a pod that an explanation uses. `age_seconds`: since its creation."""
 
     state: PodState
     node: str
@@ -73,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything that an explanation is made of, at one moment.
+    """The inputs of an explanation, read at one moment.
 
     `service` is None while the spec is invalid. `log` is the end of the output of `container` of the blocking pod.
     `nodes` is None where they are not known, or do not matter.
@@ -89,7 +89,7 @@ class Snapshot:
     container: str = ""
     log: tuple[str, ...] = ()
     gpu_resource: str = ""
-    nodes: tuple[NodeGpus, ...] | None = None
+    nodes: tuple[NodeRoom, ...] | None = None
     needs_gpus: bool = False
 
     @property
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gather(connected: Cluster, name: str) -> Snapshot:
-    """Read what the explanation needs. Raises `OperatorError` if the InferenceService or its pods cannot be read."""
+    """Read the inputs of an explanation. Raises `OperatorError` if the InferenceService or its pods cannot be read."""
     obj, now = connected.service(name), datetime.datetime.now(datetime.UTC)
     meta, status, service = obj["metadata"], status_of.read(obj.get("status")), None
     with contextlib.suppress(InvalidSpec):  # the operator's condition has the reason
@@ -128,8 +128,8 @@ def gather(connected: Cluster, name: str) -> Snapshot:
     waits = blocking is not None and blocking.state.phase == "Scheduling"
     needs = service is not None and containers.gpus(service) > 0
     nodes = None
-    if waits and needs and service is not None:
-        nodes = connected.run(capacity.gather(connected.client, gpu, service.spec.node_selector))
+    if waits and needs and raw is not None:
+        nodes = connected.run(capacity.gather(connected.client, raw["spec"]))
     about = [meta["name"], *([blocking.state.name] if blocking else [])]
     return Snapshot(
         namespace=connected.namespace,
@@ -163,7 +163,7 @@ def render(snapshot: Snapshot, *, width: int) -> str:
 
 
 def advise(snapshot: Snapshot) -> str:
-    """Return the way out: what to change, or what to wait for."""
+    """Return the advice to the user: the field to change, or the event to wait for."""
     status, blocking = snapshot.status, snapshot.blocking
     if status is None:
         return "Check that the operator runs and watches this namespace: `kubectl get pods -A -l app.kubernetes.io/name=skiff-operator`."
@@ -199,7 +199,7 @@ def _pace(pod: Pod, last: PodStartup | None) -> str:
 def _blocking(pods: tuple[Pod, ...], status: Status | None) -> Pod | None:
     revision = status.update_revision if status else ""
     waiting = [pod for pod in pods if not pod.state.ready and not pod.state.terminating]
-    # A pod of the desired revision first, then one with a trouble, then one that lives.
+    # Pods of the desired revision come first, then pods with a trouble, then pods that have not ended.
     order = sorted(
         waiting,
         key=lambda pod: (
@@ -241,7 +241,7 @@ def _conditions(snapshot: Snapshot, width: int) -> Iterator[str]:
     lines, said = [], set()
     for condition in snapshot.status.conditions:
         line = f"  {condition.type:<13} {condition.status:<6} {condition.reason}"
-        if condition.message not in said:  # a trouble is the message of three conditions
+        if condition.message not in said:  # three conditions repeat the message of a trouble
             line += f": {redact(condition.message)}"
         said.add(condition.message)
         lines.append(textwrap.fill(line, width, subsequent_indent=" " * 23))
@@ -286,7 +286,7 @@ def _events(snapshot: Snapshot, width: int) -> Iterator[str]:
 
 
 def _cut(text: str, length: int) -> str:
-    """Shorten a text in the middle: its beginning says what it is about, and its end often why."""
+    """Shorten a text in the middle: its beginning names the subject, and its end often the reason."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
@@ -310,22 +310,24 @@ def _nodes(snapshot: Snapshot) -> Iterator[str]:
     if snapshot.nodes is None:
         yield "Nodes\n  not shown: you may not list nodes"
         return
-    if not snapshot.nodes:
-        yield f"Nodes\n  no node has any {snapshot.gpu_resource}: does its device plugin run?"
+    resource = snapshot.gpu_resource
+    equipped = [room for room in snapshot.nodes if room.total(resource)]
+    if not equipped:
+        yield f"Nodes\n  no node has any {resource}: does its device plugin run?"
         return
-    shown = sorted(snapshot.nodes, key=lambda node: (not node.usable, -(node.free or 0), node.name))[:NODES]
+    shown = sorted(equipped, key=lambda room: (not room.admits, -(room.free_devices(resource) or 0)))[:NODES]
     rows = [
         (
-            f"  {node.name}",
-            "not known" if node.free is None else str(node.free),
-            str(node.total),
-            node.product or "-",
-            "" if node.usable else "cordoned, or excluded by nodeSelector",
+            f"  {room.node.name}",
+            "not known" if room.free is None else str(room.free_devices(resource)),
+            str(room.total(resource)),
+            room.gpu_product(resource) or "-",
+            "" if room.admits else "cordoned, not ready, or excluded by labels or taints",
         )
-        for node in shown
+        for room in shown
     ]
-    rest = len(snapshot.nodes) - len(shown)
-    text = table.render(("Nodes", "FREE", snapshot.gpu_resource, "GPU", ""), rows)
+    rest = len(equipped) - len(shown)
+    text = table.render(("Nodes", "FREE", resource, "GPU", ""), rows)
     yield text + (f"\n  and {rest} more" if rest else "")
 
 
@@ -338,17 +340,10 @@ def _startup(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _gpu_resource(service: InferenceService | None, pods: list[dict[str, Any]]) -> str:
-    """Return the extended resource of the GPUs: that of the spec, else the operator's, which its pods show."""
-    if service is not None and service.spec.runtime.gpu_resource_name is not None:
-        return service.spec.runtime.gpu_resource_name
-    wanted = containers.gpus(service) if service is not None else 0
-    for pod in pods:
-        for each in pod["spec"]["containers"]:
-            limits = (each.get("resources") or {}).get("limits") or {}
-            for name, amount in limits.items():
-                if each["name"] == containers.RUNTIME and "/" in name and str(amount) == str(wanted):
-                    return str(name)
-    return Settings().gpu_resource_name
+    """Return the extended resource of the GPUs; if nothing shows it, the operator's default."""
+    specs = (pod["spec"] for pod in pods)
+    shown = installation.shown_gpu_resource(service, specs) if service is not None else ""
+    return shown or Settings().gpu_resource_name
 
 
 def _pod(pod: dict[str, Any], gpu_resource: str, now: datetime.datetime) -> Pod:
@@ -365,7 +360,10 @@ def _pod(pod: dict[str, Any], gpu_resource: str, now: datetime.datetime) -> Pod:
 def _read_log(
     connected: Cluster, pod: dict[str, Any] | None, blocking: Pod | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the container of the pod that matters and the end of its log; that in its status where logs may not be read."""
+    """Return the container that keeps the pod from being ready, and the end of its log.
+
+    If the user may not read logs, the end is the one in the pod's status.
+    """
     if pod is None or blocking is None:
         return "", ()
     chosen = _talking_container(pod.get("status") or {})
@@ -383,7 +381,7 @@ def _read_log(
 
 
 def _talking_container(status: dict[str, Any]) -> tuple[str, bool] | None:
-    """Return the container that is not done, and whether the log of its last run says why; None if none has run."""
+    """Return the container that has not succeeded, and True if its previous run has the reason; None if none has run."""
     for each in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         state = each.get("state") or {}
         ended = state.get("terminated")
@@ -397,7 +395,7 @@ def _talking_container(status: dict[str, Any]) -> tuple[str, bool] | None:
 
 
 def _read_events(connected: Cluster, names: list[str], now: datetime.datetime) -> tuple[Event, ...]:
-    """Return the newest events about the objects of these names, oldest first; none where they may not be read."""
+    """Return the newest events about the objects of these names, oldest first; none if the user may not read them."""
     found = []
     for name in names:
         query = {"fieldSelector": f"regarding.name={name}", "limit": str(_EVENT_LIMIT)}

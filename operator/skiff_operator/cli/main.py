@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "kubectl skiff") -> int:
         print(f"{prog}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, such as `head`, has left; what is buffered goes nowhere
+    except BrokenPipeError:  # the reader, such as `head`, has exited; the buffered output is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _ERROR_CODES.get(words[0], 1) if words else 1
 

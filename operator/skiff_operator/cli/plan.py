@@ -1,12 +1,14 @@
 """Show what a manifest would change: fields, pods that restart, the room that a rollout needs, and whether the model fits.
 
-The API server validates the manifest in a dry run, as `kubectl apply` would send it; nothing is changed. Whether weights
-and KV cache fit a GPU follows from the model's config.json alone: of an hf:// model nothing else is downloaded. This part
-needs the runtime's packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a
-difference, 1 with one, and 2 for an error.
+The API server validates the manifest in a dry run, as `kubectl apply` would send it; nothing is changed. Pods restart if
+the operator would give them another template than the recorded one that they have. The model's config.json alone decides
+whether the weights and the KV cache fit a GPU: of an hf:// model nothing else is downloaded. This part needs the runtime's
+packages (`pip install 'skiff[runtime]'`). Exit codes are those of `kubectl diff`: 0 without a difference, 1 with one, and
+2 for an error.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -21,15 +24,20 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
-from skiff_operator import plan, spec, workload
-from skiff_operator.cli import capacity, cluster, table
-from skiff_operator.cli.capacity import NodeGpus
+from skiff_operator import capacity, ownership, rollout_strategy, spec, strategy_chooser, workload
+from skiff_operator.capacity import Amounts
+from skiff_operator.cli import capacity as cluster_capacity
+from skiff_operator.cli import cluster, installation, pinned_template, table
+from skiff_operator.cli.capacity import NodeRoom
 from skiff_operator.cli.cluster import Cluster
+from skiff_operator.cli.pinned_template import Live, PlannedTemplate
 from skiff_operator.client import MERGE_PATCH, Client
 from skiff_operator.errors import ApiNotFound, InvalidSpec, OperatorError
-from skiff_operator.kinds import DEPLOYMENT, INFERENCE_SERVICE, POD
+from skiff_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, INFERENCE_SERVICE, POD
 from skiff_operator.redact import redact
-from skiff_operator.resources import containers
+from skiff_operator.resources import containers, credentials, deployment, volumes
+from skiff_operator.resources.metadata import LABEL_REVISION
+from skiff_operator.room import RoomFinder
 from skiff_operator.settings import Settings
 from skiff_operator.spec import InferenceService
 from skiff_runtime import contract
@@ -40,8 +48,6 @@ MAX_BYTES: Final = 4 << 20
 MAX_DOCUMENTS: Final = 100
 _INFO_SECONDS: Final = 120.0
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
-_SETTINGS: Final = Settings(allow_host_path=True, allow_privileged_pods=True)
-"""Both templates are built with the same settings, so those of the operator change no comparison; it alone knows what it permits."""
 _SIZED_BY: Final = (
     "--quantization",
     "--rope-scaling",
@@ -53,10 +59,12 @@ _SIZED_BY: Final = (
 )
 """Flags of `skiff serve` with a value that change the sizes; `skiff info` accepts them too."""
 _EXPERT_PARALLEL: Final = "--expert-parallel"
+NODES: Final = 6
+ZERO: Final = Decimal(0)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One field with its old and new value as text; empty for one that is absent."""
+    """A field with its old and its new value as text, which is empty where the field is absent."""
 
     field: str
     old: str
@@ -95,8 +103,10 @@ class Plan:
     """The effect of one manifest. `exists` is False for a new InferenceService.
 
     `pods` are the names of those that restart, `surge` the number of pods that a rollout needs beside them, and `started`
-    those that are added or, below 0, removed by `replicas`. `paused`: the rollout waits for `skiff rollout resume`. `requests` are the resources of one pod. `memory` is a text
-    where the sizes are not known.
+    those that are added or, below 0, removed by `replicas`. `replacement` describes a rollout that stops old pods first;
+    `paused`: the rollout waits for `skiff rollout resume`. `requests` are the resources of one pod, and `nodes` the room
+    for it; None where it is not known. `operator` describes an operator of another version. `memory` is a text where the
+    sizes are not known.
     """
 
     namespace: str
@@ -108,10 +118,11 @@ class Plan:
     pods: tuple[str, ...]
     surge: int
     started: int
-    requests: tuple[tuple[str, str], ...]
+    replacement: str
+    requests: Amounts
     gpus: int
-    gpu_resource: str
-    nodes: tuple[NodeGpus, ...] | None
+    nodes: tuple[NodeRoom, ...] | None
+    operator: str
     memory: ModelMemory | str
 
 
@@ -209,7 +220,7 @@ def info_arguments(service: InferenceService, gpu_bytes: int) -> list[str]:
 
 def render(planned: Plan) -> str:
     """Return the plan as text."""
-    lines = [*_headline(planned), *_pods(planned), *_room(planned), *_memory(planned)]
+    lines = [*_headline(planned), *_operator(planned), *_pods(planned), *_rooms(planned), *_memory(planned)]
     return "\n".join(lines)
 
 
@@ -217,14 +228,25 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
     namespace = manifest["metadata"].get("namespace") or connected.namespace
     name, client = manifest["metadata"]["name"], connected.client
     live, after = connected.run(_dry_run(client, namespace, manifest))
-    service = spec.parse(after)
-    new = plan.objects(service, _SETTINGS)[DEPLOYMENT, name]["spec"]
-    old = _deployment(live) if live is not None else None
-    # While the live spec is invalid, pods of an earlier one run, so any valid one makes new pods.
-    restarts = live is not None and (old is None or old["template"] != new["template"])
+    found = connected.run(_read_live(client, namespace, live)) if live is not None else None
+    operator = connected.run(
+        installation.find(client, namespace, found.records() if found is not None else ())
+    )
+    try:
+        service = spec.parse(after)
+        planned = _choose_template(found, service, operator)
+    except InvalidSpec as error:
+        if not (difference := operator.difference()):
+            raise
+        raise OperatorError(f"{error} ({difference})") from error
+    new, template = planned.deployment["spec"], planned.deployment["spec"]["template"]
     replicas = live["spec"].get("replicas", 1) if live is not None else 0
-    resource, gpus = containers.gpu_resource(service, _SETTINGS), containers.gpus(service)
-    nodes = connected.run(capacity.gather(client, resource, service.spec.node_selector)) if gpus else None
+    restarting = planned.restarts and min(replicas, service.spec.replicas) > 0
+    reason = connected.run(_reason_to_replace(client, service, planned)) if restarting else ""
+    policy = service.spec.rollout
+    own = connected.run(_own_pods(client, namespace, name)) if live is not None else ()
+    resource = installation.shown_gpu_resource(service, [template["spec"]])
+    nodes = connected.run(_room(client, service, template["spec"], own))
     return Plan(
         namespace=namespace,
         name=name,
@@ -233,17 +255,74 @@ def _plan(connected: Cluster, manifest: dict[str, Any], *, with_model: bool) -> 
         changes=compare(live["spec"], after["spec"])
         if live is not None
         else compare({}, manifest.get("spec") or {}),
-        restarts=restarts,
+        restarts=planned.restarts,
         paused=bool(new.get("paused")),
-        pods=connected.run(_running_pods(client, namespace, name)) if restarts else (),
-        surge=_surge(new) if restarts and min(replicas, service.spec.replicas) else 0,
+        pods=tuple(sorted(pod["metadata"]["name"] for pod in own if _revision(pod) != planned.revision))
+        if planned.restarts
+        else (),
+        surge=_surge(new) if restarting and not reason else 0,
         started=service.spec.replicas - replicas,
-        requests=_requests(new["template"]["spec"]),
-        gpus=gpus,
-        gpu_resource=resource,
+        replacement=rollout_strategy.announcement(policy, reason, service.spec.replicas) if reason else "",
+        requests=capacity.requests(template["spec"]),
+        gpus=containers.gpus(service),
         nodes=nodes,
-        memory=_model_memory(service, nodes) if with_model else "not computed (--no-model)",
+        operator=operator.difference(),
+        memory=_model_memory(service, nodes, resource) if with_model else "not computed (--no-model)",
     )
+
+
+async def _read_live(client: Client, namespace: str, service: dict[str, Any]) -> Live:
+    """Read the Deployment and the revisions of an InferenceService; those that others control are not its own."""
+    meta = service["metadata"]
+    selector = f"{contract.LABEL_SERVICE}={meta['name']}"
+    deployments = [
+        each
+        async for each in client.list(DEPLOYMENT, namespace, selector=selector)
+        if each["metadata"]["name"] == meta["name"] and ownership.controller_uid(each) == meta["uid"]
+    ]
+    revisions = [
+        each
+        async for each in client.list(CONTROLLER_REVISION, namespace, selector=selector)
+        if ownership.controller_uid(each) == meta["uid"]
+    ]
+    return Live(service, deployments[0] if deployments else None, tuple(revisions))
+
+
+def _choose_template(
+    live: Live | None, service: InferenceService, operator: installation.Installation
+) -> PlannedTemplate:
+    """Choose the template of the pods. Raises `InvalidSpec` for a spec that the operator refuses."""
+    before, template = None, None
+    if live is not None and live.deployment is not None:
+        template = live.deployment["spec"]["template"]["spec"]
+        with contextlib.suppress(InvalidSpec):
+            before = spec.parse(live.service)
+    candidates = tuple(operator.candidates(installation.shown_settings(before, template)))
+    if live is not None:
+        return pinned_template.choose(live, service, candidates)
+    made, _ = pinned_template.build(service, candidates)
+    return PlannedTemplate(made, deployment.revision(made), restarts=False)
+
+
+async def _reason_to_replace(client: Client, service: InferenceService, planned: PlannedTemplate) -> str:
+    """Return the reason why the operator would replace pods in place, by its own estimate; empty if it would not."""
+    choice = None
+    if service.spec.rollout.strategy == "Auto":
+        pod_spec = planned.deployment["spec"]["template"]["spec"]
+        room = await RoomFinder(client, Settings()).find(service, planned.revision, pod_spec)
+        choice = strategy_chooser.choose(planned.revision, room)
+    return rollout_strategy.replaces(service.spec.rollout, choice, planned.revision)
+
+
+async def _room(
+    client: Client, service: InferenceService, pod_spec: dict[str, Any], own: Sequence[dict[str, Any]]
+) -> tuple[NodeRoom, ...] | None:
+    """Return the room of the cluster's nodes for one pod; a volume of one node keeps all pods of a service there."""
+    nodes = await cluster_capacity.gather(client, pod_spec)
+    held = {pod["spec"].get("nodeName") for pod in own} - {None}
+    if nodes is None or not held or not volumes.needs_claim(service):
+        return nodes
+    return tuple(each._replace(admits=each.admits and each.node.name in held) for each in nodes)
 
 
 async def _dry_run(
@@ -265,28 +344,21 @@ async def _dry_run(
     return live, await client.request("PATCH", path, patch, query=query, content_type=MERGE_PATCH)
 
 
-def _deployment(live: dict[str, Any]) -> dict[str, Any] | None:
-    """Build the spec of the Deployment of a live object; None while the object's own spec is invalid."""
-    try:
-        built = plan.objects(spec.parse(live), _SETTINGS)
-    except InvalidSpec:
-        return None
-    found: dict[str, Any] = built[DEPLOYMENT, live["metadata"]["name"]]["spec"]
-    return found
-
-
-async def _running_pods(client: Client, namespace: str, name: str) -> tuple[str, ...]:
-    """Return the names of the pods of an InferenceService that a rollout would replace."""
+async def _own_pods(client: Client, namespace: str, name: str) -> tuple[dict[str, Any], ...]:
+    """Return the pods of an InferenceService that have not ended and are not being deleted."""
     selector = f"{contract.LABEL_SERVICE}={name}"
     found = [pod async for pod in client.list(POD, namespace, selector=selector)]
-    alive = [
-        str(pod["metadata"]["name"])
+    return tuple(
+        pod
         for pod in found
         if workload.runs_in(pod, name)
         and "deletionTimestamp" not in pod["metadata"]
         and (pod.get("status") or {}).get("phase") in ("Pending", "Running")
-    ]
-    return tuple(sorted(alive))
+    )
+
+
+def _revision(pod: dict[str, Any]) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(LABEL_REVISION, ""))
 
 
 def _surge(deployment_spec: dict[str, Any]) -> int:
@@ -296,25 +368,27 @@ def _surge(deployment_spec: dict[str, Any]) -> int:
     return math.ceil(int(surge[:-1]) * replicas / 100) if isinstance(surge, str) else int(surge)
 
 
-def _requests(pod_spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return what the serving container requests; the download never requests more by default."""
-    [runtime] = [each for each in pod_spec["containers"] if each["name"] == containers.RUNTIME]
-    given = runtime["resources"]
-    extended = {name: value for name, value in given.get("limits", {}).items() if "/" in name}
-    return tuple((name, str(value)) for name, value in {**given.get("requests", {}), **extended}.items())
+def _model_memory(
+    service: InferenceService, nodes: Sequence[NodeRoom] | None, resource: str
+) -> ModelMemory | str:
+    """Return the memory that the model needs, or a text with the reason why it is not known.
 
-
-def _model_memory(service: InferenceService, nodes: Sequence[NodeGpus] | None) -> ModelMemory | str:
-    """Run `skiff info`: the operator's package knows nothing of models, and the runtime's may lack its dependencies."""
+    The computation is a process of its own, `skiff info`: the operator imports nothing of the runtime but the contract,
+    and the runtime's dependencies may be missing.
+    """
     if service.source.scheme not in ("hf", "demo"):
         return f"not known here: the model's files are in the cluster ({service.source.scheme}://)"
-    known = [node for node in nodes or () if node.usable and node.memory_bytes]
-    smallest = min(known, key=lambda node: node.memory_bytes, default=None)
-    gpu_bytes = smallest.memory_bytes if smallest is not None else 0
+    known = [room for room in nodes or () if room.admits and room.gpu_memory_bytes(resource)]
+    smallest = min(known, key=lambda room: room.gpu_memory_bytes(resource), default=None)
+    gpu_bytes = smallest.gpu_memory_bytes(resource) if smallest is not None else 0
     command = [sys.executable, "-m", "skiff_runtime", *info_arguments(service, gpu_bytes)]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_INFO_SECONDS, env=_environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_INFO_SECONDS,
+            env=_environment(service),
         )
     except subprocess.TimeoutExpired:
         return f"not known: skiff info took longer than {_INFO_SECONDS:g} s"
@@ -328,15 +402,22 @@ def _model_memory(service: InferenceService, nodes: Sequence[NodeGpus] | None) -
         return f"not known: skiff info printed something else ({error})"
     if smallest is None:
         return memory
-    name = smallest.product or f"the GPUs of {smallest.name}"
+    name = smallest.gpu_product(resource) or f"the GPUs of {smallest.node.name}"
     return msgspec.structs.replace(
         memory, gpus=tuple(msgspec.structs.replace(fit, name=name) for fit in memory.gpus)
     )
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment without the server's options, which would change the sizes here and not in the cluster."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(contract.ENV_PREFIX)}
+def _environment(service: InferenceService) -> dict[str, str]:
+    """Return the environment of `skiff info`: options and hub of the service, not those of this machine's server."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(contract.ENV_PREFIX)}
+    flags = (*_SIZED_BY, _EXPERT_PARALLEL, contract.FLAG_DTYPE, contract.FLAG_MAX_MODEL_LEN)
+    sizing = {contract.ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
+    given = (*service.spec.runtime.env, *credentials.endpoint(service))
+    names = sizing | {contract.ENV_HUB_ENDPOINT}
+    return own | {
+        each["name"]: each["value"] for each in given if each.get("name") in names and "value" in each
+    }
 
 
 def _sizing_flags(arguments: Sequence[str]) -> list[str]:
@@ -380,13 +461,13 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_filled(field: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether a field is empty on one side and has fields of its own on the other, which are shown instead."""
+    """Return True for a field that is empty in one spec and has fields of its own in the other, which are shown in its place."""
     inside = (f"{field}.", f"{field}[")
     return any(name.startswith(inside) for name in (old if field in new else new))
 
 
 def _shown(field: str, values: dict[str, Any]) -> str:
-    """Return a value as text; that of a variable with a secret's name is masked."""
+    """Return a value as text. The value of an environment variable is masked if its name is that of a secret."""
     if field not in values:
         return ""
     value = values[field]
@@ -408,6 +489,11 @@ def _headline(planned: Plan) -> Iterator[str]:
         yield f"{name}: no difference"
 
 
+def _operator(planned: Plan) -> Iterator[str]:
+    if planned.operator:
+        yield f"Versions: {planned.operator}: a pod template that it builds anew may differ from the one shown here"
+
+
 def _pods(planned: Plan) -> Iterator[str]:
     if planned.exists and not planned.changes:
         return
@@ -422,23 +508,38 @@ def _pods(planned: Plan) -> Iterator[str]:
         yield f"Replicas: {abs(planned.started)} {more}"
 
 
-def _room(planned: Plan) -> Iterator[str]:
+def _rooms(planned: Plan) -> Iterator[str]:
+    if planned.replacement:
+        yield f"Rollout: {planned.replacement}"
     pods = planned.surge + max(planned.started, 0)
     if not pods:
         return
-    each = ", ".join(f"{name} {value}" for name, value in planned.requests)
+    needed = [
+        (name, value) for name, value in capacity.devices_first(planned.requests) if name != capacity.PODS
+    ]
+    each = ", ".join(f"{name} {capacity.quantity(name, value)}" for name, value in needed)
     why = "beside the running ones" if planned.exists else "in all"
     yield f"Room: {pods} pod{'s' if pods > 1 else ''} {why}, each with {each}"
-    if not planned.gpus:
+    if planned.nodes is None or any(room.free is None for room in planned.nodes):
+        yield "  free resources are not known: you may not list the nodes and pods of the cluster"
         return
-    if planned.nodes is None or any(node.free is None for node in planned.nodes):
-        yield "  free GPUs are not known: you may not list the nodes and pods of the cluster"
-        return
-    places = sum((node.free or 0) // planned.gpus for node in planned.nodes if node.usable)
-    free = ", ".join(f"{node.name} {node.free} of {node.total}" for node in planned.nodes if node.usable)
-    yield f"  free {planned.gpu_resource}: {free or 'none'}"
+    admitting = [room for room in planned.nodes if room.admits]
+    shown = sorted(admitting, key=lambda room: -room.pods(planned.requests))[:NODES]
+    for room in shown:
+        free = ", ".join(
+            f"{name} {capacity.quantity(name, max((room.free or {}).get(name, ZERO), ZERO))}"
+            f" of {capacity.quantity(name, room.node.allocatable.get(name, ZERO))}"
+            for name, _ in needed
+        )
+        yield f"  free on {room.node.name}: {free}"
+    if len(admitting) > len(shown):
+        yield f"  and {len(admitting) - len(shown)} more nodes"
+    places = sum(room.pods(planned.requests) for room in admitting)
     if places < pods:
-        yield f"  not enough: GPUs are free for {places} of {pods} now; what finds none waits (InsufficientGPU)"
+        candidates = [(room.node._replace(allocatable=room.free or {}), ()) for room in admitting]
+        shortage = capacity.find_room(planned.requests, candidates).shortage if not places else ""
+        because = f" ({shortage})" if shortage else ""
+        yield f"  not enough: room for {places} of {pods} pods now{because}; the others wait"
 
 
 def _memory(planned: Plan) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _status(connected: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _progress(service: dict[str, Any], known: tuple[Revision, ...]) -> tuple[str, bool]:
-    """Return a line about the rollout, and whether it has ended.
+    """Return a line about the rollout, and True if it has ended.
 
     Raises:
         OperatorError: it has failed.
@@ -139,7 +139,7 @@ def _message(progressing: dict[str, Any], ready: dict[str, Any]) -> str:
 
 
 def _history(connected: Cluster, arguments: argparse.Namespace) -> int:
-    """Print a line for each revision, or all of one."""
+    """Print a line for each revision, or with `--revision` the spec and the template of one."""
     service = connected.service(arguments.name)
     if arguments.revision:
         data = connected.get(CONTROLLER_REVISION, _numbered(connected, service, arguments.revision).name)[
@@ -186,7 +186,7 @@ def _undo(connected: Cluster, arguments: argparse.Namespace) -> int:
     spec_now = service["spec"]
     kept = {each: spec_now[each] for each in ("replicas", "rollout") if each in spec_now}
     if "size" in spec_now.get("cache", {}) and "size" in old.get("cache", {}):
-        kept["cache"] = spec_now["cache"]  # a claim only grows
+        kept["cache"] = spec_now["cache"]  # a claim cannot shrink
     connected.replace_spec(INFERENCE_SERVICE, service, {**old, **kept})
     print(f"inferenceservice/{name} rolled back to revision {chosen.number}")
     return 0

@@ -63,7 +63,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of a service at two times; a sample is None where it was not read, and `error` says why."""
+    """One pod of a service at two times. A sample is None if it was not read; `error` has the reason."""
 
     name: str
     service: str
@@ -82,7 +82,7 @@ class Pod:
 
 @dataclass
 class Row:
-    """The sum of some pods."""
+    """One line of the table: the sum over its pods."""
 
     name: str
     pods: list[Pod] = field(default_factory=list)
@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show screens until Ctrl-C, or one."""
+    """Print a screen after each interval until Ctrl-C; only one with `--once`, or if the output is no terminal."""
     live = sys.stdout.isatty() and not arguments.once
     with cluster.connected(arguments) as connected:
         services = _services(connected, arguments.name)
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(services: Sequence[str], pods: Sequence[Pod], *, by_pod: bool) -> str:
-    """Return the table of the services, or of the pods of the only one, and a line for each pod that was not read."""
+    """Return the table of the services, or with `by_pod` of the pods, and a line for each pod that was not read."""
     if by_pod:
         rows = [Row(pod.name, [pod]) for pod in pods]
     else:
@@ -221,7 +221,7 @@ async def _scrape(connected: Cluster, pod: dict[str, Any], before: dict[str, Sam
 
 
 def _bare(name: str) -> str:
-    """Return NAME of `infsvc/NAME`."""
+    """Return the name without the kind in front of it, as in `infsvc/NAME`."""
     return name.rpartition("/")[2]
 
 

@@ -29,6 +29,11 @@ _MD5: Final = re.compile(r'"?([0-9a-f]{32})"?')
 _STATUS: Final = re.compile(r"status code: ([0-9]{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _TRANSIENT_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
+_REFUSED_CODES: Final = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
+"""Codes of S3 for credentials that are not accepted, which come with status 400."""
+_UNTRUSTED: Final = re.compile(r"InvalidCertificate\(\s*([A-Za-z]+)")
+_CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+"""The reasons of a failed connection, in obstore's description of the error's source."""
 _METADATA_SERVICES: Final = (
     "169.254.",
     "metadata.google",
@@ -135,7 +140,7 @@ class ObjectStore:
 
     def _translate(self, error: Exception, name: str = "") -> FetchError:
         """Return the ``FetchError`` that names the remedy, without credentials."""
-        text = str(error).partition("Debug source")[0]
+        text, _, source = str(error).partition("Debug source")
         status, code = _STATUS.search(text), _CODE.search(text)
         reference, scheme, bucket = str(self._reference), self._reference.scheme, self._reference.bucket
         answer = f"{status[1]}{' ' + code[1] if code else ''}" if status else ""
@@ -151,13 +156,17 @@ class ObjectStore:
             return FetchError(
                 f"{reference}: there is no bucket {bucket} ({answer}); correct the name, or the endpoint"
             )
-        if status and (
-            status[1] == "301" or (code and code[1] in ("AuthorizationHeaderMalformed", "PermanentRedirect"))
-        ):
+        # S3 redirects to another region without an address.
+        redirected = "redirect without LOCATION" in text
+        if scheme == "s3" and (redirected or (code and code[1] == "AuthorizationHeaderMalformed")):
             return FetchError(
-                f"{reference}: the bucket is in another region ({answer}); set AWS_REGION to its region"
+                f"{reference}: the bucket is in another region ({answer or 'redirected'}); set AWS_REGION to its region"
             )
-        if status and status[1] in ("401", "403"):
+        if redirected or "invalid list response" in text:
+            return FetchError(
+                f"{reference}: the endpoint does not answer like an object store ({_redact(text)}); correct the endpoint"
+            )
+        if (status and status[1] in ("401", "403")) or (code and code[1] in _REFUSED_CODES):
             return FetchError(
                 f"{reference}: access was refused ({answer}); {_CREDENTIALS[scheme]}; the identity needs {_PERMISSIONS[scheme]}"
             )
@@ -167,12 +176,19 @@ class ObjectStore:
             )
         if status and status[1] == "416":
             return FetchError(f"{reference}: {name} is shorter than it was listed")
-        message = _redact(text)
         if isinstance(error, BaseError) and not status:
             return TransientSourceError(
-                f"no answer from the store ({message}); check the network and the endpoint"
+                f"no answer from the store ({_find_cause(source) or _redact(text)}); check the network and the endpoint"
             )
-        return FetchError(f"{reference}: {message}")
+        return FetchError(f"{reference}: {_redact(text)}")
+
+
+def _find_cause(source: str) -> str:
+    """Return the reason of a failed connection from obstore's description of it; empty if it has none."""
+    if untrusted := _UNTRUSTED.search(source):
+        return f"invalid certificate: {untrusted[1]}"
+    found = _CAUSE.findall(source)
+    return _redact(found[-1]) if found else ""
 
 
 def _redact(text: str) -> str:

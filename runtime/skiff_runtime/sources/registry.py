@@ -213,7 +213,8 @@ class Registry:
             raise FetchError(f"{self._host} redirects in a loop") from error
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             raise TransientSourceError(
-                f"no answer from {self._host} ({type(error).__name__}); check the network, the proxy and {ENV_OCI_ENDPOINT}"
+                f"no answer from {self._host} ({str(error) or type(error).__name__}); check the network, the proxy and "
+                f"{ENV_OCI_ENDPOINT}"
             ) from error
 
     def _authenticate(self, challenge: str, used: str) -> None:

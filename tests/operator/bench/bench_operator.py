@@ -14,7 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("support", "cluster")]
@@ -24,6 +26,10 @@ from controlplane import ControlPlane  # noqa: E402
 from creation_load import DeploymentWatch, create_all  # noqa: E402
 from operator_process import LEASE_NAMESPACE, OperatorProcess, eventually  # noqa: E402
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ResultOfSize = TypeVar("ResultOfSize", bound="DataclassInstance")
 CRD = HERE.parents[3] / "manifests/crds/inferenceservices.yaml"
 NAMESPACE = "bench"
 STEADY_RATE = 16.0
@@ -180,25 +186,30 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run the bench and print what it found."""
+def run(
+    description: str | None,
+    sizes: str,
+    measure_size: Callable[[int, Path], ResultOfSize],
+    make_table: Callable[[list[ResultOfSize]], str],
+) -> None:
+    """Parse the command line, measure each size, and print what was found; `sizes` is the default."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", default="1,100,1000", help="numbers of InferenceServices (%(default)s)")
+    parser.add_argument("--sizes", default=sizes, help="numbers of InferenceServices (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(prefix="skiff-bench-") as scratch:
         for size in map(int, arguments.sizes.split(",")):
             print(f"bench: {size} InferenceServices ...", file=sys.stderr, flush=True)
-            results.append(measure(size, Path(scratch)))
-    print(table(results))
-    content = json.dumps([dataclasses.asdict(result) for result in results], indent=1)
+            results.append(measure_size(size, Path(scratch)))
+            print(json.dumps(dataclasses.asdict(results[-1])), file=sys.stderr, flush=True)
+    print(make_table(results))
     if arguments.json is not None:
+        content = json.dumps([dataclasses.asdict(result) for result in results], indent=1)
         arguments.json.write_text(content + "\n")
-    print(content)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "1,100,1000", measure, table)

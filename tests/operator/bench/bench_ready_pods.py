@@ -7,12 +7,9 @@ creations until every InferenceService is Ready, then a restart of the operator.
 operator's; times are those of the whole control plane on this machine.
 """
 
-import argparse
 import asyncio
 import dataclasses
-import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -98,25 +95,5 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run the bench and print what it found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", default="1000,5000", help="numbers of InferenceServices (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory(prefix="skiff-bench-") as scratch:
-        for size in map(int, arguments.sizes.split(",")):
-            print(f"bench: {size} InferenceServices with Ready pods ...", file=sys.stderr, flush=True)
-            results.append(measure(size, Path(scratch)))
-            print(json.dumps(dataclasses.asdict(results[-1])), file=sys.stderr, flush=True)
-    print(table(results))
-    if arguments.json is not None:
-        content = json.dumps([dataclasses.asdict(result) for result in results], indent=1)
-        arguments.json.write_text(content + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    bench_operator.run(__doc__, "1000,5000", measure, table)

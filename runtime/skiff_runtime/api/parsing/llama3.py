@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
+from skiff_runtime.api.parsing.markers import split_at_marker
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolParser
 
 TAG: Final = "<|python_tag|>"
@@ -13,18 +13,15 @@ class Llama3Parser(ToolParser):
     """Reads calls at the beginning of the output, or after the tag, with semicolons between them."""
 
     def start(self) -> bool:
-        num_blanks = len(self._buffer) - len(self._buffer.lstrip())
-        rest = self._buffer[num_blanks:]
-        if not rest:
+        beginning = self._split_beginning(TAG)
+        if beginning is None:
             return False
-        is_tagged = starts_with_marker(rest, TAG)
-        if is_tagged is None and not self._is_finished:
-            return False
-        if is_tagged:
-            self._opening += self._buffer[: num_blanks + len(TAG)]
-            self._buffer = rest[len(TAG) :]
+        blanks, tag, rest = beginning
+        if tag:
+            self._opening += blanks + tag
+            self._buffer = rest
         elif rest.startswith("{"):
-            opening, self._buffer = self._opening + self._buffer[:num_blanks], rest
+            opening, self._buffer = self._opening + blanks, rest
             self._begin_call("" if TAG in opening else opening)
         else:
             self._add_content("" if TAG in self._opening else self._opening)

@@ -5,7 +5,8 @@ import string
 from collections.abc import Callable
 from typing import Final
 
-from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
+from skiff_runtime.api.parsing.call_reader import CallReader
+from skiff_runtime.api.parsing.markers import split_at_marker
 from skiff_runtime.api.parsing.parameter_formats import python_parameters
 from skiff_runtime.api.parsing.parameter_types import word_to_json
 from skiff_runtime.api.parsing.tool_parser import ToolCallFormat, ToolParser
@@ -97,16 +98,15 @@ class StringLiteralReader:
         return _encode(text if code > _MAX_CODE_POINT else chr(code))
 
 
-class PythonCallReader:
-    """Reads ``name(key=value, ...)`` as it comes, and converts the arguments to JSON.
+class PythonCallReader(CallReader):
+    """Reads ``name(key=value, ...)``.
 
-    It has the interface of ``ToolCallReader``. Values are literals: strings, numbers, constants in the spelling of
+    Values are literals: strings, numbers, constants in the spelling of
     Python or JSON, lists, and dictionaries whose keys are strings. A call that breaks once it is known is completed to
     valid JSON.
     """
 
     __slots__ = (
-        "_arguments",
         "_brackets",
         "_names",
         "_num_read",
@@ -114,20 +114,11 @@ class PythonCallReader:
         "_state",
         "_string",
         "_word",
-        "is_broken",
-        "is_done",
-        "is_known",
-        "name",
-        "raw",
     )
 
     def __init__(self, names: frozenset[str]) -> None:
-        self.name: str | None = None
-        self.raw = ""
-        self.is_known = self.is_done = self.is_broken = False
+        super().__init__()
         self._names = names
-        self._arguments: list[str] = []
-        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._brackets: list[str] = []
         self._separator = ""
         """The text that separates the next member from the one before it."""
@@ -138,7 +129,6 @@ class PythonCallReader:
         self._state: Callable[[str], bool] = self._read_name
 
     def push(self, text: str) -> str:
-        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
         for index, character in enumerate(text):
             while not (self.is_done or self.is_broken) and not self._state(character):
                 pass
@@ -150,12 +140,6 @@ class PythonCallReader:
             if self.is_done or self.is_broken:
                 return text[index + 1 :]
         return ""
-
-    def take_arguments(self) -> str:
-        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
 
     def _read_name(self, character: str) -> bool:
         if character in _NAME_CHARACTERS or (character in _WHITESPACE and not self._word):
@@ -303,17 +287,14 @@ class PythonicParser(ToolParser):
     _is_tagged = False
 
     def start(self) -> bool:
-        num_blanks = len(self._buffer) - len(self._buffer.lstrip())
-        rest = self._buffer[num_blanks:]
-        if not rest:
+        beginning = self._split_beginning(TAG)
+        if beginning is None:
             return False
-        is_tagged = starts_with_marker(rest, TAG)
-        if is_tagged is None and not self._is_finished:
-            return False
-        if is_tagged:
-            self._is_tagged, self._buffer = True, rest[len(TAG) :]
+        blanks, tag, rest = beginning
+        if tag:
+            self._is_tagged, self._buffer = True, rest
         elif rest.startswith("["):
-            blanks, self._buffer = self._buffer[:num_blanks], rest[1:]
+            self._buffer = rest[1:]
             self._begin_list("" if self._is_tagged else blanks)
         else:
             self._state = self.content

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from skiff_runtime.api.parsing import hermes
+from skiff_runtime.api.parsing.call_reader import CallReader
 from skiff_runtime.api.parsing.hermes import HermesParser
 from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
 from skiff_runtime.api.parsing.parameter_formats import xml_parameters
@@ -24,20 +25,16 @@ _NULL: Final = "null"
 _STRING_OR_NULL: Final = frozenset(("string", "null"))
 
 
-class XmlCallReader:
-    """Reads one call as it comes, from ``<function=`` or, with ``is_named``, from the name after it.
+class XmlCallReader(CallReader):
+    """Reads a call from ``<function=`` or, with ``is_named``, from the name after it.
 
-    It has the interface of ``ToolCallReader``. A string streams; a value of another type follows as a whole.
+    A string streams; a value of another type follows as a whole.
     """
 
     def __init__(self, options: ToolCallOptions, *, is_named: bool = False) -> None:
-        self.name: str | None = None
-        self.is_known = self.is_done = self.is_broken = False
+        super().__init__()
         self._options = options
-        self._read = ""
         self._buffer = ""
-        self._arguments: list[str] = []
-        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._num_parameters = 0
         self._types = STRING
         self._value: list[str] = []
@@ -47,30 +44,18 @@ class XmlCallReader:
         self._is_begun = False
         self._state = self._read_name if is_named else self._read_opening
 
-    @property
-    def raw(self) -> str:
-        """The text that was read before the call was known."""
-        return self._read
-
     def push(self, text: str) -> str:
-        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
         self._buffer += text
         if not self.is_known:
-            self._read += text
+            self.raw += text
         while self._buffer and not (self.is_done or self.is_broken) and self._state():
             pass
         if not (self.is_done or self.is_broken):
             return ""
         rest, self._buffer = self._buffer, ""
         if self.is_broken and not self.is_known and rest:
-            self._read = self._read[: -len(rest)]
+            self.raw = self.raw[: -len(rest)]
         return rest
-
-    def take_arguments(self) -> str:
-        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
 
     def _read_opening(self) -> bool:
         self._buffer = self._buffer.lstrip()

@@ -3,6 +3,8 @@
 import json
 from typing import Any, Final
 
+from skiff_runtime.api.parsing.call_reader import CallReader
+
 JSON_WHITESPACE: Final = frozenset(" \t\r\n")
 _CLOSERS: Final = {"{": "}", "[": "]"}
 _SCALAR: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
@@ -63,15 +65,10 @@ class JsonValueScanner:
             self.is_done = not self._closers and not self.is_broken
 
 
-class ToolCallReader:
-    """Reads ``{"name": ..., "arguments": {...}}`` as it comes, with the members in any order; others are skipped.
-
-    ``is_known``: the text is certainly a call of a tool in ``names``. Once ``is_done`` or ``is_broken``, nothing more is
-    read. ``raw`` is the text that was read before the call was known, which is content if the call never becomes known.
-    """
+class ToolCallReader(CallReader):
+    """Reads ``{"name": ..., "arguments": {...}}`` of a tool in ``names``, with the members in any order; others are skipped."""
 
     __slots__ = (
-        "_arguments",
         "_arguments_only",
         "_has_arguments",
         "_key",
@@ -79,17 +76,10 @@ class ToolCallReader:
         "_state",
         "_text",
         "_value",
-        "is_broken",
-        "is_done",
-        "is_known",
-        "name",
-        "raw",
     )
 
     def __init__(self, names: frozenset[str]) -> None:
-        self.name: str | None = None
-        self.raw = ""
-        self.is_known = self.is_done = self.is_broken = False
+        super().__init__()
         self._names = names
         self._arguments_only = False
         self._has_arguments = False
@@ -97,8 +87,6 @@ class ToolCallReader:
         self._key = ""
         self._text: list[str] = []
         """Characters of a key, or of a value that is not streamed."""
-        self._arguments: list[str] = []
-        """Parts of the arguments since ``take_arguments``: joined there, so that a long text takes linear time."""
         self._value = JsonValueScanner()
 
     @staticmethod
@@ -110,7 +98,6 @@ class ToolCallReader:
         return reader
 
     def push(self, text: str) -> str:
-        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
         for index, character in enumerate(text):
             if self.is_done or self.is_broken:
                 return text[index:]
@@ -122,12 +109,6 @@ class ToolCallReader:
                 return text[index:]
             self.is_broken = self.is_broken or (not self.is_known and len(self.raw) > _MAX_HEAD_CHARACTERS)
         return ""
-
-    def take_arguments(self) -> str:
-        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
 
     def _push(self, character: str) -> None:
         match self._state:

@@ -7,10 +7,11 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from skiff_runtime.api.parsing.call_reader import CallReader
 from skiff_runtime.api.parsing.deltas import ContentDelta, Delta, ToolCallDelta
-from skiff_runtime.api.parsing.markers import split_at_marker
+from skiff_runtime.api.parsing.markers import split_at_marker, starts_with_marker
 from skiff_runtime.api.parsing.parameter_formats import (
     TagFormat,
     any_of,
@@ -19,30 +20,6 @@ from skiff_runtime.api.parsing.parameter_formats import (
     sequence,
 )
 from skiff_runtime.api.parsing.streaming_json import ToolCallReader
-
-
-class CallReader(Protocol):
-    """Reads one call as it comes.
-
-    ``is_known``: the text is certainly a call of the tool ``name``. Once ``is_done`` or ``is_broken``, nothing more is
-    read. ``raw`` is the text that was read before the call was known, which is content if it never becomes known.
-    """
-
-    name: str | None
-    is_known: bool
-    is_done: bool
-    is_broken: bool
-
-    @property
-    def raw(self) -> str: ...
-
-    def push(self, text: str) -> str:
-        """Read ``text``, and return what is left of it once the call has ended or has turned out to be none."""
-        ...
-
-    def take_arguments(self) -> str:
-        """Return the text of the arguments since the last call of this method, for a call that ``is_known``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +144,15 @@ class ToolParser(ABC):
         self._whitespace = text[len(shown) :]
         if shown:
             self._deltas.append(ContentDelta(shown))
+
+    def _split_beginning(self, tag: str) -> tuple[str, str, str] | None:
+        """Return the whitespace at the beginning of the buffer, ``tag`` or "" behind it, and the rest; None if more text decides."""
+        rest = self._buffer.lstrip()
+        is_tagged = starts_with_marker(rest, tag) if rest else None
+        if not rest or (is_tagged is None and not self._is_finished):
+            return None
+        blanks = self._buffer[: len(self._buffer) - len(rest)]
+        return (blanks, tag, rest[len(tag) :]) if is_tagged else (blanks, "", rest)
 
     def _skip(self, characters: str) -> bool:
         """Drop these characters from the beginning of the buffer. Return whether anything is left."""
