@@ -15,11 +15,11 @@ from typing import Final, Protocol
 from skiff_runtime import log
 from skiff_runtime.contract import FLAG_DOWNLOAD_DIR
 from skiff_runtime.errors import FetchError
-from skiff_runtime.hub.download_progress import report_progress
 from skiff_runtime.hub.file_lock import WAIT_SECONDS, exclusive_lock
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
 from skiff_runtime.hub.model_cache import ModelCache
 from skiff_runtime.hub.repository import CONFIG, GENERATION_CONFIG, RemoteFile, RepositoryListing
+from skiff_runtime.transfer.download_progress import report_progress
 
 PARALLEL_FILES: Final = 4
 CHECKSUM_ATTEMPTS: Final = 2

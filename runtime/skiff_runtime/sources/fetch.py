@@ -15,13 +15,13 @@ from skiff_runtime.hub.hub_reference import SCHEME as HUB_SCHEME
 from skiff_runtime.hub.repository import CONFIG, POOLING_CONFIG, RemoteFile, RepositoryListing
 from skiff_runtime.sources.directory_cache import DirectoryCache
 from skiff_runtime.sources.model_source import ModelSource, SourceListing, check_limits
-from skiff_runtime.sources.parallel_download import download_all
 from skiff_runtime.sources.source_reference import (
     RegistryReference,
     SourceReference,
     is_source_uri,
     parse_source,
 )
+from skiff_runtime.transfer.parallel_download import download_all
 
 _VERSION_DIGITS: Final = 32
 

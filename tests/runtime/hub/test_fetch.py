@@ -15,10 +15,10 @@ from fake_hub import FakeHub, Fault, commit_of, running_hub
 from huggingface_hub import constants, hf_hub_download, scan_cache_dir
 
 from skiff_runtime.contract import ENV_HUB_ENDPOINT, EXIT_FETCH_FAILED, EXIT_OK
-from skiff_runtime.hub import download_progress as progress
 from skiff_runtime.hub import hub_client as client
 from skiff_runtime.hub.fetch import fetch
 from skiff_runtime.hub.hub_reference import HubReference, parse_reference
+from skiff_runtime.transfer import download_progress as progress
 
 WEIGHT_BYTES = 300_000
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -17,8 +17,9 @@ from fake_s3 import LISTING, FakeS3, running_s3
 
 from skiff_runtime.contract import EXIT_FETCH_FAILED, EXIT_OK
 from skiff_runtime.errors import ConfigError, FetchError
-from skiff_runtime.sources import object_store, parallel_download, retries
+from skiff_runtime.sources import object_store
 from skiff_runtime.sources.fetch import fetch_model, find_fetched
+from skiff_runtime.transfer import parallel_download, retries
 
 URI = "s3://models/llama/tiny"
 CHUNK = 100_000
@@ -260,7 +261,7 @@ def test_chunk_that_was_damaged_on_the_disk_is_not_kept(store: FakeS3, model: Pa
 def test_killed_fetch_is_resumed_by_the_next_one(store: FakeS3, model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     code = (
-        "import sys; from skiff_runtime.sources import parallel_download; "
+        "import sys; from skiff_runtime.transfer import parallel_download; "
         f"parallel_download.CHUNK_BYTES = {CHUNK}; "
         "from skiff_runtime.__main__ import main; sys.exit(main())"
     )

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from skiff_runtime import log
 from skiff_runtime.errors import FetchError
-from skiff_runtime.sources.model_source import TransientSourceError
+from skiff_runtime.transfer.range_source import TransientSourceError
 
 T = TypeVar("T")
 
