@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import shutil
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -73,11 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     assert resolved.kernel_cache_dir is not None
     directory = Path(resolved.kernel_cache_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    kernel_cache.activate(directory, directory)
     started = time.monotonic()
-    _compile_triton(resolved, model, arguments.arch)
-    if _needs_flashinfer(resolved):
-        _compile_flashinfer(resolved, model, arguments.arch)
+    with tempfile.TemporaryDirectory(prefix="skiff-") as scratch:
+        kernel_cache.activate(directory, Path(scratch))
+        _compile_triton(resolved, model, arguments.arch)
+        if _needs_flashinfer(resolved):
+            _compile_flashinfer(resolved, model, arguments.arch)
     log.event("kernels_built", directory=str(directory), seconds=f"{time.monotonic() - started:.1f}")
     return EXIT_OK
 
@@ -108,6 +110,7 @@ def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str) -
 
     from skiff_runtime.kernels.flashinfer_internals import gen_batch_prefill_module
 
+    kernel_cache.use_prebuilt_flashinfer_modules()
     dtype, head_dim = getattr(torch, config.dtype), model.head_dim
     parameters = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     has_window = dict.fromkeys(window is not None for window in model.sliding_windows)
@@ -116,8 +119,9 @@ def _compile_flashinfer(config: Config, model: ModelConfig, architecture: str) -
         for backend in (("fa3", "fa2") if architecture.startswith("9.0") else ("fa2",))
         for each in has_window
     ]
+    missing = [module for module in modules if not module.is_aot]
     with ThreadPoolExecutor(len(modules)) as pool:  # each module is built by a ninja of its own
-        for built in [pool.submit(module.build, verbose=False) for module in modules]:
+        for built in [pool.submit(module.build, verbose=False) for module in missing]:
             built.result()
 
 
