@@ -34,6 +34,8 @@ _OPEN_FILES: Final = 128
 _READ_BYTES: Final = 1 << 20
 _PROGRESS_BYTES: Final = 64 << 10
 """An attempt that received this much has progressed: a slow or lossy connection is not given up."""
+_BLOCK_BYTES: Final = 512
+"""The unit of ``st_blocks``."""
 _ENTRY: Final = struct.Struct("<Q")
 _COMPLETE: Final = 1 << 32
 """Set in the journal's entry of a complete chunk, beside its CRC-32."""
@@ -61,6 +63,11 @@ def download_all(source: RangeSource, files: Sequence[RemoteObject], target: Pat
             transfer = _Transfer(source, [_PartialFile(each, target, scratch) for each in batch])
             transfer.run()
             received, transfer = received + sum(each.size_bytes for each in batch), None
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes on the disk of the files below ``directory``: a partial file has holes where chunks are missing."""
+    return sum(path.stat().st_blocks * _BLOCK_BYTES for path in directory.rglob("*") if path.is_file())
 
 
 class _PartialFile:

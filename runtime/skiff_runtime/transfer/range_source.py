@@ -16,6 +16,10 @@ class TransientSourceError(FetchError):
         self.wait_seconds = wait_seconds
 
 
+class RangesUnsupported(FetchError):
+    """The source does not answer requests for ranges of a file; it may send the file in one stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
     """A file of a hub, an object of a store, or a layer of an artifact.
