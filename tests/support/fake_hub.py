@@ -115,6 +115,10 @@ def _file_of(seen: Seen) -> str:
     return "/".join(parts[4:] if parts[2:3] == ["resolve"] else parts[2:])
 
 
+def _is_beginning(seen: Seen) -> bool:
+    return seen.headers.get("range", "bytes=0-").startswith("bytes=0-")
+
+
 def commit_of(model: Path) -> str:
     """Return a commit hash that depends on the model's files alone."""
     digest = hashlib.sha1()
@@ -211,14 +215,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "")
 
     def _count_deliveries(self) -> None:
-        """Answer with the number of deliveries of each file that was delivered."""
+        """Answer with the number of times that each file was delivered from its beginning: its ranges count as one."""
         with self.hub.lock:
             names = {
                 _file_of(seen)
                 for seen in self.hub.seen
                 if seen.server == "storage" or "/resolve/" in seen.path
             }
-        body = json.dumps({name: len(self.hub.deliveries(name)) for name in names}).encode()
+        counts = {name: sum(_is_beginning(seen) for seen in self.hub.deliveries(name)) for name in names}
+        body = json.dumps(counts).encode()
         self._head(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
         self.wfile.write(body)
 
